@@ -1,0 +1,269 @@
+"""EGL and GLX through ctypes: devices, and which context is current on this thread.
+
+Contexts are made by moderngl (glcontext); this module fills two gaps. glcontext's exit leaves *no* context current, so a
+caller who had one of their own would lose it: `switch_to` remembers and puts it back, EGL or GLX. And it enumerates the
+EGL devices with what they say of themselves.
+
+Sources: EGL 1.5, EGL_EXT_device_enumeration, EGL_EXT_device_query, EGL_MESA_device_software, EGL_EXT_device_drm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import os
+from ctypes import c_char_p, c_int, c_ssize_t, c_uint, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_lod.errors import GLUnavailableError
+
+_OPENGL_API = 0x30A2
+_READ, _DRAW = 0x305A, 0x3059
+_EXTENSIONS = 0x3055
+_DRM_DEVICE_FILE_EXT = 0x3233
+_CUDA_DEVICE_NV = 0x323A
+
+INSTALL_HINT = (
+    "On Debian or Ubuntu: apt-get install libegl1 libgl1-mesa-dri. For an NVIDIA GPU install the driver's libnvidia-gl; "
+    "in a container pass NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility."
+)
+
+
+def library_name() -> str:
+    """The EGL library to load: $GPU_LOD_LIBEGL or libEGL.so.1."""
+    return os.environ.get("GPU_LOD_LIBEGL") or "libEGL.so.1"
+
+
+class _EGL:
+    def __init__(self) -> None:
+        name = library_name()
+        try:
+            lib = ctypes.CDLL(name)
+        except OSError as error:
+            raise GLUnavailableError(f"no EGL on this machine: {error}. {INSTALL_HINT}") from None
+        self.get_proc_address = _typed(lib.eglGetProcAddress, c_void_p, c_char_p)
+        self.get_error = _typed(lib.eglGetError, c_int)
+        self.bind_api = _typed(lib.eglBindAPI, c_uint, c_uint)
+        self.query_api = _typed(lib.eglQueryAPI, c_uint)
+        self.make_current = _typed(lib.eglMakeCurrent, c_uint, c_void_p, c_void_p, c_void_p, c_void_p)
+        self.current_context = _typed(lib.eglGetCurrentContext, c_void_p)
+        self.current_display = _typed(lib.eglGetCurrentDisplay, c_void_p)
+        self.current_surface = _typed(lib.eglGetCurrentSurface, c_void_p, c_int)
+        self.query_devices = self._extension("eglQueryDevicesEXT", c_uint, c_int, c_void_p, c_void_p)
+        self.device_string = self._extension("eglQueryDeviceStringEXT", c_char_p, c_void_p, c_int)
+        self.device_attribute = self._extension("eglQueryDeviceAttribEXT", c_uint, c_void_p, c_int, c_void_p)
+
+    def _extension(self, name: str, result: Any, *arguments: Any) -> Any:
+        address = self.get_proc_address(name.encode())
+        return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+
+class _GLX:
+    """The few GLX calls needed to step aside for a window of the caller's; only if the process has loaded GLX."""
+
+    def __init__(self, lib: Any) -> None:
+        self.current_context = _typed(lib.glXGetCurrentContext, c_void_p)
+        self.current_display = _typed(lib.glXGetCurrentDisplay, c_void_p)
+        self.current_drawable = _typed(lib.glXGetCurrentDrawable, ctypes.c_ulong)
+        self.current_read = _typed(lib.glXGetCurrentReadDrawable, ctypes.c_ulong)
+        self.make_current = _typed(
+            lib.glXMakeContextCurrent, c_int, c_void_p, ctypes.c_ulong, ctypes.c_ulong, c_void_p
+        )
+        self.get_proc_address = _typed(lib.glXGetProcAddressARB, c_void_p, c_char_p)
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+@functools.cache
+def _egl() -> _EGL:
+    return _EGL()
+
+
+_glx_cache: _GLX | None = None
+_glx_loads = -1
+_libc = ctypes.CDLL(None)
+_DlCallback = ctypes.CFUNCTYPE(c_int, c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ulonglong))
+
+
+@_DlCallback
+def _read_loads(info: int, size: int, result: Any) -> int:
+    result[0] = ctypes.c_ulonglong.from_address(info + 32).value  # dl_phdr_info.dlpi_adds
+    return 1
+
+
+def _library_loads() -> int:
+    """How many libraries this process has loaded so far: a microsecond, where looking one up takes eighty."""
+    count = ctypes.c_ulonglong(0)
+    _libc.dl_iterate_phdr(_read_loads, ctypes.byref(count))
+    return count.value
+
+
+def _glx() -> _GLX | None:
+    global _glx_cache, _glx_loads
+    if _glx_cache is None:
+        loads = _library_loads()
+        if loads != _glx_loads:
+            _glx_loads = loads
+            for name in ("libGLX.so.0", "libGL.so.1"):
+                try:
+                    # RTLD_NOLOAD: only if somebody loaded it already; nobody else can have a GLX context.
+                    _glx_cache = _GLX(ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY))
+                    break
+                except (OSError, AttributeError):
+                    continue
+    return _glx_cache
+
+
+@dataclass(frozen=True)
+class EGLDevice:
+    """What one EGL device says of itself."""
+
+    index: int
+    extensions: tuple[str, ...]
+    drm_file: str | None
+    cuda_ordinal: int | None
+    """EGL_CUDA_DEVICE_NV: the ordinal in CUDA's own, unmasked numbering."""
+
+    @property
+    def software(self) -> bool:
+        return "EGL_MESA_device_software" in self.extensions
+
+
+def devices() -> list[EGLDevice]:
+    """All EGL devices, in the order in which `Context(device=n)` counts them.
+
+    Raises:
+        GLUnavailableError: no EGL library, or one without EGL_EXT_device_enumeration.
+    """
+    egl = _egl()
+    if egl.query_devices is None:
+        raise GLUnavailableError(f"this EGL library cannot list devices (EGL_EXT_device_enumeration). {INSTALL_HINT}")
+    count = c_int(0)
+    if not egl.query_devices(0, None, ctypes.byref(count)) or count.value == 0:
+        raise GLUnavailableError(f"EGL knows no device (error {egl.get_error():#x}). {INSTALL_HINT}")
+    handles = (c_void_p * count.value)()
+    egl.query_devices(count.value, handles, ctypes.byref(count))
+    return [_describe(egl, index, handle) for index, handle in enumerate(handles[: count.value])]
+
+
+def _describe(egl: _EGL, index: int, handle: int | None) -> EGLDevice:
+    text = egl.device_string(handle, _EXTENSIONS) if egl.device_string else None
+    extensions = tuple((text or b"").decode().split())
+    drm_file = None
+    if "EGL_EXT_device_drm" in extensions:
+        drm_file = (egl.device_string(handle, _DRM_DEVICE_FILE_EXT) or b"").decode() or None
+    ordinal = None
+    if "EGL_NV_device_cuda" in extensions and egl.device_attribute is not None:
+        value = c_ssize_t(-1)
+        if egl.device_attribute(handle, _CUDA_DEVICE_NV, ctypes.byref(value)):
+            ordinal = value.value
+    return EGLDevice(index, extensions, drm_file, ordinal)
+
+
+@dataclass(frozen=True)
+class Current:
+    """The context that is current on a thread. All None: there is none."""
+
+    egl: tuple[int | None, int | None, int | None, int | None] | None = None
+    """(display, draw surface, read surface, context)"""
+    glx: tuple[int | None, int, int, int | None] | None = None
+    """(display, draw drawable, read drawable, context)"""
+
+    @property
+    def exists(self) -> bool:
+        return self.egl is not None or self.glx is not None
+
+    def same_context(self, other: Current) -> bool:
+        return (self.egl or (None,))[-1] == (other.egl or (None,))[-1] and (self.glx or (None,))[-1] == (
+            other.glx or (None,)
+        )[-1]
+
+
+NO_CONTEXT = Current()
+
+
+def current() -> Current:
+    """The context that is current on the calling thread."""
+    try:
+        egl = _egl()
+    except GLUnavailableError:
+        egl = None
+    if egl is not None:
+        context = egl.current_context()
+        if context:
+            surfaces = egl.current_surface(_DRAW), egl.current_surface(_READ)
+            return Current(egl=(egl.current_display(), *surfaces, context))
+    glx = _glx()
+    if glx is not None:
+        context = glx.current_context()
+        if context:
+            drawables = glx.current_drawable(), glx.current_read()
+            return Current(glx=(glx.current_display(), *drawables, context))
+    return NO_CONTEXT
+
+
+def switch(old: Current, new: Current) -> None:
+    """Make `new` current on this thread in place of `old`, which is what `current()` returned.
+
+    EGL refuses to make a context current where GLX has one, and the other way round, so the old one is let go first if
+    it is of the other kind.
+
+    Raises:
+        GLUnavailableError: EGL or GLX refused.
+    """
+    if old.glx is not None and new.glx is None:
+        glx = _glx()
+        assert glx is not None
+        glx.make_current(old.glx[0], 0, 0, None)
+    if old.egl is not None and new.egl is None:
+        _egl().make_current(old.egl[0], None, None, None)
+    if new.egl is not None:
+        egl = _egl()
+        if egl.query_api() != _OPENGL_API:
+            egl.bind_api(_OPENGL_API)  # the API binding is per thread and starts as OpenGL ES
+        if not egl.make_current(*new.egl):
+            raise GLUnavailableError(f"eglMakeCurrent failed with error {egl.get_error():#x}.")
+    elif new.glx is not None:
+        glx = _glx()
+        assert glx is not None
+        if not glx.make_current(*new.glx):
+            raise GLUnavailableError("glXMakeContextCurrent failed.")
+
+
+def release_current() -> Current:
+    """Leave no context current on this thread; returns the one that was, for `switch(NO_CONTEXT, it)`."""
+    old = current()
+    switch(old, NO_CONTEXT)
+    return old
+
+
+def loader_of_current() -> Any:
+    """An object that moderngl takes as its context: it loads entry points of the context that is current now."""
+    here = current()
+    if here.egl is not None:
+        return _Loader(_egl().get_proc_address)
+    glx = _glx()
+    if here.glx is not None and glx is not None:
+        return _Loader(glx.get_proc_address)
+    raise GLUnavailableError("no OpenGL context is current on this thread: make the window's context current first.")
+
+
+class _Loader:
+    """Entry points only: entering, leaving and releasing are the owner's business."""
+
+    def __init__(self, get_proc_address: Any) -> None:
+        self._get = get_proc_address
+
+    def load_opengl_function(self, name: str) -> int:
+        return self._get(name.encode()) or 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def release(self) -> None: ...

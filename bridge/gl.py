@@ -1,0 +1,216 @@
+"""OpenGL entry points that moderngl does not offer, through ctypes.
+
+Only what the bridge and the verbs call is listed. `GL(load)` resolves every name at once with the context's own loader;
+a name the driver does not know stays callable and raises `UnsupportedError` when it is called, so that one missing
+optional entry point does not keep a context from opening.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_char_p, c_int, c_ssize_t, c_ubyte, c_uint, c_void_p
+from typing import Any
+
+from gpu_lod.errors import GLError, OutOfMemoryError, UnsupportedError
+
+# Names and values of the OpenGL registry.
+NO_ERROR = 0
+OUT_OF_MEMORY = 0x0505
+VENDOR, RENDERER, VERSION = 0x1F00, 0x1F01, 0x1F02
+SHADING_LANGUAGE_VERSION = 0x8B8C
+
+MAP_READ_BIT, MAP_WRITE_BIT = 0x0001, 0x0002
+MAP_PERSISTENT_BIT, MAP_COHERENT_BIT = 0x0040, 0x0080
+CLIENT_STORAGE_BIT = 0x0200
+COPY_READ_BUFFER, COPY_WRITE_BUFFER = 0x8F36, 0x8F37
+SHADER_STORAGE_BUFFER = 0x90D2
+SHADER_STORAGE_BUFFER_BINDING, SHADER_STORAGE_BUFFER_START, SHADER_STORAGE_BUFFER_SIZE = 0x90D3, 0x90D4, 0x90D5
+DISPATCH_INDIRECT_BUFFER, DISPATCH_INDIRECT_BUFFER_BINDING = 0x90EE, 0x90EF
+
+MAX_TEXTURE_SIZE = 0x0D33
+MAX_ARRAY_TEXTURE_LAYERS = 0x88FF
+MAX_SHADER_STORAGE_BLOCK_SIZE = 0x90DE
+SHADER_STORAGE_BUFFER_OFFSET_ALIGNMENT = 0x90DF
+MAX_COMPUTE_WORK_GROUP_COUNT = 0x91BE
+MAX_FRAMEBUFFER_LAYERS = 0x9317
+
+TEXTURE0, ACTIVE_TEXTURE = 0x84C0, 0x84E0
+TEXTURE_2D_ARRAY, TEXTURE_BINDING_2D_ARRAY = 0x8C1A, 0x8C1D
+SAMPLER_BINDING = 0x8919
+TEXTURE_MAG_FILTER, TEXTURE_MIN_FILTER, TEXTURE_WRAP_S, TEXTURE_WRAP_T = 0x2800, 0x2801, 0x2802, 0x2803
+TEXTURE_BASE_LEVEL, TEXTURE_MAX_LEVEL = 0x813C, 0x813D
+TEXTURE_REDUCTION_MODE = 0x9366
+NEAREST, LINEAR = 0x2600, 0x2601
+NEAREST_MIPMAP_NEAREST, LINEAR_MIPMAP_NEAREST, LINEAR_MIPMAP_LINEAR = 0x2700, 0x2701, 0x2703
+CLAMP_TO_EDGE = 0x812F
+WEIGHTED_AVERAGE, REDUCE_MIN, REDUCE_MAX = 0x9367, 0x8007, 0x8008
+R8, RG8, RGBA8 = 0x8229, 0x822B, 0x8058
+R16, RG16, RGBA16 = 0x822A, 0x822C, 0x805B
+R16F, RG16F, RGBA16F = 0x822D, 0x822F, 0x881A
+R32F, RG32F, RGBA32F = 0x822E, 0x8230, 0x8814
+READ_ONLY, WRITE_ONLY, READ_WRITE = 0x88B8, 0x88B9, 0x88BA
+IMAGE_BINDING_NAME, IMAGE_BINDING_LEVEL, IMAGE_BINDING_LAYERED = 0x8F3A, 0x8F3B, 0x8F3C
+IMAGE_BINDING_LAYER, IMAGE_BINDING_ACCESS, IMAGE_BINDING_FORMAT = 0x8F3D, 0x8F3E, 0x906E
+
+FRAMEBUFFER, READ_FRAMEBUFFER, DRAW_FRAMEBUFFER = 0x8D40, 0x8CA8, 0x8CA9
+DRAW_FRAMEBUFFER_BINDING, READ_FRAMEBUFFER_BINDING = 0x8CA6, 0x8CAA
+COLOR_ATTACHMENT0, FRAMEBUFFER_COMPLETE = 0x8CE0, 0x8CD5
+CURRENT_PROGRAM, VERTEX_ARRAY_BINDING, VIEWPORT, COLOR_WRITEMASK = 0x8B8D, 0x85B5, 0x0BA2, 0x0C23
+COPY_READ_BUFFER_BINDING, COPY_WRITE_BUFFER_BINDING = 0x8F36, 0x8F37
+BLEND, DEPTH_TEST, CULL_FACE, SCISSOR_TEST, STENCIL_TEST = 0x0BE2, 0x0B71, 0x0B44, 0x0C11, 0x0B90
+RASTERIZER_DISCARD, FRAMEBUFFER_SRGB, COLOR_LOGIC_OP = 0x8C89, 0x8DB9, 0x0BF2
+PRIMITIVE_RESTART, TEXTURE_CUBE_MAP_SEAMLESS, PRIMITIVE_RESTART_INDEX = 0x8F9D, 0x884F, 0x8F9E
+BLEND_DST_RGB, BLEND_SRC_RGB, BLEND_DST_ALPHA, BLEND_SRC_ALPHA = 0x80C8, 0x80C9, 0x80CA, 0x80CB
+SAMPLE_ALPHA_TO_COVERAGE, SAMPLE_COVERAGE, SAMPLE_MASK = 0x809E, 0x80A0, 0x8E51
+POLYGON_MODE, FILL = 0x0B40, 0x1B02
+TRIANGLES = 0x0004
+
+TEXTURE_FETCH_BARRIER_BIT = 0x00000008
+SHADER_IMAGE_ACCESS_BARRIER_BIT = 0x00000020
+COMMAND_BARRIER_BIT = 0x00000040
+FRAMEBUFFER_BARRIER_BIT = 0x00000400
+SHADER_STORAGE_BARRIER_BIT = 0x00002000
+CLIENT_MAPPED_BUFFER_BARRIER_BIT = 0x00004000
+
+_ERROR_NAMES = {
+    0x0500: "GL_INVALID_ENUM",
+    0x0501: "GL_INVALID_VALUE",
+    0x0502: "GL_INVALID_OPERATION",
+    0x0503: "GL_STACK_OVERFLOW",
+    0x0504: "GL_STACK_UNDERFLOW",
+    0x0505: "GL_OUT_OF_MEMORY",
+    0x0506: "GL_INVALID_FRAMEBUFFER_OPERATION",
+    0x0507: "GL_CONTEXT_LOST",
+}
+
+_u, _i, _p = c_uint, c_int, c_void_p
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    # name: (result, *arguments)
+    "ActiveTexture": (None, _u),
+    "BindBuffer": (None, _u, _u),
+    "BindBufferBase": (None, _u, _u, _u),
+    "BindBufferRange": (None, _u, _u, _u, c_ssize_t, c_ssize_t),
+    "BindFramebuffer": (None, _u, _u),
+    "BindImageTexture": (None, _u, _u, _i, c_ubyte, _i, _u, _u),
+    "BindSampler": (None, _u, _u),
+    "BindTexture": (None, _u, _u),
+    "BindVertexArray": (None, _u),
+    "BlendFuncSeparate": (None, _u, _u, _u, _u),
+    "BufferStorage": (None, _u, c_ssize_t, _p, _u),
+    "CheckFramebufferStatus": (_u, _u),
+    "ColorMask": (None, c_ubyte, c_ubyte, c_ubyte, c_ubyte),
+    "DeleteBuffers": (None, _i, _p),
+    "DeleteFramebuffers": (None, _i, _p),
+    "DeleteTextures": (None, _i, _p),
+    "DeleteVertexArrays": (None, _i, _p),
+    "Disable": (None, _u),
+    "DispatchComputeIndirect": (None, c_ssize_t),
+    "DrawArraysInstanced": (None, _u, _i, _i, _i),
+    "Enable": (None, _u),
+    "Finish": (None,),
+    "FramebufferTexture": (None, _u, _u, _u, _i),
+    "GenBuffers": (None, _i, _p),
+    "GenFramebuffers": (None, _i, _p),
+    "GenTextures": (None, _i, _p),
+    "GenVertexArrays": (None, _i, _p),
+    "GenerateMipmap": (None, _u),
+    "GetError": (_u,),
+    "GetIntegerv": (None, _u, _p),
+    "GetInteger64v": (None, _u, _p),
+    "GetIntegeri_v": (None, _u, _u, _p),
+    "GetInteger64i_v": (None, _u, _u, _p),
+    "GetString": (c_char_p, _u),
+    "IsEnabled": (c_ubyte, _u),
+    "MapBufferRange": (_p, _u, c_ssize_t, c_ssize_t, _u),
+    "MemoryBarrier": (None, _u),
+    "PolygonMode": (None, _u, _u),
+    "PrimitiveRestartIndex": (None, _u),
+    "TexParameteri": (None, _u, _u, _i),
+    "TexStorage3D": (None, _u, _i, _u, _i, _i, _i),
+    "UnmapBuffer": (c_ubyte, _u),
+    "UseProgram": (None, _u),
+    "Viewport": (None, _i, _i, _i, _i),
+}
+
+
+class GL:
+    """The entry points of one context, as methods without the `gl` prefix: `gl.BindTexture(target, name)`."""
+
+    def __init__(self, load: Callable[[str], int]) -> None:
+        for name, (result, *arguments) in _SIGNATURES.items():
+            address = load("gl" + name)
+            setattr(
+                self,
+                name,
+                ctypes.CFUNCTYPE(result, *arguments)(address) if address else _missing("gl" + name),
+            )
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # Reached only for names that __init__ did not set; it also tells a type checker what the rest are.
+        raise AttributeError(f"gl{name} is not listed in bridge/gl.py")
+
+    def integer(self, name: int) -> int:
+        """One value of glGetInteger64v."""
+        value = ctypes.c_int64(0)
+        self.GetInteger64v(name, ctypes.byref(value))
+        return value.value
+
+    def integers(self, name: int, count: int) -> tuple[int, ...]:
+        """`count` values of glGetIntegerv."""
+        values = (c_int * count)()
+        self.GetIntegerv(name, values)
+        return tuple(values)
+
+    def indexed(self, name: int, index: int) -> int:
+        """One value of glGetInteger64i_v."""
+        value = ctypes.c_int64(0)
+        self.GetInteger64i_v(name, index, ctypes.byref(value))
+        return value.value
+
+    def string(self, name: int) -> str:
+        return (self.GetString(name) or b"").decode("utf-8", "replace")
+
+    def gen(self, kind: str) -> int:
+        """A new object name of glGen<kind>."""
+        name = c_uint(0)
+        getattr(self, "Gen" + kind)(1, ctypes.byref(name))
+        return name.value
+
+    def delete(self, kind: str, *names: int) -> None:
+        """glDelete<kind> of all names in one call."""
+        if names:
+            getattr(self, "Delete" + kind)(len(names), (c_uint * len(names))(*names))
+
+    def clear_errors(self) -> None:
+        """Drop errors that somebody else left behind, so that `check` blames only our own calls."""
+        for _ in range(16):
+            if self.GetError() == NO_ERROR:
+                return
+
+    def check(self, where: str) -> None:
+        """Raise what glGetError has to say.
+
+        Raises:
+            OutOfMemoryError: GL_OUT_OF_MEMORY.
+            GLError: anything else.
+        """
+        code = self.GetError()
+        if code == NO_ERROR:
+            return
+        self.clear_errors()
+        if code == OUT_OF_MEMORY:
+            raise OutOfMemoryError(
+                f"the driver is out of memory in {where}. Use a smaller image or batch, drop results that are no "
+                "longer needed, or call Context.trim()."
+            )
+        raise GLError(f"the driver reports {_ERROR_NAMES.get(code, hex(code))} in {where}; please report this.")
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise UnsupportedError(f"this driver has no {name}. Use backend='torch', or a driver with OpenGL 4.3 or newer.")
+
+    return call
+
+

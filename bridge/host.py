@@ -1,0 +1,156 @@
+"""The host bridge: GL buffers that are also CPU torch tensors.
+
+A buffer has immutable storage that stays mapped, persistently and coherently, for its whole life. The tensor's memory
+*is* the mapping: what a shader writes is what torch reads, and the other way round, with no copy in either direction.
+On a software renderer that memory is ordinary RAM; on a GPU it is memory that the driver chose for host access.
+
+Ownership: the bridge guarantees that after `hand_to_torch()` all GL writes are visible to the host, and the verbs
+guarantee that no GL work is in flight while torch holds a buffer.
+
+Source: GL_ARB_buffer_storage (core in OpenGL 4.4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_lod.errors import OutOfMemoryError, UnsupportedError
+
+from . import gl as G
+from .gl import GL
+from .pool import Lease, Pool
+
+_FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
+
+
+class MappedBuffer:
+    """One GL buffer object, mapped for its whole life at `address`."""
+
+    __slots__ = ("_gl", "_registry", "address", "glo", "nbytes")
+
+    def __init__(self, gl: GL, nbytes: int, registry: dict[int, MappedBuffer]) -> None:
+        self._gl = gl
+        self._registry = registry
+        self.nbytes = nbytes
+        self.glo = gl.gen("Buffers")
+        gl.clear_errors()
+        gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
+        # CLIENT_STORAGE asks for host memory: torch reads it at full speed, also where the GPU has its own.
+        gl.BufferStorage(G.COPY_WRITE_BUFFER, nbytes, None, _FLAGS | G.CLIENT_STORAGE_BIT)
+        address = None if gl.GetError() else gl.MapBufferRange(G.COPY_WRITE_BUFFER, 0, nbytes, _FLAGS)
+        gl.BindBuffer(G.COPY_WRITE_BUFFER, 0)
+        if not address:
+            gl.clear_errors()
+            gl.delete("Buffers", self.glo)
+            raise OutOfMemoryError(
+                f"the driver could not make a mapped buffer of {nbytes / 2**20:.1f} MiB. Use a smaller image or batch, "
+                "drop results that are no longer needed, or call Context.trim()."
+            )
+        self.address: int = address
+        registry[address] = self
+
+    @property
+    def key(self) -> int:
+        return self.nbytes
+
+    def delete(self) -> None:
+        # Forget the address first: malloc may hand it to an ordinary tensor next.
+        del self._registry[self.address]
+        self._gl.delete("Buffers", self.glo)  # deleting a mapped buffer unmaps it
+
+
+class SharedBuffer(Lease[MappedBuffer]):
+    """A leased GL buffer. Tensors made from it keep it alive; when the last alias dies it returns to the pool."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, item: MappedBuffer, returned: deque[MappedBuffer], nbytes: int) -> None:
+        super().__init__(item, returned)
+        self.nbytes = nbytes
+
+    @property
+    def glo(self) -> int:
+        return self.item.glo
+
+    @property
+    def address(self) -> int:
+        return self.item.address
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.item.address, False), "version": 3}
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+        """A contiguous tensor of `shape` whose memory is this buffer from byte `offset` on."""
+        # numpy keeps the lease as the array's base, and torch keeps the array: aliases of any kind keep the buffer.
+        # Made outside inference mode so that in-place changes are counted and a stale texture can be told.
+        end = offset + math.prod(shape) * dtype.itemsize
+        with torch.inference_mode(False):
+            return torch.from_numpy(np.asarray(self))[offset:end].view(dtype).view(shape)
+
+
+class HostBridge:
+    """Makes, pools and recognises mapped buffers of one context."""
+
+    device_type = "cpu"
+
+    def __init__(self, gl: GL, max_idle_bytes: int = 512 * 2**20) -> None:
+        self._gl = gl
+        self.pool: Pool[MappedBuffer] = Pool(max_idle_bytes)
+        self._by_address: dict[int, MappedBuffer] = {}
+
+    @staticmethod
+    def check_supported(extensions: set[str], version: int) -> None:
+        """Raises UnsupportedError where persistent mapping is missing."""
+        if version < 440 and "GL_ARB_buffer_storage" not in extensions:
+            raise UnsupportedError(
+                f"this driver has OpenGL {version // 100}.{version // 10 % 10} without GL_ARB_buffer_storage, which the "
+                "zero-copy host bridge needs. Update the driver (any Mesa since 10.2 and any NVIDIA driver since 331 has "
+                "it), choose another device, or use backend='torch'."
+            )
+
+    def lease(self, nbytes: int) -> SharedBuffer:
+        """A buffer of `nbytes`, contents undefined. The context must be current."""
+        size = _size_class(nbytes)
+        return SharedBuffer(self.pool.take(size, lambda: self._make(size)), self.pool.returned, nbytes)
+
+    def _make(self, nbytes: int) -> MappedBuffer:
+        try:
+            return MappedBuffer(self._gl, nbytes, self._by_address)
+        except OutOfMemoryError:
+            self.trim()
+            return MappedBuffer(self._gl, nbytes, self._by_address)
+
+    def find(self, tensor: torch.Tensor) -> tuple[MappedBuffer, int] | None:
+        """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
+        start = tensor.untyped_storage().data_ptr()
+        buffer = self._by_address.get(start)
+        return None if buffer is None else (buffer, tensor.data_ptr() - start)
+
+    def hand_to_gl(self) -> None:
+        """Nothing to do: coherent mappings show host writes to commands submitted after them."""
+
+    def hand_to_torch(self) -> None:
+        """Wait until all GL work is done and visible to the host."""
+        self._gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
+        self._gl.Finish()
+
+    def drain(self) -> None:
+        self.pool.drain()
+
+    def trim(self) -> None:
+        self.pool.drain()
+        self.pool.trim()
+
+
+def _size_class(nbytes: int) -> int:
+    """Round up to a quarter of a power of two, 4 KiB at least: at most 25% waste, and few classes."""
+    if nbytes <= 4096:
+        return 4096
+    step = 1 << (max(nbytes - 1, 1).bit_length() - 3)
+    return -(-nbytes // step) * step

@@ -1,0 +1,92 @@
+"""A pool of GL objects whose finalizers never touch GL.
+
+An object leaves the pool as a `Lease`. When the last reference to the lease dies, on whatever thread and whenever the
+garbage collector likes, the lease only puts its object on a queue; the next `drain()`, made with the context current,
+returns it to the idle list or deletes it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+
+class Pooled(Protocol):
+    """What a pool holds: a GL object with a size class."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def delete(self) -> None:
+        """Delete the GL object; called only with its context current."""
+
+
+T = TypeVar("T", bound=Pooled)
+
+
+class Lease(Generic[T]):
+    """Holds one pooled object; dropping the last reference gives it back."""
+
+    __slots__ = ("_returned", "item", "__weakref__")
+
+    def __init__(self, item: T, returned: deque[T]) -> None:
+        self.item = item
+        self._returned = returned
+
+    def __del__(self) -> None:
+        # deque.append is atomic and takes no lock, so this is safe in any thread, in a signal handler, and at exit.
+        self._returned.append(self.item)
+
+
+class Pool(Generic[T]):
+    """Idle objects by size class, the least recently used deleted first when they hold more than `max_idle_bytes`."""
+
+    def __init__(self, max_idle_bytes: int) -> None:
+        self.max_idle_bytes = max_idle_bytes
+        self.leased = 0
+        self.idle_bytes = 0
+        self._idle: OrderedDict[Hashable, list[T]] = OrderedDict()
+        self.returned: deque[T] = deque()
+        """Where leases put their objects; `drain` empties it."""
+
+    def take(self, key: Hashable, make: Callable[[], T]) -> T:
+        """An idle object of size class `key`, or a new one from `make()`. The caller wraps it in a `Lease` at once."""
+        bucket = self._idle.get(key)
+        if bucket:
+            item = bucket.pop()
+            self.idle_bytes -= item.nbytes
+            if not bucket:
+                del self._idle[key]
+        else:
+            item = make()
+        self.leased += 1
+        return item
+
+    def drain(self) -> None:
+        """Take back what finalizers queued. The context must be current and its earlier work on them finished."""
+        while self.returned:
+            item = self.returned.popleft()
+            self.leased -= 1
+            self._idle.setdefault(item.key, []).append(item)
+            self._idle.move_to_end(item.key)
+            self.idle_bytes += item.nbytes
+        if self.idle_bytes > self.max_idle_bytes:
+            self.trim(self.max_idle_bytes)
+
+    def trim(self, keep_bytes: int = 0) -> None:
+        """Delete idle objects, least recently used first, until at most `keep_bytes` are idle."""
+        while self._idle and self.idle_bytes > keep_bytes:
+            key, bucket = next(iter(self._idle.items()))
+            item = bucket.pop(0)
+            if not bucket:
+                del self._idle[key]
+            self.idle_bytes -= item.nbytes
+            item.delete()
+
+    @property
+    def idle(self) -> int:
+        return sum(len(bucket) for bucket in self._idle.values())

@@ -1,0 +1,119 @@
+"""Argument checks shared by the verbs. Every message says what came, what was expected, and the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from gpu_lod.errors import InputError, UnsupportedError
+
+DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+_DTYPE_NAMES = "uint8, float16, bfloat16 or float32"
+
+T = TypeVar("T")
+
+
+def tensor(value: Any, name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"{name} is {_kind(value)}; expected a torch tensor. For a numpy array: torch.from_numpy(array), with "
+            ".permute(2, 0, 1) if the channels come last."
+        )
+    return value
+
+
+def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> torch.Tensor:
+    """A dense tensor [B, C, H, W] or [C, H, W], no side empty, of a stored dtype."""
+    image = tensor(value, name)
+    shape = tuple(image.shape)
+    if image.layout is not torch.strided or image.is_quantized or image.is_meta or image.is_complex():
+        raise InputError(f"{name} is a {_kind(image)}; expected an ordinary dense tensor with data.")
+    if image.ndim not in (3, 4):
+        hint = " Add the channel with .unsqueeze(0)." if image.ndim == 2 else ""
+        raise InputError(f"{name} has shape {shape}; expected [B, C, H, W] or [C, H, W].{hint}")
+    if image.numel() == 0:
+        raise InputError(f"{name} has shape {shape}; every side must be at least 1.")
+    if image.dtype not in DTYPES:
+        raise InputError(f"{name} is {image.dtype}; expected {_DTYPE_NAMES}. Convert it with .to(torch.float32).")
+    if max_channels is not None and image.shape[-3] > max_channels:
+        hint = " The channels seem to come last: use .movedim(-1, -3)." if shape[-1] <= max_channels else ""
+        raise InputError(
+            f"{name} has shape {shape}, that is {image.shape[-3]} channels; expected 1 to {max_channels}.{hint}"
+        )
+    return image
+
+
+def choice(value: Any, name: str, choices: Sequence[str]) -> Any:
+    if value not in choices:
+        raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
+    return value
+
+
+def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least or (at_most and value > at_most):
+        limit = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
+        raise InputError(f"{name} is {value!r}; expected {limit}.")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} is {_kind(value)}; expected a number.") from None
+    if not math.isfinite(result):
+        raise InputError(f"{name} is {result}; expected a finite number.")
+    return result
+
+
+def levels(value: Any, height: int, width: int) -> int:
+    """A number of levels; None is the full chain down to 1 x 1."""
+    most = max(height, width).bit_length()
+    if value is None:
+        return most
+    if isinstance(value, int) and not isinstance(value, bool) and value > most:
+        raise InputError(
+            f"levels is {value}, but a {width} x {height} image has {most} down to 1 x 1. Pass None for all of them."
+        )
+    return integer(value, "levels", at_least=1)
+
+
+def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
+    """Fixations as fp32 [B, 2] on the device of `like`; one fixation serves the whole batch. Inside [0, 1]."""
+    try:
+        points = torch.as_tensor(value, dtype=torch.float32, device=like.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
+    if points.ndim not in (1, 2) or points.shape[-1] != 2 or (points.ndim == 2 and points.shape[0] not in (1, batch)):
+        raise InputError(
+            f"fixation has shape {tuple(points.shape)}; expected [2], or [{batch}, 2] for this batch of {batch}."
+        )
+    for coordinate in points.detach().flatten().tolist():
+        if not 0.0 <= coordinate <= 1.0:  # also NaN
+            raise InputError(
+                f"fixation holds {coordinate}; expected finite (x, y) in [0, 1], y down. Divide pixel positions by "
+                "(width, height)."
+            )
+    return points.expand(batch, 2) if points.ndim == 2 else points[None].expand(batch, 2)
+
+
+def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    if first.device != other.device:
+        raise InputError(f"{name} is on {other.device} and the image on {first.device}; move one with .to().")
+
+
+def no_cuda_yet(value: torch.Tensor) -> None:
+    """GL verbs take CPU tensors: there is no bridge to other devices."""
+    if value.device.type != "cpu":
+        raise UnsupportedError(
+            f"the tensor is on {value.device}; the GL backend takes CPU tensors. Use backend='torch' or tensor.cpu()."
+        )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.layout} {value.dtype} tensor {tuple(value.shape)}".replace("torch.", "")
+    return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -1,0 +1,446 @@
+"""Context: one OpenGL context on one device, with its programs, textures and shared buffers.
+
+A context is current only inside a verb and released on exit, under a lock, so any thread may call: autograd runs backward
+on threads of its own. Verbs run inside `with context.active():`. Nothing here runs at import.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import moderngl
+import torch
+
+from gpu_lod.bridge import Bridge, HostBridge, choose, devices, egl
+from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.gl import GL
+from gpu_lod.errors import (
+    ContextBusyError,
+    ContextClosedError,
+    ContextNotCurrentError,
+    ForkedContextError,
+    GLUnavailableError,
+    GpuLodError,
+    InputError,
+)
+from gpu_lod.glstate import preserved, preserved_for_moderngl
+from gpu_lod.program import Programs
+from gpu_lod.texture import TexturePool
+
+LOCK_TIMEOUT = 60.0
+"""Seconds that a verb waits for a context that another thread holds."""
+
+_REQUIRED = 430
+
+T = TypeVar("T")
+
+_registry: dict[int, Context] = {}
+_registry_lock = threading.RLock()
+_lingering: list[Context] = []  # closed while tensors of theirs were alive
+_opened_in_pid: int | None = None
+_pinned = threading.local()
+
+
+@dataclass
+class Limits:
+    """Limits of the device. Lowering `storage_bytes` makes verbs split their work earlier."""
+
+    storage_bytes: int
+    """Largest range of a storage-buffer binding."""
+    texture_size: int
+    """Largest side of a texture."""
+    layers: int
+    """Most layers of an array texture that can be sampled and rendered to."""
+
+
+class _Constants:
+    """Small tables that verbs keep in GL memory between calls, the least recently used dropped first."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._tables: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._tables:
+            self._tables[key] = make()
+            if len(self._tables) > self._most:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        table: T = self._tables[key]
+        return table
+
+    def clear(self) -> None:
+        self._tables.clear()
+
+
+class Context:
+    """An OpenGL context that verbs run on.
+
+    Verbs open the default one by themselves; make one to choose the device, to pin it to a thread, or to get tensors that
+    live in GL memory. There is one context per device and process: `Context(device=n)` again gives the same object, until
+    it is closed.
+
+    Args:
+        device: index of the EGL device as `gpu-lod info` lists them; None takes $GPU_LOD_DEVICE, or the first device
+            that opens, hardware before software.
+
+    Threads: any thread may call a verb; the context is current only inside it. `with context:` pins it to the calling
+    thread (verbs there use it by default and save the switch); other threads wait, `LOCK_TIMEOUT` seconds at most.
+
+    Forks: a context does not survive one. In the child every use raises `ForkedContextError`; tensors stay readable.
+
+    Raises:
+        GLUnavailableError: no EGL, no device that opens, or OpenGL older than 4.3.
+        UnsupportedError: no GL_ARB_buffer_storage.
+        InputError: no such device.
+        ForkedContextError: OpenGL was opened before this process forked.
+    """
+
+    def __new__(cls, device: int | None = None) -> Context:
+        if device is not None and (isinstance(device, bool) or not isinstance(device, int)):
+            raise InputError(f"device is {device!r}; expected the index of an EGL device or None.")
+        with _registry_lock:
+            for known, context in _registry.items():
+                if (device is None and context.is_default) or device == known:
+                    context._check_usable()
+                    return context
+            return cls._open(device)
+
+    @classmethod
+    def _open(cls, device: int | None) -> Context:
+        global _opened_in_pid
+        if _opened_in_pid not in (None, os.getpid()):
+            _raise_forked()
+        _reap()
+        failures = []
+        for candidate in choose(device, devices()):
+            if candidate.index in _registry:  # the default, opened by its number before
+                context = _registry[candidate.index]
+                context.is_default = True
+                return context
+            _opened_in_pid = os.getpid()
+            try:
+                context = cls._create(candidate)
+            except GpuLodError as error:
+                failures.append((candidate.index, error))
+                continue
+            context.is_default = device is None
+            _registry[candidate.index] = context
+            return context
+        if len(failures) == 1:
+            raise failures[0][1]
+        raise GLUnavailableError(
+            "no EGL device opens: " + "; ".join(f"device {index}: {error}" for index, error in failures)
+        )
+
+    @classmethod
+    def _create(cls, device: egl.EGLDevice) -> Context:
+        import glcontext.egl as backend  # not get_backend_by_name: its environment variables override arguments
+
+        old = egl.release_current()
+        try:
+            library = egl.library_name()
+            try:
+                # Entry points come from EGL alone, so libGL need not be installed.
+                window = backend.create_context(
+                    mode="standalone", libgl=library, libegl=library, glversion=_REQUIRED, device_index=device.index
+                )
+            except Exception as error:  # glcontext raises bare Exception
+                raise GLUnavailableError(
+                    f"EGL device {device.index} gives no OpenGL {_REQUIRED // 100}.{_REQUIRED // 10 % 10} context: "
+                    f"{error}. {egl.INSTALL_HINT}"
+                ) from None
+            own = egl.current()
+            if not own.exists:
+                raise GLUnavailableError(f"EGL device {device.index} made a context but did not make it current.")
+            try:
+                mgl = moderngl.create_context(context=window, standalone=True, require=_REQUIRED)
+                return cls._wrap(mgl, own, window.load_opengl_function, device)
+            except BaseException:
+                egl.switch(own, egl.NO_CONTEXT)
+                window.release()
+                raise
+        finally:
+            egl.switch(egl.current(), old)
+
+    @classmethod
+    def adopt(cls, source: moderngl.Context | None = None) -> Context:
+        """Use a context that the program already has: a moderngl context, or that of a window.
+
+        The context must be current on the calling thread now and in every call. Each verb leaves the GL state as it found
+        it. Closing frees what gpu_lod made in it and leaves the context itself alone.
+
+        Args:
+            source: a moderngl context, or None for whatever is current on this thread, such as a GLFW window's after
+                `glfw.make_context_current(window)`.
+
+        Raises:
+            ContextNotCurrentError: nothing is current.
+            GLUnavailableError: OpenGL older than 4.3.
+            UnsupportedError: no GL_ARB_buffer_storage.
+        """
+        here = egl.current()
+        if not here.exists:
+            raise ContextNotCurrentError(
+                "no OpenGL context is current on this thread: make it current first, for a window with "
+                "glfw.make_context_current(window), for a moderngl context with `with context:`."
+            )
+        loader = egl.loader_of_current()
+        gl = GL(loader.load_opengl_function)
+        if source is None:
+            with preserved_for_moderngl(gl):
+                try:
+                    source = moderngl.create_context(context=loader, standalone=True, require=_REQUIRED)
+                except ValueError as error:
+                    raise GLUnavailableError(f"the current context is too old: {error}.") from None
+        elif source.version_code < _REQUIRED:
+            raise GLUnavailableError(f"the moderngl context has OpenGL {source.version_code}; 430 or newer is needed.")
+        with preserved(gl):
+            return cls._wrap(source, here, loader.load_opengl_function, None)
+
+    @classmethod
+    def _wrap(cls, mgl: moderngl.Context, own: egl.Current, load: Any, device: egl.EGLDevice | None) -> Context:
+        HostBridge.check_supported(mgl.extensions, mgl.version_code)
+        self = object.__new__(cls)
+        self._mgl = mgl
+        self._own = own
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._active = 0
+        self._outer = egl.NO_CONTEXT
+        self._closed = False
+        self.is_default = False
+        self.device = device
+        self.gl = gl = GL(load)
+        self.bridge: Bridge = HostBridge(gl)
+        self.extensions: frozenset[str] = frozenset(mgl.extensions)
+        self.version = mgl.version_code
+        self.vendor = gl.string(G.VENDOR)
+        self.renderer = gl.string(G.RENDERER)
+        self.driver = gl.string(G.VERSION)
+        self.limits = Limits(
+            # Element indices must stay below 2^31.
+            storage_bytes=min(gl.integer(G.MAX_SHADER_STORAGE_BLOCK_SIZE), 2**31 - 2**20),
+            texture_size=gl.integer(G.MAX_TEXTURE_SIZE),
+            layers=min(gl.integer(G.MAX_ARRAY_TEXTURE_LAYERS), gl.integer(G.MAX_FRAMEBUFFER_LAYERS)),
+        )
+        self.programs = Programs(mgl, gl)
+        self.textures = TexturePool(gl, self.software)
+        self.constants = _Constants()
+        return self
+
+    @property
+    def software(self) -> bool:
+        """True on a software renderer (llvmpipe, softpipe, SwiftShader)."""
+        return any(name in self.renderer.lower() for name in ("llvmpipe", "softpipe", "swiftshader", "swrast"))
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def __repr__(self) -> str:
+        where = "adopted" if self.device is None else f"device={self.device.index}"
+        return f"<gpu_lod.Context {where} {self.renderer!r}{' closed' if self._closed else ''}>"
+
+    # -- use ------------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            _raise_forked()
+        if self._closed:
+            raise ContextClosedError("this context was closed; make another with gpu_lod.Context().")
+
+    def _acquire(self) -> None:
+        """Take the lock and make the context current on this thread; reentrant."""
+        self._check_usable()
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT):
+            raise ContextBusyError(
+                f"thread {self._owner} has held this context for more than {LOCK_TIMEOUT:g} s. A `with context:` block "
+                "pins it to its thread: do not wait for another thread's verbs inside one."
+            )
+        try:
+            self._check_usable()
+            if self._depth == 0:
+                here = egl.current()
+                if self.device is None:
+                    if not here.same_context(self._own):
+                        raise ContextNotCurrentError(
+                            "this context was adopted and is not current on the calling thread: make it current here, or "
+                            "use gpu_lod.Context() for a context of gpu_lod's own, which any thread may use."
+                        )
+                else:
+                    egl.switch(here, self._own)
+                self._outer = here
+                self._owner = threading.get_ident()
+            self._depth += 1
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _release(self) -> None:
+        self._depth -= 1
+        try:
+            if self._depth == 0:
+                self._owner = None
+                if self.device is not None:
+                    egl.switch(self._own, self._outer)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def active(self) -> Iterator[Context]:
+        """What every verb runs in: the lock, the context current, and on exit all GL work done and visible to torch."""
+        self._acquire()
+        try:
+            if self._active:  # a verb inside a verb: the outer one waits
+                yield self
+                return
+            self._active += 1
+            try:
+                if self.device is None:
+                    with preserved(self.gl):
+                        yield from self._work()
+                else:
+                    yield from self._work()
+            finally:
+                self._active -= 1
+        finally:
+            self._release()
+
+    def _work(self) -> Iterator[Context]:
+        self.bridge.drain()
+        self.textures.drain()
+        self.bridge.hand_to_gl()
+        self.gl.clear_errors()
+        try:
+            yield self
+            self.gl.check("this call")
+        finally:
+            # Also after an exception: buffers go back to the pool, and torch may write to them at once.
+            self.bridge.hand_to_torch()
+
+    def __enter__(self) -> Context:
+        self._acquire()
+        _pinned_stack().append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pinned_stack().remove(self)
+        self._release()
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor whose memory is a GL buffer, so that verbs read it without a copy. Contents are undefined.
+
+        Args:
+            shape: sides, or one sequence of them.
+            dtype: uint8, float16 or float32.
+
+        Returns:
+            A contiguous CPU tensor. Its memory returns to the context's pool when its last alias dies.
+        """
+        sides = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if dtype not in (torch.uint8, torch.float16, torch.float32):
+            raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16 or float32.")
+        if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
+            raise InputError(f"shape is {sides}; expected one or more positive integers.")
+        count = 1
+        for side in sides:
+            count *= side
+        with self.active():
+            return self.bridge.lease(count * dtype.itemsize).tensor(dtype, sides)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's memory is one of this context's GL buffers."""
+        return self.bridge.find(tensor) is not None
+
+    def trim(self) -> None:
+        """Free idle buffers and textures. Those in use, also by tensors, stay."""
+        with self.active():
+            self.bridge.trim()
+            self.textures.trim()
+
+    def close(self) -> None:
+        """Free everything that is not in use by tensors; later use raises `ContextClosedError`. Idempotent.
+
+        Tensors stay valid. The GL context itself goes when the last of them has died.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        with _registry_lock:
+            with self.active():
+                if self._closed:
+                    return
+                self._mark_closed()
+                self.programs.clear()
+                self.constants.clear()
+                self.bridge.trim()
+                self.textures.trim()
+            _lingering.append(self)
+        _reap()
+
+    def _mark_closed(self) -> None:
+        self._closed = True
+        if self.device is not None and _registry.get(self.device.index) is self:
+            del _registry[self.device.index]
+
+    def _reap(self) -> bool:
+        """Destroy a closed context if nothing uses it any more."""
+        if self.device is None:
+            return True
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return False
+                here = egl.current()
+                egl.switch(here, self._own)
+                try:
+                    self.bridge.trim()
+                    self.textures.trim()
+                    done = self.bridge.pool.leased == 0
+                finally:
+                    egl.switch(self._own, here)
+                if done:
+                    self._mgl.release()
+                return done
+            finally:
+                self._lock.release()
+        return False
+
+
+def _reap() -> None:
+    with _registry_lock:
+        _lingering[:] = [context for context in _lingering if context._pid == os.getpid() and not context._reap()]
+
+
+def _pinned_stack() -> list[Context]:
+    if not hasattr(_pinned, "stack"):
+        _pinned.stack = []
+    stack: list[Context] = _pinned.stack
+    return stack
+
+
+def context_for(*tensors: torch.Tensor) -> Context:
+    """The context a verb runs on: that of a GL-backed input, else the one pinned to this thread, else the default."""
+    for context in list(_registry.values()):
+        if any(context.owns(tensor) for tensor in tensors):
+            return context
+    stack = _pinned_stack()
+    return stack[-1] if stack else Context()
+
+
+def _raise_forked() -> NoReturn:
+    raise ForkedContextError(
+        "OpenGL was opened before this process was forked, and GL contexts do not survive a fork. Start workers with the "
+        "'spawn' method (torch.multiprocessing.set_start_method('spawn')), make the first gpu_lod call in the child, or "
+        "use backend='torch' there."
+    )

@@ -1,0 +1,100 @@
+"""Which backend runs a verb, and how gradients pass through the GL one. Verbs register here; this imports none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gpu_lod.errors import InputError
+
+Backend = Literal["auto", "gl", "torch"]
+BACKENDS = ("auto", "gl", "torch")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a call, and why."""
+
+    backend: Literal["gl", "torch"]
+    reason: str
+    generator: str | None = None
+
+    def __str__(self) -> str:
+        name = self.backend if self.generator is None else f"{self.backend} ({self.generator})"
+        return f"{name}: {self.reason}"
+
+
+_choosers: dict[Callable[..., Any], Callable[..., Choice]] = {}
+
+
+def register(verb: Callable[..., Any], choose: Callable[..., Choice]) -> None:
+    """Let `explain` know how a verb chooses; `choose` takes the verb's own arguments."""
+    _choosers[verb] = choose
+
+
+def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
+    """What `verb(*args, **kwargs)` would run on, and why. Computes nothing.
+
+    Example:
+        >>> print(lod.explain(lod.mipmap, image))
+        torch: ...
+
+    Raises:
+        InputError: not a verb of gpu_lod, or arguments that the verb itself refuses.
+    """
+    if verb not in _choosers:
+        known = ", ".join(sorted(function.__name__ for function in _choosers))
+        raise InputError(f"{getattr(verb, '__name__', verb)!r} chooses no backend; the verbs that do are {known}.")
+    return _choosers[verb](*args, **kwargs)
+
+
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class _WithReferenceGradient(torch.autograd.Function):
+    """GL forward; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, reference: Any, *inputs: torch.Tensor) -> Any:
+        ctx.reference = reference
+        ctx.save_for_backward(*inputs)
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)]
+            outputs = ctx.reference(*inputs)
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, gradients, strict=True)
+                if gradient is not None and output.requires_grad
+            ]
+            found = torch.autograd.grad(
+                [output for output, _ in pairs],
+                [t for t, w in zip(inputs, wanted, strict=True) if w],
+                [gradient for _, gradient in pairs],
+                allow_unused=True,
+            )
+        result = iter(found)
+        return (None, None, *(next(result) if w else None for w in wanted))
+
+
+def run_gl(
+    forward: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`forward(*inputs)`, a sequence of tensors made by shaders, differentiable if an input asks for it.
+
+    Args:
+        forward: shader path.
+        reference: the same in plain torch; called again in the backward.
+    """
+    if needs_grad(*inputs):
+        result: tuple[torch.Tensor, ...] = _WithReferenceGradient.apply(forward, reference, *inputs)
+        return result
+    return tuple(forward(*inputs))

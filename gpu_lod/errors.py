@@ -1,0 +1,64 @@
+"""The errors of gpu_lod: one root, and a message that says what came, what was expected, and the way out."""
+
+from __future__ import annotations
+
+
+class GpuLodError(Exception):
+    """Root of every error that gpu_lod raises on purpose."""
+
+
+class InputError(GpuLodError, ValueError):
+    """An argument has the wrong shape, dtype, range or value."""
+
+
+class FileError(GpuLodError, OSError):
+    """A file could not be read or written, or is not what it should be."""
+
+
+class LimitError(GpuLodError):
+    """The request is well formed but larger than a limit of the device."""
+
+
+class UnsupportedError(GpuLodError):
+    """The device, driver or backend lacks something that was asked for by name."""
+
+
+class GLUnavailableError(UnsupportedError):
+    """No usable OpenGL context can be made on this machine."""
+
+
+class ShaderError(GpuLodError):
+    """A shader could not be found, assembled, compiled or linked."""
+
+
+class GLError(GpuLodError):
+    """The driver reported an error."""
+
+
+class OutOfMemoryError(GLError, MemoryError):
+    """The driver reported GL_OUT_OF_MEMORY."""
+
+
+class ContextError(GpuLodError, RuntimeError):
+    """A context cannot be used here and now."""
+
+
+class ContextClosedError(ContextError):
+    """The context was closed."""
+
+
+class ForkedContextError(ContextError):
+    """OpenGL was opened before a fork; GL contexts do not survive it."""
+
+
+class ContextBusyError(ContextError):
+    """Another thread holds the context and does not let go."""
+
+
+class ContextNotCurrentError(ContextError):
+    """An adopted context is not current on the calling thread."""
+
+
+class PyramidChangedError(GpuLodError, RuntimeError):
+    """A tensor of a pyramid was written to after the pyramid had been built."""
+

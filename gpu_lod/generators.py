@@ -1,0 +1,255 @@
+"""The ways in which GL makes a mip chain. All give the same levels; they differ in which hardware does the work.
+
+- compute: one dispatch a level, storage buffer to storage buffer, no texture.
+- fragment: one draw a level, rendered into an array texture.
+- driver: glGenerateMipmap. Mean only; rounds at every level; at odd sides OpenGL leaves the filter open.
+- sampler: the texture unit's min/max reduction (GL_EXT_texture_filter_minmax). Max and min only, no NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.pyramid import Reduce, check_texture_size, level_sizes
+from gpu_lod.texture import Texture
+from gpu_lod.transfer import (
+    ALIGNMENT,
+    Planes,
+    chunks,
+    make_words,
+    new_planes,
+    planes_to_texture,
+    texture_to_planes,
+)
+
+GENERATORS = ("compute", "fragment", "driver", "sampler")
+
+
+class Chain:
+    """The levels of a chain in GL memory, as planes and as tensors [B, C, h, w]."""
+
+    def __init__(self, ctx: Context, image: torch.Tensor, levels: int) -> None:
+        batch, channels, height, width = image.shape
+        size, dtype = image.dtype.itemsize, image.dtype
+        sizes = level_sizes(height, width, levels)
+        found = ctx.bridge.find(image) if image.is_contiguous() else None
+        self.channels = channels
+        self.planes: list[Planes] = []
+        self.tensors: list[torch.Tensor] = []
+        if found is not None:  # the image is in GL memory already: it is level 0 as it stands
+            self.planes.append(Planes(found[0].glo, found[1], batch * channels, height, width, dtype, image))
+            self.tensors.append(image)
+            sizes = sizes[1:]
+        offsets, end = [], 0
+        for h, w in sizes:
+            offsets.append(end)
+            end += -(-batch * channels * h * w * size // ALIGNMENT) * ALIGNMENT
+        if not sizes:
+            return
+        lease = ctx.bridge.lease(end)
+        flat = lease.tensor(dtype, (end // size,))
+        for (h, w), offset in zip(sizes, offsets, strict=True):
+            self.planes.append(Planes(lease.glo, offset, batch * channels, h, w, dtype, lease))
+            self.tensors.append(
+                flat.as_strided((batch, channels, h, w), (channels * h * w, h * w, w, 1), offset // size)
+            )
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.tensors[0].copy_(image)  # the one copy that an ordinary tensor needs
+
+
+def build(
+    ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str
+) -> tuple[list[torch.Tensor], list[tuple[int, Texture]] | None]:
+    """Levels [B, C, h, w] of an image [B, C, H, W] (uint8, float16 or float32), and textures if they came with it.
+
+    Runs inside `ctx.active()`.
+
+    Raises:
+        UnsupportedError: the generator cannot do this reduction, here or at all.
+        LimitError: larger than the device allows.
+        InputError: NaN for the sampler generator.
+    """
+    check_generator(ctx, generator, reduce)
+    if generator != "compute":
+        check_texture_size(ctx, *image.shape[-2:])
+    if generator == "sampler" and image.dtype.is_floating_point and bool(torch.isnan(image).any()):
+        raise InputError(
+            "the image holds NaN, which the texture unit's min/max filter leaves undefined. Use another generator; "
+            "they give NaN wherever the footprint holds one."
+        )
+    chain = Chain(ctx, image, levels)
+    textures = None
+    if levels > 1 or generator == "driver":
+        if generator == "compute":
+            _compute(ctx, chain, reduce)
+        elif generator == "fragment":
+            _fragment(ctx, chain, reduce)
+        elif generator == "driver":
+            textures = _driver(ctx, chain)
+        else:
+            _sampler(ctx, chain, reduce)
+    return chain.tensors, textures
+
+
+def check_generator(ctx: Context, generator: str, reduce: Reduce) -> None:
+    if generator == "driver" and reduce != "mean":
+        raise UnsupportedError(
+            f"glGenerateMipmap averages; it cannot reduce by {reduce!r}. Use generator='compute' or 'fragment'."
+        )
+    if generator == "sampler":
+        if reduce == "mean":
+            raise UnsupportedError("the sampler generator reduces by 'max' or 'min'; for 'mean' use another generator.")
+        if not {"GL_EXT_texture_filter_minmax", "GL_ARB_texture_filter_minmax"} & ctx.extensions:
+            raise UnsupportedError(
+                f"{ctx.renderer} has no GL_EXT_texture_filter_minmax. Use generator='compute' or 'fragment'."
+            )
+
+
+def _taps(above: Planes) -> dict[str, int]:
+    """Footprint widths: 2 for an even side, 3 for an odd one, 1 where the side is 1 already."""
+
+    def taps(n: int) -> int:
+        return 1 if n == 1 else 2 + n % 2
+
+    return {"TAPS_X": taps(above.width), "TAPS_Y": taps(above.height)}
+
+
+def _compute(ctx: Context, chain: Chain, reduce: Reduce) -> None:
+    dtype = chain.planes[0].dtype
+    # Means of small types are carried to the next level in fp32 and rounded once, on output.
+    wide = reduce == "mean" and dtype != torch.float32
+    source = chain.planes[0]
+    for level, target in enumerate(chain.planes[1:], start=1):
+        scratch = None
+        if wide and level < len(chain.planes) - 1:
+            scratch = new_planes(ctx, target.count, target.height, target.width, torch.float32)
+        _reduce_level(ctx, source, target, scratch, reduce, source_wide=wide and level > 1)
+        source = scratch or target
+
+
+def _reduce_level(
+    ctx: Context, source: Planes, target: Planes, scratch: Planes | None, reduce: Reduce, *, source_wide: bool
+) -> None:
+    def span(first: int, last: int) -> tuple[int, int]:
+        """Elements of the source that these elements of the target rest on."""
+        plane, row = divmod(first // target.width, target.height)
+        last_plane, last_row = divmod(last // target.width, target.height)
+        begin = plane * source.area + min(2 * row, source.height - 1) * source.width
+        end = last_plane * source.area + min(2 * last_row + 3, source.height) * source.width
+        return begin, end - 1
+
+    def fits(first: int, last: int) -> bool:
+        return source.span_fits(ctx, *span(first, last)) and (scratch is None or scratch.span_fits(ctx, first, last))
+
+    defines = {
+        "SOURCE_WIDE": source_wide,
+        "KEEP_WIDE": scratch is not None,
+        **_reduction(reduce),
+        **_taps(source),
+    }
+    for chunk in chunks(ctx, target, fits):
+        last = chunk.first + chunk.elements - 1
+        origin = source.bind(ctx, 1, *span(chunk.first, last))
+        if scratch is not None:
+            scratch.bind(ctx, 2, chunk.first, last)
+        uniforms = {
+            "u_source_size": (source.width, source.height),
+            "u_source_first": origin + chunk.plane * source.area,
+        }
+        make_words(ctx, "reduce_level.comp", target, chunk, uniforms=uniforms, defines=defines)
+    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+
+
+def _reduction(reduce: Reduce) -> dict[str, int]:
+    return {f"REDUCE_{reduce.upper()}": 1}
+
+
+def layer_groups(ctx: Context, layers: int) -> list[tuple[int, int]]:
+    """(first, count) of groups of layers that fit one texture; multiples of 256, so that groups start at whole words."""
+    step = max(ctx.limits.layers // ALIGNMENT, 1) * ALIGNMENT
+    return [(first, min(step, layers - first)) for first in range(0, layers, step)]
+
+
+def _fragment(ctx: Context, chain: Chain, reduce: Reduce) -> None:
+    base = chain.planes[0]
+    channels = chain.channels if chain.channels <= 4 else 1
+    dtype = torch.float32 if reduce == "mean" else base.dtype  # unrounded between levels
+    below = len(chain.planes) - 1
+    for first, count in layer_groups(ctx, base.count // channels):
+        part = [planes.layers(first * channels, count * channels) for planes in chain.planes]
+        top = ctx.textures.lease((base.width, base.height), layers=count, levels=1, dtype=base.dtype, channels=channels)
+        rest = ctx.textures.lease(
+            (part[1].width, part[1].height), layers=count, levels=below, dtype=dtype, channels=channels
+        )
+        planes_to_texture(ctx, part[0], top, 0)
+        for level, target in enumerate(part[1:], start=1):
+            program = ctx.programs.render(
+                "reduce_level.frag", **_reduction(reduce), **_taps(part[level - 1])
+            )
+            program.set(u_target_size=(target.width, target.height))
+            if level == 1:
+                top.clamp_levels(ctx.gl, 0, 0)
+            else:  # sampling must not reach the level that is rendered to
+                rest.clamp_levels(ctx.gl, level - 2, level - 2)
+            rest.render_to(ctx.gl, level - 1)
+            program.draw_layers(ctx.programs.vertex_array, count)
+        rest.clamp_levels(ctx.gl, 0, below - 1)
+        for level, target in enumerate(part[1:]):
+            texture_to_planes(ctx, rest, level, target)
+
+
+def _driver(ctx: Context, chain: Chain) -> list[tuple[int, Texture]]:
+    base = chain.planes[0]
+    channels = chain.channels
+    textures = []
+    for first, count in layer_groups(ctx, base.count // channels):
+        part = [planes.layers(first * channels, count * channels) for planes in chain.planes]
+        texture = ctx.textures.lease(
+            (base.width, base.height), layers=count, levels=len(part), dtype=base.dtype, channels=channels
+        )
+        planes_to_texture(ctx, part[0], texture, 0)
+        texture.clamp_levels(ctx.gl, 0, len(part) - 1)
+        ctx.gl.GenerateMipmap(G.TEXTURE_2D_ARRAY)
+        for level, target in enumerate(part[1:], start=1):
+            texture_to_planes(ctx, texture, level, target)
+        textures.append((first, texture))
+    return textures
+
+
+def _sampler(ctx: Context, chain: Chain, reduce: Reduce) -> None:
+    base = chain.planes[0]
+    gl = ctx.gl
+    for first, count in layer_groups(ctx, base.count):
+        part = [planes.layers(first, count) for planes in chain.planes]
+        texture = ctx.textures.lease(
+            (base.width, base.height), layers=count, levels=len(part), dtype=base.dtype, channels=1
+        )
+        planes_to_texture(ctx, part[0], texture, 0)
+        texture.clamp_levels(gl, 0, len(part) - 1)
+        gl.TexParameteri(
+            G.TEXTURE_2D_ARRAY, G.TEXTURE_REDUCTION_MODE, G.REDUCE_MAX if reduce == "max" else G.REDUCE_MIN
+        )
+        # With a linear blend between levels the filter may take in texels of the next one.
+        gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MIN_FILTER, G.LINEAR_MIPMAP_NEAREST)
+        try:
+            for level, target in enumerate(part[1:], start=1):
+                above = part[level - 1]
+                program = ctx.programs.compute(
+                    "minmax_level.comp", **_reduction(reduce), **_taps(above)
+                )
+                texture.bind_image(gl, level)
+                program.set(
+                    u_source_size=(above.width, above.height),
+                    u_target_size=(target.width, target.height),
+                    u_level=level - 1,
+                ).dispatch_groups(-(-target.width // 8), -(-target.height // 8), count)
+                gl.MemoryBarrier(G.TEXTURE_FETCH_BARRIER_BIT | G.SHADER_IMAGE_ACCESS_BARRIER_BIT)
+        finally:
+            gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_REDUCTION_MODE, G.WEIGHTED_AVERAGE)
+            gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MIN_FILTER, G.LINEAR_MIPMAP_LINEAR)
+        for level, target in enumerate(part[1:], start=1):
+            texture_to_planes(ctx, texture, level, target)

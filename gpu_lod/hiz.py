@@ -1,0 +1,66 @@
+"""Hierarchical Z: conservative max or min pyramids."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from gpu_lod import checks, dispatch, mipmap
+from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.pyramid import Pyramid
+
+_REDUCES = ("max", "min")
+_GENERATORS = ("auto", "compute", "fragment", "sampler")
+
+
+def hiz(
+    relevance: torch.Tensor,
+    reduce: Literal["max", "min"] = "max",
+    generator: Literal["auto", "compute", "fragment", "sampler"] = "auto",
+    backend: Backend = "auto",
+) -> Pyramid:
+    """A conservative pyramid of a relevance map, down to 1 x 1: no texel is above (below) the texels that cover it.
+
+    Shape: relevance [B, C, H, W] or [C, H, W], any C (a batch of single maps [B, H, W] reads as its B channels).
+    Units: any; uint8, float16, bfloat16 or float32, kept exactly. Negative values and infinities are fine.
+    Convention: each texel is the max (min) of every texel that its footprint touches: 2 x 2, or 3 along an odd side. The
+        canonical ancestor of texel j at level l is min(j >> l, n_l - 1) along each side. A footprint that holds a NaN is
+        NaN (torch.amax's rule): NaN says "unknown", and `cull` never prunes there.
+
+    Args:
+        reduce: "max" or "min".
+        generator: what makes it on the GL backend: "compute", "fragment", or "sampler" (the texture unit's min/max
+            filter, GL_EXT_texture_filter_minmax; takes no NaN). Naming one implies backend="gl". The fragment and
+            sampler paths may flush subnormal numbers to zero.
+        backend: "gl", "torch" or "auto"; `explain(hiz, relevance)` says why.
+
+    Returns:
+        A `Pyramid` with `reduce` set, for `cull` and `region_max`.
+
+    Raises:
+        InputError: wrong rank, dtype, an empty side, NaN for the sampler generator.
+        UnsupportedError: a generator or backend that is not available.
+        LimitError: larger than the device allows.
+
+    Source: Greene, Kass and Miller, "Hierarchical Z-Buffer Visibility" (SIGGRAPH 1993).
+    """
+    chosen = _choose(relevance, reduce, generator, backend)
+    return mipmap.make(relevance, max(relevance.shape[-2:]).bit_length(), reduce, chosen)
+
+
+def _choose(
+    relevance: torch.Tensor, reduce: str = "max", generator: str = "auto", backend: Backend = "auto"
+) -> Choice:
+    checks.image(relevance, "relevance", max_channels=None)
+    checks.choice(reduce, "reduce", _REDUCES)
+    checks.choice(generator, "generator", _GENERATORS)
+    return mipmap.choose_generator(relevance, generator, backend)
+
+
+dispatch.register(hiz, _choose)
+
+
+def reference(relevance: torch.Tensor, reduce: Literal["max", "min"] = "max") -> list[torch.Tensor]:
+    """The pyramid in plain torch: a list of levels."""
+    return mipmap.reference(relevance, None, reduce)

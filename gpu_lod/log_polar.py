@@ -1,0 +1,341 @@
+"""Log-polar sampling about a fixation."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks, dispatch
+from gpu_lod import mipmap as mipmap_module
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.pyramid import Pyramid
+from gpu_lod.transfer import GL_DTYPES, Planes, chunks, make_words, new_planes, texture_to_planes
+
+_SPACINGS = ("log", "cortical")
+_BORDERS = ("clamp", "zero")
+_GENERATORS = ("auto", "compute", "fragment")
+
+RINGS_AT_ONCE_SOFTWARE = 8
+"""Rings an invocation makes on a software renderer: evens out the load, and reads each direction once for all of them."""
+
+AUTO_MIN_SAMPLES = 16 * 1024
+"""From this many output samples on, GL measures faster than torch on a pyramid that is a texture already."""
+
+
+def log_polar(
+    src: torch.Tensor | Pyramid,
+    fixation: Any,
+    rings: int,
+    wedges: int,
+    r_min: float | None = None,
+    r_max: float = 0.7,
+    spacing: Literal["log", "cortical"] = "log",
+    e0: float = 0.05,
+    border: Literal["clamp", "zero"] = "clamp",
+    generator: Literal["auto", "compute", "fragment"] = "auto",
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Sample an image on rings and wedges about a fixation: fine at the centre, coarse outside, like a retina.
+
+    Shape: src is an image [B, C, H, W] or [C, H, W], C 1 to 4, or a mean `Pyramid` of one; the result is
+        [B, C, rings, wedges] or [C, rings, wedges], of src's dtype.
+    Units: radii in units of the image's longer side, so that circles stay circles in pixels; fixation (x, y) in [0, 1] of
+        width and height, y down.
+    Convention: ring k has radius r_min (r_max / r_min)^((k + 0.5) / rings) with spacing "log", and
+        e0 ((1 + r_max / e0)^((k + 0.5) / rings) - 1) with spacing "cortical" (uniform in cortical distance ln(1 + e / e0)).
+        Wedge j lies at angle 2 pi (j + 0.5) / wedges, from +x towards +y (clockwise on the screen). Each sample is read at
+        level max(0, log2(longer * max(arc, radial step))), trilinear over the mean mip chain, texel i's centre at
+        (i + 0.5) / n; levels past the last are clamped to it.
+
+    Args:
+        fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
+        rings, wedges: at least 1.
+        r_min: radius where the rings begin (spacing "log" only); None is 0.01.
+        r_max: radius where they end; the largest eccentricity with spacing "cortical".
+        e0: eccentricity at which cortical magnification has halved (spacing "cortical").
+        border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
+        generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
+        backend: "gl", "torch" or "auto". Auto uses GL on a pyramid that is a texture already (`Pyramid.upload`), where
+            the output is large enough to gain. Both give gradients in src.
+
+    Raises:
+        InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min pyramid.
+        UnsupportedError: a backend that is not available.
+        LimitError: larger than the device's textures.
+        PyramidChangedError: a level was written to since the pyramid was built.
+
+    Source: Weiman and Chaikin, "Logarithmic Spiral Grids for Image Processing and Display" (1979); Schwartz, "Computational
+        Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
+    """
+    chosen = _choose(src, fixation, rings, wedges, r_min, r_max, spacing, e0, border, generator, backend)
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    rule = _rule(rings, wedges, r_min, r_max, spacing, e0)
+    batch = image.shape[0] if image.ndim == 4 else 1
+    points = checks.fixation(fixation, batch, image)
+    if isinstance(src, Pyramid):
+        src.check_unchanged()
+    if chosen.backend == "torch":
+        levels = list(src.levels) if isinstance(src, Pyramid) else mipmap_module.reference(src)
+        return reference(levels, points, rule, border)
+    checks.no_cuda_yet(image)
+    if dispatch.needs_grad(points):
+        raise UnsupportedError(
+            "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
+            "fixation.detach()."
+        )
+    pyramid = src if isinstance(src, Pyramid) else mipmap_module.mipmap(src, backend="gl")
+    ctx = context_for(*pyramid.levels)
+    (result,) = dispatch.run_gl(
+        lambda *levels: (_gl(ctx, pyramid, points, rule, border, chosen.generator or "compute"),),
+        lambda *levels: (reference(list(levels), points, rule, border),),
+        *pyramid.levels,
+    )
+    return result
+
+
+def _choose(
+    src: torch.Tensor | Pyramid,
+    fixation: Any,
+    rings: int,
+    wedges: int,
+    r_min: float | None = None,
+    r_max: float = 0.7,
+    spacing: str = "log",
+    e0: float = 0.05,
+    border: str = "clamp",
+    generator: str = "auto",
+    backend: Backend = "auto",
+) -> Choice:
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    checks.choice(border, "border", _BORDERS)
+    checks.choice(generator, "generator", _GENERATORS)
+    _rule(rings, wedges, r_min, r_max, spacing, e0)
+    if isinstance(src, Pyramid):
+        if src.reduce != "mean":
+            raise InputError(f"src is a {src.reduce} pyramid; log_polar samples mean ones: pass mipmap(image).")
+        image = checks.image(src.levels[0], "src")
+    else:
+        image = checks.image(src, "src")
+    if generator != "auto" and backend == "torch":
+        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
+    if backend == "gl" or generator != "auto":
+        return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
+    if backend == "torch":
+        return Choice("torch", "asked for")
+    if image.device.type != "cpu":
+        return Choice("torch", f"the image is on {image.device}, and GL takes CPU tensors")
+    if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
+        return Choice("torch", "the fixation requires grad")
+    if not isinstance(src, Pyramid):
+        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
+    if not src.uploaded:
+        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    samples = src.batch * rings * wedges
+    if samples < AUTO_MIN_SAMPLES:
+        return Choice("torch", f"{samples} samples are too few to repay the fixed cost of a GL call")
+    return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
+
+
+dispatch.register(log_polar, _choose)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where the rings and wedges lie; everything that does not depend on the image."""
+
+    rings: int
+    wedges: int
+    radii: tuple[float, ...]
+    """Radius of each ring, in units of the longer side."""
+    footprints: tuple[float, ...]
+    """Side of each ring's samples, in the same units."""
+
+    def levels(self, longer: int, last: int) -> list[float]:
+        """Level of each ring, for an image whose longer side is `longer` px and whose last level is `last`."""
+        return [min(max(0.0, math.log2(longer * footprint)), float(last)) for footprint in self.footprints]
+
+
+def _rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
+    checks.choice(spacing, "spacing", _SPACINGS)
+    checks.integer(rings, "rings", at_least=1)
+    checks.integer(wedges, "wedges", at_least=1)
+    r_max = checks.number(r_max, "r_max")
+    if spacing == "cortical":
+        if r_min is not None:
+            raise InputError(f"r_min is {r_min}; cortical rings begin at the fixation. Leave it out, or use spacing='log'.")
+        e0 = checks.number(e0, "e0")
+        if e0 <= 0 or r_max <= 0:
+            raise InputError(f"e0 is {e0} and r_max {r_max}; both must be positive.")
+        return _make_rule(rings, wedges, 0.0, r_max, e0)
+    start = 0.01 if r_min is None else checks.number(r_min, "r_min")
+    if not 0 < start < r_max:
+        raise InputError(f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side.")
+    return _make_rule(rings, wedges, start, r_max, None)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | None) -> Rule:
+    radii, footprints = [], []
+    for k in range(rings):
+        t = (k + 0.5) / rings
+        if e0 is None:
+            radius = r_min * (r_max / r_min) ** t
+            step = radius * math.log(r_max / r_min) / rings
+        else:
+            radius = e0 * ((1 + r_max / e0) ** t - 1)
+            step = (radius + e0) * math.log(1 + r_max / e0) / rings
+        radii.append(radius)
+        footprints.append(max(2 * math.pi * radius / wedges, step))
+    return Rule(rings, wedges, tuple(radii), tuple(footprints))
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Positions relative to the fixation, [rings, wedges, 2], in units of the longer side."""
+    angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64) + 0.5) / rule.wedges
+    directions = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    radii = torch.tensor(rule.radii, dtype=torch.float64)
+    return (radii[:, None, None] * directions).to(device, dtype)
+
+
+def reference(
+    levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, border: str = "clamp"
+) -> torch.Tensor:
+    """Trilinear samples in plain torch, in the fastest way found: each ring reads only the two levels it needs.
+
+    Args:
+        levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
+        fixation: [B, 2].
+
+    Differentiable in the levels and the fixation.
+    """
+    top = levels[0]
+    batched = top.ndim == 4
+    height, width = top.shape[-2:]
+    work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
+    longer = max(height, width)
+    aspect = torch.tensor([longer / width, longer / height], dtype=work, device=top.device)
+    # grid_sample counts from -1 to 1
+    centre = (2 * fixation.to(work) - 1)[:, None, None, :]
+    grid = torch.addcmul(centre, _offsets(rule, work, top.device), 2 * aspect)
+    ring_levels = rule.levels(longer, len(levels) - 1)
+    parts = []
+    # Levels never fall with the radius, so the rings between two levels are neighbours.
+    first = 0
+    while first < rule.rings:
+        fine = int(ring_levels[first])
+        last = first
+        while last < rule.rings and int(ring_levels[last]) == fine:
+            last += 1
+        rows = grid[:, first:last]
+        part = _bilinear(levels[fine], rows, work)
+        blend = [level - fine for level in ring_levels[first:last]]
+        if any(blend):
+            weights = torch.tensor(blend, dtype=work, device=top.device)[:, None]
+            part = torch.lerp(part, _bilinear(levels[fine + 1], rows, work), weights)
+        parts.append(part)
+        first = last
+    result = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    if border == "zero":
+        inside = (grid.abs() <= 1).all(dim=-1)[:, None]
+        result = result * inside
+    result = mipmap_module.stored(result, top.dtype)
+    return result if batched else result[0]
+
+
+def _bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    batched = level if level.ndim == 4 else level[None]
+    return F.grid_sample(batched.to(dtype), grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def _gl(
+    ctx: Context, pyramid: Pyramid, fixation: torch.Tensor, rule: Rule, border: str, generator: str
+) -> torch.Tensor:
+    height, width = pyramid.size
+    longer = max(height, width)
+    channels, batch = pyramid.channels, pyramid.batch
+    dtype = GL_DTYPES[pyramid.dtype]
+    shape = (batch, channels, rule.rings, rule.wedges)
+    with ctx.active():
+        textures = pyramid.textures(ctx)
+        target = new_planes(ctx, batch * channels, rule.rings, rule.wedges, dtype)
+        result = target.owner.tensor(dtype, shape)
+        rings, wedges = _tables(ctx, rule, longer, len(pyramid) - 1)
+        points, view = _points(ctx, batch)
+        view.copy_(fixation.detach())
+        for binding, table in ((1, rings), (2, wedges), (3, points)):
+            ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, table.glo, 0, table.nbytes)
+        common: dict[str, object] = {"BORDER_ZERO": border == "zero"}
+        uniforms = {"u_aspect": (longer / width, longer / height)}
+        for first, texture in textures:
+            count = texture.key.layers
+            part = target.layers(first * channels, count * channels)
+            if generator == "fragment":
+                _fragment(ctx, texture, part, common, uniforms | {"u_first_image": first})
+            else:
+                _compute(ctx, texture, part, common, uniforms | {"u_first_image": first})
+    if pyramid.dtype == torch.bfloat16:
+        result = result.bfloat16()
+    return result if pyramid.batched else result[0]
+
+
+def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Any, Any]:
+    """What does not depend on the image, computed in double precision, kept in GL memory."""
+
+    def make() -> tuple[Any, Any]:
+        values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64).T
+        angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64) + 0.5) / rule.wedges
+        rings, wedges = ctx.bridge.lease(rule.rings * 8), ctx.bridge.lease(rule.wedges * 8)
+        rings.tensor(torch.float32, (rule.rings, 2)).copy_(values)
+        wedges.tensor(torch.float32, (rule.wedges, 2)).copy_(torch.stack([angle.cos(), angle.sin()], dim=-1))
+        return rings, wedges
+
+    return ctx.constants.get(("log_polar", rule, longer, last), make)
+
+
+def _points(ctx: Context, batch: int) -> tuple[Any, torch.Tensor]:
+    """A buffer for the call's fixations. One serves every call: a verb ends only when the GPU is done with it."""
+
+    def make() -> tuple[Any, torch.Tensor]:
+        lease = ctx.bridge.lease(batch * 8)
+        return lease, lease.tensor(torch.float32, (batch, 2))
+
+    return ctx.constants.get(("fixations", batch), make)
+
+
+def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
+    channels = texture.key.channels
+    rings_at_once = RINGS_AT_ONCE_SOFTWARE if ctx.software else 1
+    texture.bind(ctx.gl)
+    for chunk in chunks(ctx, target):
+        make_words(
+            ctx,
+            "log_polar.comp",
+            target,
+            chunk,
+            shared_channels=channels,
+            rows_at_once=rings_at_once,
+            uniforms={"u_first_plane": chunk.plane, **uniforms},
+            defines={"CHANNELS": channels, "RINGS_AT_ONCE": rings_at_once, **common},
+        )
+
+
+def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
+    key = texture.key
+    canvas = ctx.textures.lease(
+        (target.width, target.height), layers=key.layers, levels=1, dtype=target.dtype, channels=key.channels
+    )
+    program = ctx.programs.render("log_polar.frag", **common).set(**uniforms)
+    texture.bind(ctx.gl)
+    canvas.render_to(ctx.gl, 0)
+    program.draw_layers(ctx.programs.vertex_array, key.layers)
+    canvas.clamp_levels(ctx.gl, 0, 0)
+    texture_to_planes(ctx, canvas, 0, target)

@@ -1,0 +1,195 @@
+"""Mip chains."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks, dispatch, generators
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.errors import UnsupportedError
+from gpu_lod.pyramid import Pyramid, Reduce, level_sizes
+
+_REDUCES = ("mean", "max", "min")
+_GENERATORS = ("auto", "compute", "fragment", "driver")
+
+
+def mipmap(
+    image: torch.Tensor,
+    levels: int | None = None,
+    reduce: Reduce = "mean",
+    generator: Literal["auto", "compute", "fragment", "driver"] = "auto",
+    backend: Backend = "auto",
+) -> Pyramid:
+    """A mip chain: each level halves the one above.
+
+    Shape: image [B, C, H, W] or [C, H, W], C 1 to 4, any sides from 1; `levels[l]` is [..., max(1, H >> l), max(1, W >> l)].
+    Units: uint8 0..255, float16, bfloat16 or float32; the pyramid has the image's dtype. Values are averaged as they are:
+        no sRGB decode, no premultiplied alpha.
+    Convention: "mean" is the exact area average. An odd side n = 2m + 1 uses the 3-tap polyphase box filter: output i
+        weighs inputs 2i, 2i+1, 2i+2 by (m-i)/n, m/n, (i+1)/n, so every level keeps the image's mean. "max" and "min" take
+        every texel that the footprint touches. A footprint that holds a NaN is NaN. Small dtypes are carried in fp32
+        between levels and rounded once (the driver generator rounds at every level).
+
+    Args:
+        levels: how many, level 0 included; None goes down to 1 x 1.
+        reduce: "mean", "max" or "min".
+        generator: what makes it on the GL backend: "compute", "fragment" or "driver" (glGenerateMipmap: mean only, and
+            at odd sides OpenGL leaves the filter open; never chosen by "auto"). Naming one implies backend="gl".
+        backend: "gl", "torch" or "auto", which takes what measures fastest; `explain(mipmap, image)` says why. Both
+            give gradients.
+
+    Returns:
+        A `Pyramid`. Its level 0 is `image` itself where that needs no copy.
+
+    Raises:
+        InputError: wrong rank, channels, dtype, an empty side, too many levels, an unknown choice.
+        UnsupportedError: a generator or backend that cannot do this, or no OpenGL for backend="gl".
+        LimitError: larger than the device allows.
+
+    Source: Guthe and Heckbert, "Non-Power-of-Two Mipmapping" (NVIDIA, 2005); OpenGL 4.5 section 8.14.4 for the level sizes.
+    """
+    chosen = _choose(image, levels, reduce, generator, backend)
+    count = checks.levels(levels, *image.shape[-2:])
+    return make(image, count, reduce, chosen)
+
+
+def _choose(
+    image: torch.Tensor,
+    levels: int | None = None,
+    reduce: Reduce = "mean",
+    generator: str = "auto",
+    backend: Backend = "auto",
+) -> Choice:
+    checks.image(image)
+    checks.choice(reduce, "reduce", _REDUCES)
+    checks.choice(generator, "generator", _GENERATORS)
+    return choose_generator(image, generator, backend)
+
+
+def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> Choice:
+    """Shared by the verbs that make chains."""
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    if generator != "auto" and backend == "torch":
+        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
+    if backend == "gl" or generator != "auto":
+        checks.no_cuda_yet(image)
+        return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
+    if backend == "torch":
+        return Choice("torch", "asked for")
+    if image.device.type != "cpu":
+        return Choice("torch", f"the tensor is on {image.device}, and GL takes CPU tensors")
+    return Choice(
+        "torch",
+        "on a CPU tensor torch's bilinear halving (mean) and elementwise maximum (max, min) measure faster than every "
+        "generator at every size; see bench/results. Ask for backend='gl' if GL samplers will read the pyramid",
+    )
+
+
+dispatch.register(mipmap, _choose)
+
+
+def reference(image: torch.Tensor, levels: int | None = None, reduce: Reduce = "mean") -> list[torch.Tensor]:
+    """The chain in plain torch, in the fastest way found: a list of levels, level 0 the image itself.
+
+    Takes float64 too. Differentiable.
+    """
+    wide = image
+    if reduce == "mean" and image.dtype not in (torch.float32, torch.float64):
+        wide = image.float()
+    result = [image]
+    for height, width in level_sizes(*image.shape[-2:], levels)[1:]:
+        wide = _halve_mean(wide, height, width) if reduce == "mean" else _halve_extreme(wide, reduce)
+        result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
+    return result
+
+
+def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values as they are stored: rounded for uint8."""
+    return values.round().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def _halve_mean(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Area average to (height, width), the next level's size."""
+    h, w = x.shape[-2:]
+    if h % 2 and h > 1:
+        x = _polyphase(x, -2)
+    if w % 2 and w > 1:
+        x = _polyphase(x, -1)
+    if x.shape[-2:] != (height, width):
+        # Even sides: bilinear at half the size has its taps at the centres, with weights of exactly 1/2. It is the
+        # fastest way on a CPU by far (avg_pool2d takes about four times as long).
+        batched = x if x.ndim == 4 else x[None]
+        batched = F.interpolate(batched, size=(height, width), mode="bilinear", align_corners=False)
+        x = batched if x.ndim == 4 else batched[0]
+    return x
+
+
+def _polyphase(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The 3-tap box filter along an odd side n = 2m + 1."""
+    n = x.shape[dim]
+    m = n // 2
+    i = torch.arange(m, dtype=x.dtype, device=x.device)
+    if dim == -2:
+        i = i[:, None]
+        first, middle, last = x[..., 0 : 2 * m : 2, :], x[..., 1 : 2 * m : 2, :], x[..., 2 : 2 * m + 1 : 2, :]
+    else:
+        first, middle, last = x[..., 0 : 2 * m : 2], x[..., 1 : 2 * m : 2], x[..., 2 : 2 * m + 1 : 2]
+    result = middle * (m / n)
+    return torch.addcmul(torch.addcmul(result, first, (m - i) / n), last, (i + 1) / n)
+
+
+def _halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+    """Max or min of each footprint, rows first: whole rows vectorise."""
+    take = torch.maximum if reduce == "max" else torch.minimum
+    h, w = x.shape[-2:]
+    if h > 1:
+        m = h // 2 * 2
+        y = take(x[..., 0:m:2, :], x[..., 1:m:2, :])
+        x = take(y, x[..., 2::2, :]) if h % 2 else y
+    if w > 1:
+        m = w // 2 * 2
+        y = take(x[..., 0:m:2], x[..., 1:m:2])
+        x = take(y, x[..., 2::2]) if w % 2 else y
+    return x
+
+
+def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice) -> Pyramid:
+    """The chain by the chosen backend; arguments are checked."""
+    if chosen.backend == "torch":
+        return Pyramid(tuple(reference(image, levels, reduce)), reduce)
+    assert chosen.generator is not None
+    ctx = context_for(image)
+    generator = chosen.generator
+    kept: list[Any] = []
+
+    def below(source: torch.Tensor) -> list[torch.Tensor]:
+        result, textures = _gl(ctx, source, levels, reduce, generator)
+        kept[:] = [textures, result[0]]
+        return result[1:]
+
+    result = dispatch.run_gl(below, lambda x: reference(x, levels, reduce)[1:], image)
+    # Level 0 is the image, so there is nothing to differentiate; without gradients take the copy in GL memory.
+    top = image if dispatch.needs_grad(image) else kept[1]
+    pyramid = Pyramid((top, *result), reduce, generator)
+    if kept[0] is not None:
+        pyramid._keep_textures(ctx, kept[0])
+    return pyramid
+
+
+def _gl(
+    ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str
+) -> tuple[list[torch.Tensor], Any]:
+    batched = image if image.ndim == 4 else image[None]
+    bfloat = image.dtype == torch.bfloat16
+    with ctx.active():
+        result, textures = generators.build(ctx, batched.float() if bfloat else batched, levels, reduce, generator)
+    if bfloat:
+        result = [batched, *(level.bfloat16() for level in result[1:])]
+        textures = None  # they hold unrounded values
+    if image.ndim == 3:
+        result = [level[0] for level in result]
+    return result, textures

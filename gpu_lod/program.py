@@ -1,0 +1,137 @@
+"""Compiled shader programs of one context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import moderngl
+
+from gpu_lod import shaders
+from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.gl import GL
+from gpu_lod.errors import ShaderError
+
+LOCAL_SIZE = 64
+"""Invocations a workgroup of the one-dimensional compute shaders."""
+
+MAX_GROUPS = 65535
+"""Workgroups in one dimension of a dispatch: the least that OpenGL promises."""
+
+
+class Program:
+    """A linked program. Uniforms that the compiler dropped may be set; they do nothing."""
+
+    def __init__(self, gl: GL, program: Any, known: frozenset[str]) -> None:
+        self._gl = gl
+        self._program = program
+        self._known = known
+        self._uniforms = {name: program[name] for name in program if isinstance(program[name], moderngl.Uniform)}
+
+    def set(self, **values: Any) -> Program:
+        """Set uniforms: numbers or tuples of numbers."""
+        for name, value in values.items():
+            uniform = self._uniforms.get(name)
+            if uniform is not None:
+                uniform.value = value
+            elif name not in self._known:
+                raise ShaderError(f"the shader has no uniform {name}; it has {', '.join(sorted(self._known))}.")
+        return self
+
+    def dispatch(self, invocations: int) -> None:
+        """Run at least so many invocations, over as many rows of workgroups as the limit of a dimension asks for."""
+        groups = -(-invocations // LOCAL_SIZE)
+        rows = -(-groups // MAX_GROUPS)
+        self._program.run(-(-groups // rows), rows, 1)
+
+    def dispatch_groups(self, x: int, y: int, z: int) -> None:
+        self._program.run(x, y, z)
+
+    def dispatch_indirect(self, glo: int, offset: int) -> None:
+        """Run as many workgroups as the three integers at byte `offset` of buffer `glo` say."""
+        self._gl.UseProgram(self._program.glo)
+        self._gl.BindBuffer(G.DISPATCH_INDIRECT_BUFFER, glo)
+        self._gl.DispatchComputeIndirect(offset)
+
+    def draw_layers(self, vertex_array: int, layers: int) -> None:
+        """Cover the viewport once a layer."""
+        self._gl.UseProgram(self._program.glo)
+        self._gl.BindVertexArray(vertex_array)
+        self._gl.DrawArraysInstanced(G.TRIANGLES, 0, 3, layers)
+
+    def release(self) -> None:
+        self._program.release()
+
+
+class Programs:
+    """Compiles on first use and keeps the result."""
+
+    def __init__(self, mgl: moderngl.Context, gl: GL) -> None:
+        self._mgl = mgl
+        self._gl = gl
+        self._cache: dict[tuple[object, ...], Program] = {}
+        self._vertex_array = 0
+
+    def compute(self, name: str, **defines: object) -> Program:
+        """The compute shader `name` with these defines.
+
+        Raises:
+            ShaderError: it does not compile; the message has file, line and what the driver said.
+        """
+        key = (name, *defines.items())
+        program = self._cache.get(key)
+        if program is None:
+            program = self._cache[key] = self._compile({"compute_shader": shaders.source(
+                name, LOCAL_SIZE=LOCAL_SIZE, **defines
+            )})
+        return program
+
+    def render(self, name: str, **defines: object) -> Program:
+        """The fragment shader `name` behind one that covers every layer of the framebuffer."""
+        key = (name, *defines.items())
+        program = self._cache.get(key)
+        if program is None:
+            program = self._cache[key] = self._compile({
+                "vertex_shader": shaders.source("layered.vert"),
+                "geometry_shader": shaders.source("layered.geom"),
+                "fragment_shader": shaders.source(name, **defines),
+            })
+        return program
+
+    @property
+    def vertex_array(self) -> int:
+        """An empty vertex array: core profiles draw nothing without one."""
+        if not self._vertex_array:
+            self._vertex_array = self._gl.gen("VertexArrays")
+        return self._vertex_array
+
+    def clear(self) -> None:
+        for program in self._cache.values():
+            program.release()
+        self._cache.clear()
+        if self._vertex_array:
+            self._gl.delete("VertexArrays", self._vertex_array)
+            self._vertex_array = 0
+
+    def _compile(self, stages: dict[str, shaders.Source]) -> Program:
+        texts = {stage: source.text for stage, source in stages.items()}
+        make: Any = self._mgl.compute_shader if "compute_shader" in texts else self._mgl.program
+        try:
+            program = make(*texts.values()) if "compute_shader" in texts else make(**texts)
+        except moderngl.Error as error:
+            log = str(error)
+            # A failed stage's log starts with its kind; with one stage there is no question.
+            blamed = next(
+                (source for stage, source in stages.items() if stage in log.lower().replace(" ", "_")),
+                next(reversed(stages.values())),
+            )
+            raise ShaderError(
+                f"{blamed.name} does not compile on this driver:\n{blamed.translate(log).strip()}"
+            ) from None
+        known = frozenset(word for text in texts.values() for word in _uniform_names(text))
+        return Program(self._gl, program, known)
+
+
+def _uniform_names(text: str) -> set[str]:
+    return {
+        line.split(";")[0].split("[")[0].split()[-1] for line in text.splitlines() if line.lstrip().startswith("uniform ")
+    }

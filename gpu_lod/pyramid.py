@@ -1,0 +1,201 @@
+"""Pyramid: a frozen stack of mip levels, built once and sampled many times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree
+
+from gpu_lod.context import Context
+from gpu_lod.errors import InputError, LimitError, PyramidChangedError
+from gpu_lod.texture import Texture
+from gpu_lod.transfer import GL_DTYPES, Planes, planes_of, planes_to_texture
+
+Reduce = Literal["mean", "max", "min"]
+
+
+def level_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:
+    """(h, w) of each level, OpenGL's rule: max(1, n >> l). None: down to 1 x 1."""
+    count = max(height, width).bit_length() if levels is None else levels
+    return [(max(1, height >> level), max(1, width >> level)) for level in range(count)]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pyramid:
+    """Mip levels of an image or map, finest first.
+
+    Shape: `levels[l]` is [B, C, h_l, w_l], or [C, h_l, w_l] for an unbatched source, with h_l = max(1, H >> l).
+    Convention: level 0 is full resolution. It is the source tensor itself where that needs no copy; the levels below it
+        lie one behind the other in one buffer if a shader made them. `packed` gives all of them in one tensor.
+    Frozen: writing to a level, or to the source, after the pyramid was built makes every later use raise
+        `PyramidChangedError` (in-place changes to inference-mode tensors cannot be seen). Build it again instead.
+
+    It is a pytree: `torch.utils._pytree.tree_map` and everything built on it see its levels.
+    """
+
+    levels: tuple[torch.Tensor, ...]
+    reduce: Reduce = "mean"
+    generator: str = "torch"
+    """What made it: "torch" or the name of a GL generator."""
+    _versions: tuple[int, ...] = field(default=(), init=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def __getitem__(self, level: int) -> torch.Tensor:
+        return self.levels[level]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.levels)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.levels[0].shape))
+        return f"<Pyramid {self.reduce} of {shape} {str(self.dtype)[6:]}, {len(self)} levels, by {self.generator}>"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.levels[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.levels[0].device
+
+    @property
+    def batched(self) -> bool:
+        return self.levels[0].ndim == 4
+
+    @property
+    def batch(self) -> int:
+        return self.levels[0].shape[0] if self.batched else 1
+
+    @property
+    def channels(self) -> int:
+        return self.levels[0].shape[-3]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W) of level 0."""
+        height, width = self.levels[0].shape[-2:]
+        return height, width
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """All levels in one flat tensor, finest first, without gaps. A copy, and differentiable."""
+        self.check_unchanged()
+        return torch.cat([level.flatten() for level in self.levels])
+
+    def check_unchanged(self) -> None:
+        """Raises PyramidChangedError if a level was written to since the pyramid was built."""
+        if tuple(map(_version, self.levels)) != self._versions:
+            raise PyramidChangedError(
+                "a tensor of this pyramid was changed in place after the pyramid was built, so its levels no longer "
+                "belong together. Build the pyramid again, or build it from image.clone()."
+            )
+
+    # -- in GL memory ---------------------------------------------------------------------------------------------
+
+    def planes(self, ctx: Context, level: int) -> Planes:
+        """A level in GL memory. A level in ordinary memory is copied there once and kept."""
+        self.check_unchanged()
+        key = ("planes", level, id(ctx))
+        if key not in self._cache:
+            self._cache[key] = (ctx, planes_of(ctx, self.levels[level]))
+        planes: Planes = self._cache[key][1]
+        return planes
+
+    @property
+    def uploaded(self) -> bool:
+        """True if the pyramid is a texture already."""
+        return any(key[0] == "textures" for key in self._cache)
+
+    def upload(self, context: Context | None = None) -> Pyramid:
+        """Make the pyramid a texture now rather than at the first GL sample; returns itself.
+
+        With `backend="auto"` samplers use the texture units where they are faster once the texture is there.
+        """
+        ctx = context or Context()
+        with ctx.active():
+            self.textures(ctx)
+        return self
+
+    def textures(self, ctx: Context) -> list[tuple[int, Texture]]:
+        """The pyramid as array textures with a layer an image: (first image, texture), more than one for huge batches.
+
+        Raises:
+            InputError: more than 4 channels.
+            LimitError: larger than the device's textures.
+        """
+        self.check_unchanged()
+        key = ("textures", id(ctx))
+        if key not in self._cache:
+            self._cache[key] = (ctx, self._make_textures(ctx))
+        textures: list[tuple[int, Texture]] = self._cache[key][1]
+        return textures
+
+    def _make_textures(self, ctx: Context) -> list[tuple[int, Texture]]:
+        if self.channels > 4:
+            raise InputError(f"the pyramid has {self.channels} channels; textures hold 1 to 4. Use backend='torch'.")
+        height, width = self.size
+        check_texture_size(ctx, height, width)
+        result = []
+        for first in range(0, self.batch, ctx.limits.layers):
+            count = min(self.batch - first, ctx.limits.layers)
+            texture = ctx.textures.lease(
+                (width, height),
+                layers=count,
+                levels=len(self),
+                dtype=GL_DTYPES[self.dtype],
+                channels=self.channels,
+                filtered=True,
+            )
+            texture.clamp_levels(ctx.gl, 0, len(self) - 1)
+            for level, tensor in enumerate(self.levels):
+                source = planes_of(ctx, tensor).layers(first * self.channels, count * self.channels)
+                planes_to_texture(ctx, source, texture, level)
+            result.append((first, texture))
+        return result
+
+    def _keep_textures(self, ctx: Context, textures: list[tuple[int, Texture]]) -> None:
+        """Textures that a generator made on the way, with the same stored values, if samplers can use them."""
+        dtype = GL_DTYPES[self.dtype]
+        if ctx.textures.storage(dtype, filtered=True) == ctx.textures.storage(dtype, filtered=False):
+            self._cache["textures", id(ctx)] = (ctx, textures)
+
+
+def check_texture_size(ctx: Context, height: int, width: int) -> None:
+    """Raises LimitError for an image larger than the device's textures."""
+    if max(height, width) > ctx.limits.texture_size:
+        raise LimitError(
+            f"the image is {width} x {height}, and this device's textures end at {ctx.limits.texture_size}. Use "
+            "generator='compute' for pyramids, a smaller image, or backend='torch'."
+        )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _flatten(pyramid: Pyramid) -> tuple[list[Any], Any]:
+    return list(pyramid.levels), (pyramid.reduce, pyramid.generator)
+
+
+def _unflatten(levels: Any, context: Any) -> Pyramid:
+    pyramid = object.__new__(Pyramid)
+    levels = tuple(levels)
+    tensors = all(isinstance(level, torch.Tensor) for level in levels)  # tree_map may put anything here
+    versions = tuple(map(_version, levels)) if tensors else ()
+    for name, value in zip(
+        ("levels", "reduce", "generator", "_versions", "_cache"), (levels, *context, versions, {}), strict=True
+    ):
+        object.__setattr__(pyramid, name, value)
+    return pyramid
+
+
+_pytree.register_pytree_node(Pyramid, _flatten, _unflatten, serialized_type_name="gpu_lod.Pyramid")

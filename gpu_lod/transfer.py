@@ -1,0 +1,243 @@
+"""Planar tensors in GL buffers, and their way into textures and back.
+
+A storage-buffer binding has a largest size and an offset alignment, so nothing here binds a whole tensor and hopes:
+`chunks` cuts the output into ranges that fit together with what they are computed from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context
+from gpu_lod.errors import LimitError
+from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
+from gpu_lod.texture import Texture
+
+ALIGNMENT = 256
+"""Byte alignment of levels in a packed buffer: the largest offset alignment that OpenGL lets a driver ask for."""
+
+_CHUNK_WORDS = ALIGNMENT // 4
+
+GL_DTYPES = {
+    torch.uint8: torch.uint8,
+    torch.float16: torch.float16,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,  # shaders know no bfloat16: it travels as fp32, which holds it exactly
+}
+"""Tensor dtype to the dtype of its elements in GL buffers and textures."""
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Contiguous planes [count, height, width] in a GL buffer.
+
+    `owner` is what must stay alive while they are used: a lease, or a tensor over one.
+    """
+
+    glo: int
+    offset: int
+    """Of the first element, in bytes."""
+    count: int
+    height: int
+    width: int
+    dtype: torch.dtype
+    owner: object
+
+    @property
+    def per_word(self) -> int:
+        return 4 // self.dtype.itemsize
+
+    @property
+    def area(self) -> int:
+        return self.height * self.width
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.area
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def bind(self, ctx: Context, binding: int, first: int, last: int) -> int:
+        """Bind elements first..last (inclusive); returns the index, in the binding, of element 0 of the planes.
+
+        The index is negative where the binding starts after it.
+
+        Raises:
+            LimitError: the range is larger than a binding may be.
+        """
+        size = self.dtype.itemsize
+        start = (self.offset + first * size) // ALIGNMENT * ALIGNMENT
+        # Shaders read whole words; buffers are a multiple of 4 KiB, so that rounding up stays inside.
+        end = -(-(self.offset + (last + 1) * size) // 4) * 4
+        if end - start > ctx.limits.storage_bytes:
+            raise LimitError(
+                f"{end - start} bytes are needed in one storage-buffer binding, and this device allows "
+                f"{ctx.limits.storage_bytes}. Use smaller images, or backend='torch'."
+            )
+        ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, end - start)
+        return (self.offset - start) // size
+
+    def span_fits(self, ctx: Context, first: int, last: int) -> bool:
+        """True if elements first..last fit one binding, alignment included."""
+        return (last - first + 1) * self.dtype.itemsize + 2 * ALIGNMENT <= ctx.limits.storage_bytes
+
+    def layers(self, first: int, count: int) -> Planes:
+        """Some of the planes."""
+        return replace(self, offset=self.offset + first * self.area * self.dtype.itemsize, count=count)
+
+
+def planes_of(ctx: Context, tensor: torch.Tensor) -> Planes:
+    """The planes of a tensor [..., H, W]: its own memory if that is a GL buffer, else a copy.
+
+    An ordinary tensor is copied once, whatever its strides and dtype (bfloat16 becomes fp32).
+    """
+    height, width = tensor.shape[-2:]
+    count = tensor.numel() // (height * width)
+    dtype = GL_DTYPES[tensor.dtype]
+    found = ctx.bridge.find(tensor) if dtype == tensor.dtype and tensor.is_contiguous() else None
+    if found is not None:
+        return Planes(found[0].glo, found[1], count, height, width, dtype, tensor)
+    lease = ctx.bridge.lease(tensor.numel() * dtype.itemsize)
+    lease.tensor(dtype, tuple(tensor.shape)).copy_(tensor.detach())
+    return Planes(lease.glo, 0, count, height, width, dtype, lease)
+
+
+def new_planes(ctx: Context, count: int, height: int, width: int, dtype: torch.dtype) -> Planes:
+    """Uninitialised planes in a buffer of their own."""
+    lease = ctx.bridge.lease(-(-count * height * width * dtype.itemsize // 4) * 4)
+    return Planes(lease.glo, 0, count, height, width, dtype, lease)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of words of the output that one dispatch makes."""
+
+    first: int
+    """Element of the output that it starts with."""
+    elements: int
+    words: int
+    plane: int
+    """Plane of the first element, and where in that plane it is."""
+    start: int
+
+
+def chunks(ctx: Context, target: Planes, fits: Callable[[int, int], bool] | None = None) -> Iterator[Chunk]:
+    """Cut the output into ranges that fit a binding; `fits(first, last)` may ask for smaller ones.
+
+    Raises:
+        LimitError: even the smallest range does not fit.
+    """
+    per_word = target.per_word
+    words = math.ceil(target.elements / per_word)
+    largest = max((ctx.limits.storage_bytes - ALIGNMENT) // 4 // _CHUNK_WORDS, 1) * _CHUNK_WORDS
+    at = 0
+    while at < words:
+        count = min(words - at, largest)
+        first = at * per_word
+        while True:
+            elements = min(count * per_word, target.elements - first)
+            if fits is None or fits(first, first + elements - 1):
+                break
+            if count <= _CHUNK_WORDS:
+                raise LimitError(
+                    f"an image of width {target.width} does not fit this device's storage-buffer bindings of "
+                    f"{ctx.limits.storage_bytes} bytes, not even in parts. Use smaller images, or backend='torch'."
+                )
+            count = max(count // 2 // _CHUNK_WORDS, 1) * _CHUNK_WORDS
+        plane_words = target.area / per_word
+        if plane_words <= count < words - at and plane_words % _CHUNK_WORDS == 0:
+            count -= count % int(plane_words)  # whole planes take the faster shader
+            elements = count * per_word
+        yield Chunk(first, elements, count, first // target.area, first % target.area)
+        at += count
+
+
+def make_words(
+    ctx: Context,
+    shader: str,
+    target: Planes,
+    chunk: Chunk,
+    *,
+    shared_channels: int = 1,
+    rows_at_once: int = 1,
+    uniforms: dict[str, object],
+    defines: dict[str, object],
+) -> None:
+    """Run a shader built on place.glsl over a chunk of its output, which it writes through binding 0.
+
+    Args:
+        shared_channels, rows_at_once: planes and rows that one invocation writes where rows are whole words.
+    """
+    index = target.bind(ctx, 0, chunk.first, chunk.first + chunk.elements - 1)
+    assert index == -chunk.first, "chunks start at aligned words of aligned planes"
+    planes = chunk.elements // target.area // shared_channels
+    whole = (
+        target.width % target.per_word == 0
+        and chunk.start == 0
+        and chunk.plane % shared_channels == 0
+        and planes * shared_channels * target.area == chunk.elements
+        and max(planes, target.height) <= MAX_GROUPS
+    )
+    program = ctx.programs.compute(shader, PER_WORD=target.per_word, WHOLE_ROWS=whole, **defines)
+    program.set(u_target_size=(target.width, target.height), **uniforms)
+    if whole:
+        groups = -(-target.width // target.per_word // LOCAL_SIZE), -(-target.height // rows_at_once), planes
+        program.dispatch_groups(*groups)
+    else:
+        program.set(u_words=chunk.words, u_elements=chunk.elements, u_start=chunk.start).dispatch(chunk.words)
+
+
+def planes_to_texture(ctx: Context, source: Planes, texture: Texture, level: int) -> None:
+    """Write planes into a level of a texture: plane k of a layer becomes channel k."""
+    channels = texture.key.channels
+    program = ctx.programs.compute("planes_to_texels.comp", PER_WORD=source.per_word, CHANNELS=channels)
+    texture.bind_image(ctx.gl, level)
+    layers = source.count // channels
+    area, width, height = source.area, source.width, source.height
+    at_once = layers
+    while at_once > 1 and not source.span_fits(ctx, 0, at_once * channels * area - 1):
+        at_once = -(-at_once // 2)
+    for layer in range(0, layers, at_once):
+        count = min(at_once, layers - layer)
+        base = layer * channels * area
+        rows = height
+        if count == 1:  # each channel is bound by itself, and by parts if it must be
+            while rows > 1 and not source.span_fits(ctx, 0, rows * width - 1):
+                rows = -(-rows // 2)
+        for row in range(0, height, rows):
+            size = min(rows, height - row)
+            first = []
+            for channel in range(4):
+                begin = base + min(channel, channels - 1) * area + row * width
+                last = (base + count * channels * area if count > 1 else begin + size * width) - 1
+                first.append(source.bind(ctx, channel, begin, last) + begin)
+            program.set(
+                u_size=(width, size),
+                u_first_row=row,
+                u_first_layer=layer,
+                u_layer_stride=channels * area,
+                u_first=tuple(first),
+            ).dispatch_groups(-(-width // LOCAL_SIZE), size, count)
+    ctx.gl.MemoryBarrier(G.TEXTURE_FETCH_BARRIER_BIT | G.SHADER_IMAGE_ACCESS_BARRIER_BIT | G.FRAMEBUFFER_BARRIER_BIT)
+
+
+def texture_to_planes(ctx: Context, texture: Texture, level: int, target: Planes) -> None:
+    """Write a level of a texture into planes: channel k of a layer becomes plane k."""
+    texture.bind(ctx.gl)
+    for chunk in chunks(ctx, target):
+        make_words(
+            ctx,
+            "texels_to_planes.comp",
+            target,
+            chunk,
+            uniforms={"u_level": level, "u_first_plane": chunk.plane},
+            defines={"CHANNELS": texture.key.channels},
+        )
+    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
