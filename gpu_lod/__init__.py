@@ -1,11 +1,13 @@
 """Level of detail on graphics hardware for PyTorch. `import gpu_lod as lod`; importing opens nothing."""
 
 from gpu_lod.context import Context
+from gpu_lod.cull import Culled, cull
 from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
 from gpu_lod.hiz import hiz
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.region import region_max, region_min
 
 __version__ = "0.1.0"

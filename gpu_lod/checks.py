@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.pyramid import Pyramid
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 _DTYPE_NAMES = "uint8, float16, bfloat16 or float32"
@@ -98,6 +99,16 @@ def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
                 "(width, height)."
             )
     return points.expand(batch, 2) if points.ndim == 2 else points[None].expand(batch, 2)
+
+
+def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:
+    """A pyramid that was reduced as the verb needs it."""
+    if not isinstance(value, Pyramid):
+        raise InputError(f"{verb} takes a Pyramid, and this is {_kind(value)}: pass hiz(relevance, reduce={reduce!r}).")
+    if value.reduce != reduce:
+        raise InputError(
+            f"{verb} needs a {reduce} pyramid, and this is a {value.reduce} one: pass hiz(relevance, reduce={reduce!r})."
+        )
 
 
 def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:

@@ -40,7 +40,8 @@ _REQUIRED = 430
 
 T = TypeVar("T")
 
-_registry: dict[int, Context] = {}
+_registry: dict[int, Context] = {}  # by EGL device
+_adopted: list[Context] = []
 _registry_lock = threading.RLock()
 _lingering: list[Context] = []  # closed while tensors of theirs were alive
 _opened_in_pid: int | None = None
@@ -202,7 +203,10 @@ class Context:
         elif source.version_code < _REQUIRED:
             raise GLUnavailableError(f"the moderngl context has OpenGL {source.version_code}; 430 or newer is needed.")
         with preserved(gl):
-            return cls._wrap(source, here, loader.load_opengl_function, None)
+            context = cls._wrap(source, here, loader.load_opengl_function, None)
+        with _registry_lock:
+            _adopted.append(context)
+        return context
 
     @classmethod
     def _wrap(cls, mgl: moderngl.Context, own: egl.Current, load: Any, device: egl.EGLDevice | None) -> Context:
@@ -245,6 +249,11 @@ class Context:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def usable(self) -> bool:
+        """True unless it was closed or this process is a fork of the one that opened it."""
+        return not self._closed and self._pid == os.getpid()
 
     def __repr__(self) -> str:
         where = "adopted" if self.device is None else f"device={self.device.index}"
@@ -348,7 +357,7 @@ class Context:
         Returns:
             A contiguous CPU tensor. Its memory returns to the context's pool when its last alias dies.
         """
-        sides = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if dtype not in (torch.uint8, torch.float16, torch.float32):
             raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16 or float32.")
         if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
@@ -390,31 +399,33 @@ class Context:
 
     def _mark_closed(self) -> None:
         self._closed = True
-        if self.device is not None and _registry.get(self.device.index) is self:
+        if self.device is None:
+            _adopted.remove(self)
+        elif _registry.get(self.device.index) is self:
             del _registry[self.device.index]
 
     def _reap(self) -> bool:
-        """Destroy a closed context if nothing uses it any more."""
-        if self.device is None:
-            return True
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._depth:
-                    return False
-                here = egl.current()
+        """Free what closing left to living tensors; True when nothing of it is left."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            here = egl.current()
+            if self._depth or (self.device is None and not here.same_context(self._own)):
+                return False
+            if self.device is not None:
                 egl.switch(here, self._own)
-                try:
-                    self.bridge.trim()
-                    self.textures.trim()
-                    done = self.bridge.pool.leased == 0
-                finally:
-                    egl.switch(self._own, here)
-                if done:
+            try:
+                self.bridge.trim()
+                self.textures.trim()
+                done = not self.bridge.pool.leased and not self.textures.pool.leased
+                if done and self.device is not None:
                     self._mgl.release()
-                return done
             finally:
-                self._lock.release()
-        return False
+                if self.device is not None:
+                    egl.switch(self._own, here)
+            return done
+        finally:
+            self._lock.release()
 
 
 def _reap() -> None:
@@ -431,7 +442,7 @@ def _pinned_stack() -> list[Context]:
 
 def context_for(*tensors: torch.Tensor) -> Context:
     """The context a verb runs on: that of a GL-backed input, else the one pinned to this thread, else the default."""
-    for context in list(_registry.values()):
+    for context in (*_registry.values(), *_adopted):
         if any(context.owns(tensor) for tensor in tensors):
             return context
     stack = _pinned_stack()

@@ -19,6 +19,7 @@ from gpu_lod.transfer import (
     ALIGNMENT,
     Planes,
     chunks,
+    layer_groups,
     make_words,
     new_planes,
     planes_to_texture,
@@ -166,12 +167,6 @@ def _reduce_level(
 
 def _reduction(reduce: Reduce) -> dict[str, int]:
     return {f"REDUCE_{reduce.upper()}": 1}
-
-
-def layer_groups(ctx: Context, layers: int) -> list[tuple[int, int]]:
-    """(first, count) of groups of layers that fit one texture; multiples of 256, so that groups start at whole words."""
-    step = max(ctx.limits.layers // ALIGNMENT, 1) * ALIGNMENT
-    return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
 
 def _fragment(ctx: Context, chain: Chain, reduce: Reduce) -> None:

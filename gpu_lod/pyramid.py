@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from gpu_lod.context import Context
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError
 from gpu_lod.texture import Texture
-from gpu_lod.transfer import GL_DTYPES, Planes, planes_of, planes_to_texture
+from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, planes_to_texture
 
 Reduce = Literal["mean", "max", "min"]
 
@@ -112,8 +112,8 @@ class Pyramid:
 
     @property
     def uploaded(self) -> bool:
-        """True if the pyramid is a texture already."""
-        return any(key[0] == "textures" for key in self._cache)
+        """True if the pyramid is a texture already, in a context that can be used."""
+        return any(key[0] == "textures" and ctx.usable for key, (ctx, _) in self._cache.items())
 
     def upload(self, context: Context | None = None) -> Pyramid:
         """Make the pyramid a texture now rather than at the first GL sample; returns itself.
@@ -125,41 +125,43 @@ class Pyramid:
             self.textures(ctx)
         return self
 
-    def textures(self, ctx: Context) -> list[tuple[int, Texture]]:
-        """The pyramid as array textures with a layer an image: (first image, texture), more than one for huge batches.
+    def textures(self, ctx: Context, *, single: bool = False) -> list[tuple[int, Texture]]:
+        """The pyramid as array textures: (first layer, texture), more than one for huge batches.
+
+        A layer is an image, for filtering; with `single` it is one channel of an image, for exact fetches.
 
         Raises:
-            InputError: more than 4 channels.
+            InputError: more than 4 channels without `single`.
             LimitError: larger than the device's textures.
         """
         self.check_unchanged()
-        key = ("textures", id(ctx))
+        key = ("single" if single else "textures", id(ctx))
         if key not in self._cache:
-            self._cache[key] = (ctx, self._make_textures(ctx))
+            self._cache[key] = (ctx, self._make_textures(ctx, 1 if single else self.channels, filtered=not single))
         textures: list[tuple[int, Texture]] = self._cache[key][1]
         return textures
 
-    def _make_textures(self, ctx: Context) -> list[tuple[int, Texture]]:
-        if self.channels > 4:
-            raise InputError(f"the pyramid has {self.channels} channels; textures hold 1 to 4. Use backend='torch'.")
+    def _make_textures(self, ctx: Context, channels: int, *, filtered: bool) -> list[tuple[int, Texture]]:
+        if channels > 4:
+            raise InputError(f"the pyramid has {channels} channels; textures hold 1 to 4. Use backend='torch'.")
         height, width = self.size
         check_texture_size(ctx, height, width)
         result = []
-        for first in range(0, self.batch, ctx.limits.layers):
-            count = min(self.batch - first, ctx.limits.layers)
+        for first, count in layer_groups(ctx, self.batch * self.channels // channels):
             texture = ctx.textures.lease(
                 (width, height),
                 layers=count,
                 levels=len(self),
                 dtype=GL_DTYPES[self.dtype],
-                channels=self.channels,
-                filtered=True,
+                channels=channels,
+                filtered=filtered,
             )
             texture.clamp_levels(ctx.gl, 0, len(self) - 1)
-            for level, tensor in enumerate(self.levels):
-                source = planes_of(ctx, tensor).layers(first * self.channels, count * self.channels)
-                planes_to_texture(ctx, source, texture, level)
             result.append((first, texture))
+        for level in range(len(self)):
+            source = planes_of(ctx, self.levels[level])
+            for first, texture in result:
+                planes_to_texture(ctx, source.layers(first * channels, texture.key.layers * channels), texture, level)
         return result
 
     def _keep_textures(self, ctx: Context, textures: list[tuple[int, Texture]]) -> None:

@@ -194,6 +194,12 @@ def make_words(
         program.set(u_words=chunk.words, u_elements=chunk.elements, u_start=chunk.start).dispatch(chunk.words)
 
 
+def layer_groups(ctx: Context, layers: int) -> list[tuple[int, int]]:
+    """(first, count) of groups of layers that fit one texture; multiples of 256, so that groups start at whole words."""
+    step = max(ctx.limits.layers // ALIGNMENT, 1) * ALIGNMENT
+    return [(first, min(step, layers - first)) for first in range(0, layers, step)]
+
+
 def planes_to_texture(ctx: Context, source: Planes, texture: Texture, level: int) -> None:
     """Write planes into a level of a texture: plane k of a layer becomes channel k."""
     channels = texture.key.channels

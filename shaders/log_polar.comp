@@ -30,7 +30,7 @@ uniform int u_first_plane;  // plane of the chunk's first element, counted from 
 void main() {
     int wedge = int(gl_GlobalInvocationID.x) * PER_WORD;
     if (wedge >= u_target_size.x) return;
-    int image = int(gl_WorkGroupID.z);
+    int image = int(gl_WorkGroupID.z) + u_first_plane / CHANNELS;
     uint row_words = uint(u_target_size.x / PER_WORD);
     uint plane_words = row_words * uint(u_target_size.y);
     vec2 centre = fixation_of(image);
@@ -59,7 +59,7 @@ void main() {
         vec4 texel2 = log_polar(image, centre, radius_level, direction2);
         vec4 texel3 = log_polar(image, centre, radius_level, direction3);
 #endif
-        uint target = uint(image * CHANNELS) * plane_words + uint(ring) * row_words + gl_GlobalInvocationID.x;
+        uint target = gl_WorkGroupID.z * uint(CHANNELS) * plane_words + uint(ring) * row_words + gl_GlobalInvocationID.x;
         b_target[target] = pack(GATHER(r));
 #if CHANNELS > 1
         b_target[target + plane_words] = pack(GATHER(g));

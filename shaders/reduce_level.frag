@@ -10,17 +10,7 @@ out vec4 f_texel;
 vec4 above(ivec2 origin, int x, int y) { return texelFetch(t_above, ivec3(origin + ivec2(x, y), gl_Layer), 0); }
 
 #ifndef REDUCE_MEAN
-// A footprint that holds a NaN is NaN; GLSL leaves max(NaN, x) open, and isnan may be optimised away.
-bvec4 is_nan(vec4 v) { return greaterThan(floatBitsToUint(v) & 0x7fffffffu, uvec4(0x7f800000u)); }
-
-vec4 reduce(vec4 a, vec4 b) {
-#ifdef REDUCE_MAX
-    vec4 best = max(a, b);
-#else
-    vec4 best = min(a, b);
-#endif
-    return mix(mix(best, b, is_nan(b)), a, is_nan(a));
-}
+#include "nan.glsl"
 #endif
 
 void main() {

@@ -1,0 +1,268 @@
+"""The commands of `gpu-lod`. Whatever they need that is slow to import, they import themselves."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+import gpu_lod as lod
+from gpu_lod import images, printing
+from gpu_lod.saliency import PATCH, luma, patches, saliency
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Level of detail on graphics hardware for PyTorch: mip chains, Hi-Z and log-polar maps by OpenGL shaders.",
+    epilog="Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong arguments.",
+)
+
+Picture = Annotated[Path, typer.Argument(metavar="IMAGE", help="PNG, JPEG, TIFF or WebP.", show_default=False)]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Where to write. (default: out/<name>.<command>.png)")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+Device = Annotated[
+    int | None,
+    typer.Option(help="EGL device, as `gpu-lod info` lists them; implies gl.", show_default=False),
+]
+Backend = Annotated[
+    Literal["auto", "gl", "torch"], typer.Option(help="auto takes what measures fastest; a name is used or fails.")
+]
+Fixation = Annotated[str, typer.Option(metavar="X,Y", help="Fixation in fractions of width and height, y down.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gpu-lod {lod.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")] = False,
+) -> None: ...
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """List the EGL devices, with their renderers, limits and extensions."""
+    found = printing.device_info()
+    if as_json:
+        _print_json({"gpu_lod": lod.__version__, "devices": found})
+    else:
+        printing.show_info(found)
+
+
+@app.command()
+def doctor(device: Device = None, as_json: AsJson = False) -> None:
+    """Check what works here, and print the line that mends what does not."""
+    from gpu_lod import doctor as checks
+
+    with printing.busy("examining"):
+        findings = checks.examine(device)
+    if as_json:
+        _print_json(checks.as_dict(findings))
+    else:
+        printing.show_findings(findings)
+    failed = sum(finding.status == "fail" for finding in findings)
+    if failed:
+        raise lod.GpuLodError(f"{failed} of {len(findings)} checks failed.")
+
+
+@app.command()
+def demo(
+    image: Annotated[
+        Path | None,
+        typer.Argument(metavar="[IMAGE]", help="A picture of yours; without one, a portrait and a printed page."),
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to.")] = Path("out/demo"),
+    fixation: Annotated[str | None, typer.Option(metavar="X,Y", help="As for log-polar.", show_default=False)] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a contact sheet of what the verbs make of a picture, and measure each of them beside torch.
+
+    Fails if a shader's result differs from the reference by more than its tolerance.
+    """
+    from gpu_lod import demo as show
+
+    chosen = show.pictures(image, None if fixation is None else _fixation(fixation))
+    with _on(device), printing.busy("starting") as say:
+        rows, written = show.run(chosen, output, say)
+    if as_json:
+        typer.echo(written[-1].read_text(), nl=False)
+    else:
+        printing.show_rows(rows)
+        _wrote(written)
+    wrong = [row for row in rows if not row.ok]
+    if wrong:
+        names = ", ".join(f"{row.verb} {row.generator} on {row.picture}" for row in wrong)
+        raise lod.GpuLodError(f"larger differences than the tolerance: {names}.")
+
+
+@app.command()
+def mipmap(
+    image: Picture,
+    levels: Annotated[int | None, typer.Option(help="How many, the picture included. (default: all)")] = None,
+    reduce: Annotated[Literal["mean", "max", "min"], typer.Option(help="What a texel is of those below it.")] = "mean",
+    generator: Annotated[
+        Literal["auto", "compute", "fragment", "driver"], typer.Option(help="A name implies the gl backend.")
+    ] = "auto",
+    backend: Backend = "auto",
+    device: Device = None,
+    separate: Annotated[bool, typer.Option("--separate", help="A file for each level instead of one atlas.")] = False,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the mip chain of a picture as an atlas: level 0 on the left, the others stacked on its right."""
+    path = _path(image, "mipmap", output)
+
+    def make(picture: torch.Tensor) -> tuple[Any, lod.Pyramid]:
+        arguments: dict[str, Any] = {"levels": levels, "reduce": reduce, "generator": generator}
+        arguments["backend"] = _backend(backend, device)
+        return lod.explain(lod.mipmap, picture, **arguments), lod.mipmap(picture, **arguments)
+
+    with _on(device), printing.busy("mipmap"):
+        choice, pyramid = make(images.load(image))
+        if separate:
+            paths = [path.with_name(f"{path.stem}.{level}{path.suffix}") for level in range(len(pyramid))]
+            for level, one in zip(pyramid, paths, strict=True):
+                images.save(level, one)
+        else:
+            paths = [path]
+            images.save(images.atlas(pyramid.levels), path)
+    _report("mipmap", image, paths, pyramid.levels, choice, as_json)
+
+
+@app.command()
+def hiz(
+    image: Picture,
+    of: Annotated[
+        Literal["luma", "saliency"], typer.Option(help=f"saliency: a value a patch of {PATCH} px, drawn in that size.")
+    ] = "luma",
+    reduce: Annotated[Literal["max", "min"], typer.Option(help="Upper or lower bounds.")] = "max",
+    generator: Annotated[
+        Literal["auto", "compute", "fragment", "sampler"], typer.Option(help="A name implies the gl backend.")
+    ] = "auto",
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the Hi-Z pyramid of a picture's luma or saliency as an atlas of its levels."""
+    path = _path(image, "hiz", output)
+    with _on(device), printing.busy("hiz"):
+        picture = images.load(image)
+        values = luma(picture) if of == "luma" else patches(saliency(picture))
+        arguments: dict[str, Any] = {"reduce": reduce, "generator": generator, "backend": _backend(backend, device)}
+        choice = lod.explain(lod.hiz, values, **arguments)
+        pyramid = lod.hiz(values, **arguments)
+        drawn = images.atlas(pyramid.levels)
+        if of == "saliency":
+            drawn = drawn.repeat_interleave(PATCH, -1).repeat_interleave(PATCH, -2)
+        images.save(drawn, path)
+    _report("hiz", image, [path], pyramid.levels, choice, as_json)
+
+
+@app.command("log-polar")
+def log_polar(
+    image: Picture,
+    fixation: Fixation = "0.5,0.5",
+    rings: Annotated[int, typer.Option(help="Rows of the map.")] = 128,
+    wedges: Annotated[int, typer.Option(help="Columns of the map.")] = 256,
+    r_min: Annotated[
+        float | None, typer.Option(help="Where the rings begin; only with log spacing. (default: 0.01)")
+    ] = None,
+    r_max: Annotated[float, typer.Option(help="Where they end, in units of the longer side.")] = 0.7,
+    spacing: Annotated[Literal["log", "cortical"], typer.Option(help="How the rings are spaced.")] = "log",
+    e0: Annotated[float, typer.Option(help="Eccentricity of half magnification; only with cortical spacing.")] = 0.05,
+    border: Annotated[Literal["clamp", "zero"], typer.Option(help="What is outside the picture.")] = "clamp",
+    generator: Annotated[
+        Literal["auto", "compute", "fragment"], typer.Option(help="A name implies the gl backend.")
+    ] = "auto",
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the log-polar map of a picture: a ring a row, the innermost on top; a wedge a column, from +x clockwise."""
+    path = _path(image, "log-polar", output)
+    points = _fixation(fixation)
+    with _on(device), printing.busy("log-polar"):
+        picture = images.load(image)
+        arguments: dict[str, Any] = {
+            "r_min": r_min, "r_max": r_max, "spacing": spacing, "e0": e0, "border": border, "generator": generator,
+            "backend": _backend(backend, device),
+        }  # fmt: skip
+        choice = lod.explain(lod.log_polar, picture, points, rings, wedges, **arguments)
+        mapped = lod.log_polar(picture, points, rings, wedges, **arguments)
+        images.save(mapped, path)
+    _report("log-polar", image, [path], [mapped], choice, as_json)
+
+
+def _on(device: int | None) -> AbstractContextManager[Any]:
+    """Run on that device; `with context` makes it the one that verbs use."""
+    return nullcontext() if device is None else lod.Context(device)
+
+
+def _backend(backend: str, device: int | None) -> Any:
+    if device is None:
+        return backend
+    if backend == "torch":
+        raise typer.BadParameter("a device is for the gl backend, not for torch.", param_hint="'--device'")
+    return "gl"
+
+
+def _fixation(text: str) -> tuple[float, float]:
+    try:
+        x, y = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not X,Y, such as 0.5,0.5.", param_hint="'--fixation'") from None
+    if not (0 <= x <= 1 and 0 <= y <= 1):
+        raise typer.BadParameter(
+            f"{text!r} is outside the picture; expected two fractions, 0 to 1.", param_hint="'--fixation'"
+        )
+    return x, y
+
+
+def _path(image: Path, verb: str, output: Path | None) -> Path:
+    """Where to write; an extension that cannot be written fails before any work."""
+    path = output or Path("out") / f"{image.stem}.{verb}.png"
+    images.file_format(path)
+    return path
+
+
+def _report(verb: str, image: Path, paths: list[Path], results: Any, choice: Any, as_json: bool) -> None:
+    if as_json:
+        return _print_json(
+            {
+                "verb": verb,
+                "input": str(image),
+                "output": [str(path) for path in paths],
+                "shapes": [list(result.shape) for result in results],
+                "dtype": str(results[0].dtype).removeprefix("torch."),
+                "backend": choice.backend,
+                "generator": choice.generator,
+                "reason": choice.reason,
+                "renderer": lod.Context().renderer if choice.backend == "gl" else None,
+            }
+        )
+    _wrote(paths)
+
+
+def _wrote(paths: list[Path]) -> None:
+    for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,160 @@
+"""What the commands print: tables on stdout, progress on stderr and only on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gpu_lod.bridge import devices
+from gpu_lod.context import Context
+from gpu_lod.errors import GpuLodError, InputError
+
+if TYPE_CHECKING:
+    from gpu_lod.demo_rows import Row
+    from gpu_lod.doctor import Finding
+
+EXTENSIONS = (
+    "GL_ARB_buffer_storage",
+    "GL_EXT_texture_filter_minmax",
+    "GL_ARB_texture_filter_minmax",
+    "GL_ARB_texture_filter_anisotropic",
+    "GL_KHR_shader_subgroup",
+    "GL_EXT_shader_16bit_storage",
+    "GL_EXT_memory_object",
+)
+"""Those that make a difference to gpu_lod."""
+
+_MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
+
+
+def _console() -> Console:
+    # Piped, there is no width to fit, and breaking lines would only hurt whoever reads them.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner while the block runs; call what it gives to change the words."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step: None
+        return
+    with console.status(what) as status:
+        yield status.update
+
+
+def device_info() -> list[dict[str, Any]]:
+    """All EGL devices, and what a context on each says of itself.
+
+    Raises:
+        GLUnavailableError: no EGL, or no device.
+    """
+    found = []
+    try:
+        default = Context().device
+    except (GpuLodError, InputError):
+        default = None
+    for device in devices():
+        entry: dict[str, Any] = {
+            "index": device.index,
+            "default": default is not None and default.index == device.index,
+            "software": device.software,
+            "drm_file": device.drm_file,
+            "cuda_ordinal": device.cuda_ordinal,
+            "error": None,
+        }
+        try:
+            ctx = Context(device.index)
+        except GpuLodError as error:
+            entry["error"] = " ".join(str(error).split())
+        else:
+            entry |= {
+                "vendor": ctx.vendor,
+                "renderer": ctx.renderer,
+                "driver": ctx.driver,
+                "version": f"{ctx.version // 100}.{ctx.version // 10 % 10}",
+                "software": ctx.software,
+                "limits": dict(vars(ctx.limits)),
+                "extensions": {name: name in ctx.extensions for name in EXTENSIONS},
+            }
+        found.append(entry)
+    return found
+
+
+def show_info(found: list[dict[str, Any]]) -> None:
+    console = _console()
+    for number, entry in enumerate(found):
+        if number:
+            console.print()
+        title = Text(f"EGL device {entry['index']}", style="bold")
+        title.append("  (default)" if entry["default"] else "", style="dim")
+        console.print(title)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        if entry["error"]:
+            table.add_row("does not open", Text(entry["error"], style="red"))
+        else:
+            limits = entry["limits"]
+            table.add_row("renderer", Text(entry["renderer"]))
+            table.add_row("vendor", Text(entry["vendor"]))
+            table.add_row("OpenGL", Text(entry["driver"]))
+            table.add_row("kind", "software" if entry["software"] else "hardware")
+            table.add_row("storage binding", f"{limits['storage_bytes'] / 2**20:.0f} MiB")
+            table.add_row("textures", f"{limits['texture_size']} px a side, {limits['layers']} layers")
+            for name, there in entry["extensions"].items():
+                table.add_row(name, Text("yes", style="green") if there else Text("no", style="yellow"))
+        if entry["drm_file"]:
+            table.add_row("DRM file", entry["drm_file"])
+        table.add_row("CUDA device", "none" if entry["cuda_ordinal"] is None else str(entry["cuda_ordinal"]))
+        console.print(table)
+
+
+def show_findings(findings: list[Finding]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(finding.found)
+        if finding.fix:
+            text.append("\n→ ", style="bold").append(finding.fix, style="bold")
+        table.add_row(Text(*_MARKS[finding.status]), Text(finding.name, style="bold"), text)
+    _console().print(table)
+
+
+def show_rows(rows: list[Row]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("picture", "verb", "generator", "size"):
+        table.add_column(name, no_wrap=True)
+    for name in ("GL ms", "best torch ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("torch way", no_wrap=True)
+    for name in ("ratio", "largest difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before: str | None = None
+    for row in rows:
+        if before is not None and row.picture != before:
+            table.add_section()
+        before = row.picture
+        gain = row.ratio >= 1
+        ratio = Text(f"{row.ratio:.2f}x {'faster' if gain else 'slower'}", style="bold green" if gain else "bold red")
+        apart = "exact" if row.difference == 0 else f"{row.difference:.1e}"
+        difference = Text(apart) if row.ok else Text(f"{apart} > {row.tolerance:.0e}", style="bold red")
+        table.add_row(
+            row.picture, row.verb, row.generator, row.size, f"{row.gl_ms:.2f}", f"{row.torch_ms:.2f}", row.torch_way,
+            ratio, difference,
+        )  # fmt: skip
+    console = _console()
+    console.print(table)
+    gains = sum(row.ratio >= 1 for row in rows)
+    console.print(
+        f"ratio: best torch / GL; GL is faster in {gains} of {len(rows)} rows, slower in {len(rows) - gains}."
+    )

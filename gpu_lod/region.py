@@ -1,0 +1,169 @@
+"""Bounds of boxes over Hi-Z pyramids."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from gpu_lod import checks, dispatch
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.errors import InputError
+from gpu_lod.pyramid import Pyramid
+from gpu_lod.transfer import GL_DTYPES, chunks, make_words, new_planes
+
+Bound = Literal["max", "min"]
+
+
+def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> torch.Tensor:
+    """An upper bound of each box over a max pyramid, from at most four texels.
+
+    Shape: boxes [B, N, 4], or [N, 4] for all images of the batch; the result is [B, C, N], or [C, N] for an unbatched
+        pyramid, of its dtype.
+    Units: boxes (x0, y0, x1, y1) in [0, 1] of width and height, y down.
+    Convention: half-open and clipped to the image: a box touches texels floor(x0 n) .. ceil(x1 n) - 1 along a side of n, in
+        fp32. It is read at the finest level where the canonical ancestors min(j >> l, n_l - 1) of those texels span at
+        most two a side, so the bound may come from texels beside the box: never below the true maximum, exact for small
+        boxes. A box that touches no texel gives the identity (-inf; 0 for uint8). NaN among the texels read gives NaN.
+
+    Args:
+        hz: from `hiz(relevance)`: reduce "max", all levels down to 1 x 1.
+        boxes: any float dtype; made fp32.
+        backend: "gl", "torch" or "auto". No gradients.
+
+    Raises:
+        InputError: a pyramid that is no full max pyramid; boxes of the wrong shape, with NaN or infinity, or x1 < x0.
+        UnsupportedError: a backend that is not available.
+        PyramidChangedError: a level was written to since the pyramid was built.
+
+    Source: Greene, Kass and Miller, "Hierarchical Z-Buffer Visibility" (SIGGRAPH 1993).
+    """
+    return _region(hz, boxes, backend, "max")
+
+
+def region_min(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> torch.Tensor:
+    """A lower bound of each box over a min pyramid: `region_max` the other way round.
+
+    A box that touches no texel gives +inf (255 for uint8). See `region_max` for the rest.
+    """
+    return _region(hz, boxes, backend, "min")
+
+
+def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -> torch.Tensor:
+    chosen = _choose(hz, boxes, backend, reduce)
+    hz.check_unchanged()
+    prepared = _boxes(hz, boxes)
+    levels = [level if hz.batched else level[None] for level in hz.levels]
+    if prepared.shape[1] == 0:
+        result = levels[0].new_empty(hz.batch, hz.channels, 0)
+    elif chosen.backend == "torch":
+        result = reference([level.detach() for level in levels], prepared, reduce)
+    else:
+        checks.no_cuda_yet(levels[0])
+        result = _gl(context_for(*hz.levels), hz, prepared, reduce)
+    return result if hz.batched else result[0]
+
+
+def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = "max") -> Choice:
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    checks.hiz_pyramid(hz, reduce, f"region_{reduce}")
+    if len(hz) != max(hz.size).bit_length():
+        raise InputError(
+            f"the pyramid has {len(hz)} levels and ends at {hz.levels[-1].shape[-1]} x {hz.levels[-1].shape[-2]}; "
+            "expected all of them down to 1 x 1, as hiz() makes them."
+        )
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    return Choice("torch", "four gathers a box measure faster in torch than a GL call's fixed cost; see bench/results")
+
+
+dispatch.register(region_max, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "max"))
+dispatch.register(region_min, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "min"))
+
+
+def _boxes(hz: Pyramid, boxes: torch.Tensor) -> torch.Tensor:
+    """Checked boxes, fp32 [B, N, 4]."""
+    checks.tensor(boxes, "boxes")
+    if not boxes.is_floating_point() or boxes.ndim not in (2, 3) or boxes.shape[-1] != 4:
+        raise InputError(
+            f"boxes is {boxes.dtype} {tuple(boxes.shape)}; expected floats [{hz.batch}, N, 4] or [N, 4]: "
+            "(x0, y0, x1, y1) in [0, 1]."
+        )
+    if boxes.ndim == 3 and boxes.shape[0] not in (1, hz.batch):
+        raise InputError(f"boxes has shape {tuple(boxes.shape)} for a batch of {hz.batch}; expected [{hz.batch}, N, 4].")
+    checks.same_device(hz.levels[0], boxes, "boxes")
+    boxes = boxes.detach().float()
+    if not bool(torch.isfinite(boxes).all()):
+        raise InputError("boxes holds NaN or infinity; expected finite (x0, y0, x1, y1).")
+    if bool((boxes[..., 2:] < boxes[..., :2]).any()):
+        raise InputError("a box has x1 < x0 or y1 < y0; expected (x0, y0, x1, y1) with x0 <= x1 and y0 <= y1.")
+    return boxes.expand(hz.batch, -1, 4) if boxes.ndim == 3 else boxes[None].expand(hz.batch, -1, 4)
+
+
+def reference(levels: list[torch.Tensor], boxes: torch.Tensor, reduce: Bound = "max") -> torch.Tensor:
+    """The bounds in plain torch: [B, C, N] from levels [B, C, h, w] and fp32 boxes [B, N, 4]."""
+    top = levels[0]
+    height, width = top.shape[-2:]
+    size = torch.tensor([width, height], device=top.device)
+    first = (boxes[..., :2] * size.float()).floor().clamp(0, 2**30).long()
+    last = torch.minimum((boxes[..., 2:] * size.float()).ceil().clamp(-1, 2**30).long() - 1, size - 1)
+    empty = (last < first).any(dim=-1)
+    first = torch.minimum(first, size - 1)
+    last = torch.maximum(last, first)
+    # The finest level at which both sides span at most two canonical ancestors.
+    a, b, level = first.clone(), last.clone(), torch.zeros_like(first[..., 0])
+    for _ in range(1, len(levels)):
+        wide = (b - a > 1).any(dim=-1)
+        level = level + wide
+        n = (size >> level[..., None]).clamp(min=1)
+        a = torch.minimum(first >> level[..., None], n - 1)
+        b = torch.minimum(last >> level[..., None], n - 1)
+    # All levels in one row a plane, so that one gather serves every box.
+    flat = torch.cat([x.flatten(2) for x in levels], dim=2)
+    starts = torch.tensor([0, *(x.shape[-2] * x.shape[-1] for x in levels)], device=top.device).cumsum(0)
+    row = (size[0] >> level).clamp(min=1)
+    corners = [starts[level] + y * row + x for y in (a[..., 1], b[..., 1]) for x in (a[..., 0], b[..., 0])]
+    index = torch.stack(corners, dim=-1).flatten(1)[:, None].expand(-1, flat.shape[1], -1)
+    values = flat.gather(2, index).unflatten(2, (-1, 4))
+    result = values.amax(dim=-1) if reduce == "max" else values.amin(dim=-1)
+    return result.masked_fill(empty[:, None], identity(top.dtype, reduce))
+
+
+def identity(dtype: torch.dtype, reduce: Bound) -> float:
+    """What a reduction over nothing gives."""
+    if dtype == torch.uint8:
+        return 0 if reduce == "max" else 255
+    return -torch.inf if reduce == "max" else torch.inf
+
+
+def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.Tensor:
+    count = boxes.shape[1]
+    planes = hz.batch * hz.channels
+    dtype = GL_DTYPES[hz.dtype]
+    with ctx.active():
+        target = new_planes(ctx, planes, 1, count, dtype)
+        result = target.owner.tensor(dtype, (hz.batch, hz.channels, count))
+        lease = ctx.bridge.lease(boxes.numel() * 4)
+        lease.tensor(torch.float32, tuple(boxes.shape)).copy_(boxes)
+        for first, texture in hz.textures(ctx, single=True):
+            part = target.layers(first, texture.key.layers)
+            texture.bind(ctx.gl)
+            ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, 1, lease.glo, 0, lease.nbytes)
+            for chunk in chunks(ctx, part):
+                make_words(
+                    ctx,
+                    "region.comp",
+                    part,
+                    chunk,
+                    uniforms={
+                        "u_first_plane": chunk.plane,
+                        "u_first_layer": first,
+                        "u_channels": hz.channels,
+                        "u_levels": len(hz),
+                        "u_size": (hz.size[1], hz.size[0]),
+                    },
+                    defines={f"REDUCE_{reduce.upper()}": 1},
+                )
+    return result.bfloat16() if hz.dtype == torch.bfloat16 else result

@@ -1,0 +1,66 @@
+#version 430
+// Bound of each box over a Hi-Z pyramid: at most four fetches, at the finest level whose canonical ancestors span at most
+// two texels a side. Output [planes, 1, boxes].
+// PER_WORD (words.glsl), WHOLE_ROWS (place.glsl), REDUCE_MAX or REDUCE_MIN.
+#include "words.glsl"
+#include "place.glsl"
+#include "nan.glsl"
+
+layout(local_size_x = LOCAL_SIZE) in;
+layout(binding = 0) uniform sampler2DArray t_pyramid;  // a layer a plane
+layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
+layout(std430, binding = 1) readonly buffer Boxes { vec4 b_boxes[]; };  // x0, y0, x1, y1 of every image
+uniform int u_first_plane;    // plane of the chunk's first element, counted from the texture's first layer
+uniform int u_first_layer;    // plane of the whole batch that the texture's first layer is
+uniform int u_channels;
+uniform int u_levels;
+uniform ivec2 u_size;         // width, height of level 0
+
+#if PER_WORD == 4
+#define EMPTY_MAX 0.0
+#define EMPTY_MIN 1.0
+#define TO_STORED 255.0
+#else
+#define EMPTY_MAX uintBitsToFloat(0xff800000u)
+#define EMPTY_MIN uintBitsToFloat(0x7f800000u)
+#define TO_STORED 1.0
+#endif
+
+float bound(int layer, vec4 box) {
+    precise vec4 edges = box * vec4(u_size, u_size);
+    ivec2 first = max(ivec2(floor(edges.xy)), ivec2(0));
+    ivec2 last = min(ivec2(ceil(edges.zw)) - 1, u_size - 1);
+#ifdef REDUCE_MAX
+    float empty = EMPTY_MAX;
+#else
+    float empty = EMPTY_MIN;
+#endif
+    if (any(lessThan(last, first))) return empty;
+    int level = 0;
+    ivec2 a = first, b = last;
+    while (level < u_levels - 1 && any(greaterThan(b - a, ivec2(1)))) {
+        ++level;
+        ivec2 top = max(u_size >> level, ivec2(1)) - 1;
+        a = min(first >> level, top);
+        b = min(last >> level, top);
+    }
+    vec4 rows = reduce(texelFetch(t_pyramid, ivec3(a.x, a.y, layer), level), texelFetch(t_pyramid, ivec3(b.x, a.y, layer), level));
+    rows = reduce(rows, texelFetch(t_pyramid, ivec3(a.x, b.y, layer), level));
+    return reduce(rows, texelFetch(t_pyramid, ivec3(b.x, b.y, layer), level)).r;
+}
+
+void main() {
+    Place p = place();
+    if (!p.inside) return;
+    float value[PER_WORD];
+    for (int k = 0; k < PER_WORD; ++k) {
+        value[k] = 0.0;
+        if (holds(p, k)) {
+            int layer = u_first_plane + int(p.plane);
+            int image = (u_first_layer + layer) / u_channels;
+            value[k] = TO_STORED * bound(layer, b_boxes[image * u_target_size.x + p.at.x]);
+        }
+        advance(p);
+    }
+    b_target[p.word] = pack(VALUES_OF(value));
+}

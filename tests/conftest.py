@@ -1,0 +1,59 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+import gpu_lod as lod
+
+hypothesis.settings.register_profile("gpu_lod", deadline=None, max_examples=40, derandomize=True)
+hypothesis.settings.load_profile("gpu_lod")
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # CI tests the built wheel: a stray path entry must not let the checkout stand in for it.
+    if os.environ.get("GPU_LOD_TEST_INSTALLED") and Path(lod.__file__).resolve().is_relative_to(CHECKOUT / "gpu_lod"):
+        raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")
+
+
+@pytest.fixture(scope="session")
+def ctx() -> lod.Context:
+    """The default context. No fallback: without OpenGL the parity tests fail, they do not skip."""
+    return lod.Context()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def restored_limits(ctx: lod.Context) -> Iterator[lod.Context]:
+    """The context, whose limits the test may lower."""
+    before = vars(ctx.limits).copy()
+    yield ctx
+    vars(ctx.limits).update(before)
+
+
+@pytest.fixture(scope="session")
+def photo() -> torch.Tensor:
+    """The astronaut, uint8 [3, 512, 512]."""
+    from skimage import data
+
+    return torch.from_numpy(data.astronaut()).permute(2, 0, 1).contiguous()
+
+
+@pytest.fixture(scope="session")
+def page() -> torch.Tensor:
+    """A scanned page of text, uint8 [1, 191, 384]."""
+    from skimage import data
+
+    return torch.from_numpy(data.page())[None].contiguous()

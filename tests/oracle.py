@@ -1,0 +1,119 @@
+"""Float64 oracles, written from the definitions and sharing no code with the package."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def halving_matrix(n: int) -> torch.Tensor:
+    """[m, n] float64: the exact area average along a side of n, as a matrix."""
+    if n == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    m = n // 2
+    weights = torch.zeros(m, n, dtype=torch.float64)
+    for i in range(m):
+        if n % 2 == 0:
+            weights[i, 2 * i] = weights[i, 2 * i + 1] = 0.5
+        else:
+            weights[i, 2 * i], weights[i, 2 * i + 1], weights[i, 2 * i + 2] = (m - i) / n, m / n, (i + 1) / n
+    return weights
+
+
+def mean_chain(image: torch.Tensor, levels: int | None = None) -> list[torch.Tensor]:
+    """Level by level in float64, never rounded."""
+    chain = [image.double()]
+    count = max(image.shape[-2:]).bit_length() if levels is None else levels
+    while len(chain) < count:
+        above = chain[-1]
+        rows, columns = halving_matrix(above.shape[-2]), halving_matrix(above.shape[-1])
+        chain.append(rows @ above @ columns.T)
+    return chain
+
+
+def extreme_chain(image: torch.Tensor, reduce: str, levels: int | None = None) -> list[torch.Tensor]:
+    """Each texel from all level-above texels of its footprint, by definition; small images only."""
+    take = torch.amax if reduce == "max" else torch.amin
+    chain = [image.double()]
+    count = max(image.shape[-2:]).bit_length() if levels is None else levels
+    while len(chain) < count:
+        above = chain[-1]
+        h, w = above.shape[-2:]
+        rows = [take(above[..., a:b, :], dim=-2, keepdim=True) for a, b in _footprints(h)]
+        tall = torch.cat(rows, dim=-2)
+        chain.append(torch.cat([take(tall[..., a:b], dim=-1, keepdim=True) for a, b in _footprints(w)], dim=-1))
+    return chain
+
+
+def _footprints(n: int) -> list[tuple[int, int]]:
+    if n == 1:
+        return [(0, 1)]
+    return [(2 * i, 2 * i + 2 + n % 2) for i in range(n // 2)]
+
+
+def log_polar(
+    levels: list[torch.Tensor],
+    fixation: torch.Tensor,
+    rings: int,
+    wedges: int,
+    r_min: float | None = None,
+    r_max: float = 0.7,
+    spacing: str = "log",
+    e0: float = 0.05,
+    border: str = "clamp",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, C, rings, wedges] in float64, with the largest texel difference and the level difference at each sample."""
+    levels = [level.double() for level in levels]
+    batch, _, height, width = levels[0].shape
+    longer = max(height, width)
+    t = (torch.arange(rings, dtype=torch.float64) + 0.5) / rings
+    if spacing == "log":
+        r_min = 0.01 if r_min is None else r_min
+        radius = r_min * (r_max / r_min) ** t
+        step = radius * math.log(r_max / r_min) / rings
+    else:
+        radius = e0 * ((1 + r_max / e0) ** t - 1)
+        step = (radius + e0) * math.log(1 + r_max / e0) / rings
+    footprint = torch.maximum(2 * math.pi * radius / wedges, step)
+    lod = (longer * footprint).log2().clamp(0, len(levels) - 1)[:, None].expand(rings, wedges)
+    theta = 2 * math.pi * (torch.arange(wedges, dtype=torch.float64) + 0.5) / wedges
+    results, textures, blends = [], [], []
+    for image in range(batch):
+        fx, fy = fixation[image].double()
+        x = fx + radius[:, None] * theta.cos() * longer / width
+        y = fy + radius[:, None] * theta.sin() * longer / height
+        fine = lod.floor().long()
+        coarse = (fine + 1).clamp(max=len(levels) - 1)
+        a, da = _bilinear([level[image] for level in levels], fine, x, y)
+        b, db = _bilinear([level[image] for level in levels], coarse, x, y)
+        value = a + (b - a) * (lod - fine)
+        if border == "zero":
+            value = value * ((x >= 0) & (x <= 1) & (y >= 0) & (y <= 1))
+        results.append(value)
+        textures.append(torch.maximum(da, db))
+        blends.append((b - a).abs())
+    return torch.stack(results), torch.stack(textures), torch.stack(blends)
+
+
+def _bilinear(
+    levels: list[torch.Tensor], which: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    channels = levels[0].shape[0]
+    value = torch.zeros(channels, *x.shape, dtype=torch.float64)
+    spread = torch.zeros_like(value)
+    for index, level in enumerate(levels):
+        h, w = level.shape[-2:]
+        u, v = (x * w - 0.5), (y * h - 0.5)
+        x0, y0 = u.floor(), v.floor()
+        fu, fv = u - x0, v - y0
+        taps = [
+            level[:, (y0 + j).clamp(0, h - 1).long(), (x0 + i).clamp(0, w - 1).long()] for j in (0, 1) for i in (0, 1)
+        ]
+        top = taps[0] + (taps[1] - taps[0]) * fu
+        bottom = taps[2] + (taps[3] - taps[2]) * fu
+        mine = which == index
+        value = torch.where(mine, top + (bottom - top) * fv, value)
+        stacked = torch.stack(taps)
+        spread = torch.where(mine, stacked.amax(0) - stacked.amin(0), spread)
+    return value, spread

@@ -1,0 +1,238 @@
+"""The host bridge: one memory, two owners, and its life cycle."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import resource
+import threading
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from images import noise
+
+import gpu_lod as lod
+from gpu_lod.bridge import HostBridge, Lease, Pool
+from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.host import _size_class
+from gpu_lod.errors import InputError, OutOfMemoryError, UnsupportedError
+
+
+class Item:
+    def __init__(self, key: int, deleted: list[int]) -> None:
+        self.key = self.nbytes = key
+        self._deleted = deleted
+
+    def delete(self) -> None:
+        self._deleted.append(self.key)
+
+
+def test_pool_reuses_and_evicts_least_recently_used() -> None:
+    deleted: list[int] = []
+    pool: Pool[Item] = Pool(max_idle_bytes=100)
+
+    def lease(key: int) -> Lease[Item]:
+        return Lease(pool.take(key, lambda: Item(key, deleted)), pool.returned)
+
+    first = lease(40)
+    item = first.item
+    del first
+    assert pool.leased == 1  # only queued: finalizers do nothing else
+    pool.drain()
+    assert (pool.leased, pool.idle) == (0, 1)
+    again = lease(40)
+    assert again.item is item
+    others = [lease(30), lease(50)]
+    del again, others
+    pool.drain()
+    assert deleted == [40]
+    pool.trim()
+    assert sorted(deleted) == [30, 40, 50]
+    assert pool.idle_bytes == 0
+
+
+def test_lease_finalizer_is_safe_in_any_thread() -> None:
+    returned: deque[Item] = deque()
+    leases = [Lease(Item(1, []), returned) for _ in range(200)]
+    threads = [threading.Thread(target=leases.pop) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(returned) == 200
+
+
+def test_size_classes_waste_little() -> None:
+    for nbytes in (1, 4096, 4097, 5000, 10**6, 2**20, 2**20 + 1, 3 * 2**28 + 5):
+        size = _size_class(nbytes)
+        assert nbytes <= size <= max(4096, nbytes * 1.25)
+        assert size % 1024 == 0
+    assert _size_class(2**20) == 2**20
+
+
+def test_tensor_memory_is_the_mapping(ctx: lod.Context) -> None:
+    """No copy in either direction: the tensor's address is the mapped one, and a shader sees what torch writes."""
+    with ctx.active():
+        lease = ctx.bridge.lease(4000)
+        tensor = lease.tensor(torch.float32, (10, 100))
+        assert tensor.data_ptr() == lease.address
+    image = ctx.empty(1, 16, 16)
+    address = image.data_ptr()
+    for value in (0.25, 0.75):
+        image.fill_(value)
+        pyramid = lod.mipmap(image, generator="compute")
+        assert image.data_ptr() == address
+        assert float(pyramid[4]) == value
+        found = ctx.bridge.find(pyramid[1])
+        assert found is not None
+        assert pyramid[1].data_ptr() == found[0].address + found[1]
+
+
+def test_no_copy_on_the_way_out(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb on a tensor in GL memory calls no copying function of torch at all."""
+    image = ctx.empty(3, 64, 64)
+    image.copy_(noise(3, 64, 64))
+    lod.mipmap(image, generator="compute")
+
+    def copied(*_: object, **__: object) -> None:
+        raise AssertionError("copied")
+
+    for name in ("copy_", "clone", "contiguous", "to"):
+        monkeypatch.setattr(torch.Tensor, name, copied)
+    lod.mipmap(image, generator="compute")
+
+
+def test_an_ordinary_tensor_is_copied_once(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(3, 64, 64)
+    lod.mipmap(image, generator="compute")
+    calls = []
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *a, **k: calls.append(self.shape) or real(self, *a, **k))
+    lod.mipmap(image, generator="compute")
+    assert calls == [torch.Size([1, 3, 64, 64])]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+def test_empty(ctx: lod.Context, dtype: torch.dtype) -> None:
+    for shape in ((3,), (2, 3, 5, 7)):
+        tensor = ctx.empty(*shape, dtype=dtype)
+        assert tensor.shape == shape == ctx.empty(shape, dtype=dtype).shape
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert ctx.owns(tensor)
+        assert ctx.owns(tensor[1:])
+        assert not ctx.owns(tensor.clone())
+        tensor.fill_(1)
+        assert torch.equal(tensor, torch.ones(shape, dtype=dtype))
+    assert not torch.equal(ctx.empty(4).zero_(), ctx.empty(4).fill_(1))
+
+
+@pytest.mark.parametrize("arguments", [(), (0,), (2, -1), (2.5,), ("a",)])
+def test_empty_refuses_bad_shapes(ctx: lod.Context, arguments: tuple[object, ...]) -> None:
+    with pytest.raises(InputError, match="shape"):
+        ctx.empty(*arguments)
+    with pytest.raises(InputError, match="dtype"):
+        ctx.empty(2, dtype=torch.float64)
+
+
+def test_results_live_as_long_as_their_last_alias(ctx: lod.Context) -> None:
+    image = noise(3, 64, 64)
+    alias: torch.Tensor | np.ndarray = lod.mipmap(image, generator="compute")[1][1:, ::2]
+    expected = alias.clone()
+    for _ in range(20):
+        lod.mipmap(torch.rand(3, 64, 64), generator="compute")
+        gc.collect()
+    assert torch.equal(alias, expected)
+    array = alias.numpy()  # a numpy alias of the alias
+    del alias
+    for _ in range(20):
+        lod.mipmap(torch.rand(3, 64, 64), generator="compute")
+    assert np.array_equal(array, expected.numpy())
+    pointer = array.__array_interface__["data"][0]
+    del array
+    gc.collect()
+    seen = {lod.mipmap(image, generator="compute")[1][1:].data_ptr() for _ in range(4)}
+    assert pointer in seen  # the buffer came back
+
+
+def test_results_pickle_and_copy_like_any_tensor() -> None:
+    level = lod.mipmap(noise(3, 32, 32), generator="compute")[2]
+    assert torch.equal(pickle.loads(pickle.dumps(level)), level)
+    assert torch.equal(level.clone(), level)
+
+
+def count_objects(ctx: lod.Context) -> tuple[int, int, int, int]:
+    with ctx.active():
+        pools = (ctx.bridge.pool, ctx.textures.pool)
+        return tuple(number for pool in pools for number in (pool.leased, pool.idle))  # type: ignore[return-value]
+
+
+def test_two_thousand_calls_leave_nothing_behind(ctx: lod.Context) -> None:
+    image = noise(3, 96, 64)
+    relevance = noise(1, 33, 40)
+
+    def work() -> None:
+        pyramid = lod.mipmap(image, generator="compute")
+        lod.log_polar(pyramid, (0.5, 0.5), 16, 16, generator="compute")
+        hz = lod.hiz(relevance, generator="fragment")
+        lod.cull(hz, 0.9, backend="gl")
+        lod.mipmap(image, generator="driver")
+
+    for _ in range(20):
+        work()
+    before, memory = count_objects(ctx), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(400):
+        work()
+    after = count_objects(ctx)
+    assert sum(after) <= sum(before), (before, after)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    assert grown < 20_000, f"{grown} KiB more resident memory"
+
+
+def test_exception_in_the_middle_gives_everything_back(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(3, 40, 40)
+    expected = lod.mipmap(image, generator="compute")[3].clone()
+    gc.collect()
+    before = sum(count_objects(ctx))
+    for error in (RuntimeError("boom"), KeyboardInterrupt()):
+
+        def fail(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ctx.gl, "MemoryBarrier", fail)
+            with pytest.raises(type(error)):
+                lod.mipmap(image, generator="compute")
+    gc.collect()
+    assert torch.equal(lod.mipmap(image, generator="compute")[3], expected)
+    gc.collect()
+    assert sum(count_objects(ctx)) <= before + 2
+
+
+def test_out_of_memory_is_named(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ctx.gl, "MapBufferRange", lambda *_: None)
+        with pytest.raises(OutOfMemoryError, match="MiB"):
+            ctx.empty(123, 4567)
+    assert ctx.empty(123, 4567).fill_(2).sum() == 2 * 123 * 4567
+
+
+def test_gl_errors_are_named(ctx: lod.Context) -> None:
+    with pytest.raises(lod.GpuLodError, match="GL_INVALID_ENUM"), ctx.active():
+        ctx.gl.Enable(0xBAD)
+    lod.mipmap(noise(1, 4, 4), generator="compute")
+
+
+def test_without_buffer_storage_the_error_names_it() -> None:
+    HostBridge.check_supported({"GL_ARB_buffer_storage"}, 430)
+    HostBridge.check_supported(set(), 440)
+    with pytest.raises(UnsupportedError, match="GL_ARB_buffer_storage"):
+        HostBridge.check_supported(set(), 430)
+
+
+def test_missing_entry_points_say_so() -> None:
+    gl = G.GL(lambda _: 0)
+    with pytest.raises(UnsupportedError, match="glFinish"):
+        gl.Finish()

@@ -1,0 +1,446 @@
+"""The context's life: threads, forks, closing, adoption, and machines without OpenGL."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import moderngl
+import pytest
+import torch
+from images import noise
+
+import gpu_lod as lod
+from gpu_lod import context as context_module
+from gpu_lod.bridge import Device, choose, egl
+from gpu_lod.bridge import gl as G
+from gpu_lod.errors import (
+    ContextBusyError,
+    ContextClosedError,
+    ContextNotCurrentError,
+    GLUnavailableError,
+    InputError,
+)
+
+
+def run(code: str, *, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh interpreter, away from the checkout."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd="/",
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def succeed(code: str, **environment: str) -> str:
+    result = run(code, **environment)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return result.stdout
+
+
+def test_import_opens_nothing() -> None:
+    out = succeed("""
+        import gpu_lod
+        maps = open("/proc/self/maps").read()
+        print([name for name in ("libEGL", "libGL.", "libGLX", "libgallium", "swrast_dri") if name in maps])
+        print(gpu_lod.context._registry)
+    """)
+    assert out.split() == ["[]", "{}"]
+
+
+def test_one_context_per_device(ctx: lod.Context) -> None:
+    assert lod.Context() is ctx
+    assert ctx.device is not None
+    assert lod.Context(device=ctx.device.index) is ctx
+    assert ctx.renderer in repr(ctx)
+
+
+@pytest.mark.parametrize("device", [99, -1, 1.5, "0", True])
+def test_bad_device(device: object) -> None:
+    with pytest.raises(InputError, match="device"):
+        lod.Context(device=device)  # type: ignore[arg-type]
+    lod.mipmap(noise(1, 4, 4), generator="compute")
+
+
+def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_LOD_DEVICE", raising=False)
+    found = [
+        Device(0, ("EGL_MESA_device_software",), None, None),
+        Device(1, ("EGL_EXT_device_drm",), "/dev/dri/card0", None),
+        Device(2, ("EGL_NV_device_cuda",), None, 0),
+    ]
+    assert [device.index for device in choose(None, found)] == [1, 2, 0]
+    assert [device.index for device in choose(0, found)] == [0]
+    monkeypatch.setenv("GPU_LOD_DEVICE", "2")
+    assert [device.index for device in choose(None, found)] == [2]
+    assert [device.index for device in choose(1, found)] == [1]
+    monkeypatch.setenv("GPU_LOD_DEVICE", "fast")
+    with pytest.raises(InputError, match="GPU_LOD_DEVICE"):
+        choose(None, found)
+    with pytest.raises(GLUnavailableError):
+        choose(None, [])
+
+
+def test_nothing_is_current_outside_a_verb(ctx: lod.Context) -> None:
+    lod.mipmap(noise(1, 8, 8), generator="compute")
+    assert not egl.current().exists
+    with ctx:
+        assert egl.current().exists
+        lod.mipmap(noise(1, 8, 8), generator="compute")
+        assert egl.current().exists
+    assert not egl.current().exists
+
+
+def test_the_callers_own_context_stays_current() -> None:
+    succeed("""
+        import moderngl, torch, gpu_lod as lod
+        from gpu_lod.bridge import egl
+        mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+        before = egl.current()
+        assert before.exists
+        lod.mipmap(torch.rand(1, 8, 8), generator="compute")   # opens a context of its own
+        assert egl.current() == before
+        assert mine.buffer(b"abcd").read() == b"abcd"
+    """)
+
+
+def test_any_thread_may_call() -> None:
+    image = noise(3, 40, 56)
+    expected = lod.mipmap(image, generator="compute")
+
+    def work(_: int) -> bool:
+        pyramid = lod.mipmap(image, generator="compute")
+        polar = lod.log_polar(pyramid, (0.4, 0.6), 8, 8, generator="compute")
+        return all(torch.equal(a, b) for a, b in zip(pyramid, expected, strict=True)) and polar.shape == (3, 8, 8)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(160)))
+
+
+def test_backward_on_another_thread() -> None:
+    image = noise(3, 24, 24).requires_grad_()
+    loss = lod.log_polar(lod.mipmap(image, generator="compute"), (0.5, 0.5), 6, 6, generator="compute").sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert image.grad is not None
+
+
+def test_a_pinned_context_makes_others_wait_and_then_says_so(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(1, 8, 8)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with ctx:
+            waiting = pool.submit(lod.mipmap, image, generator="compute")
+            time.sleep(0.1)
+            assert not waiting.done()
+        assert len(waiting.result(timeout=30)) == 4
+        monkeypatch.setattr(context_module, "LOCK_TIMEOUT", 0.05)
+        with ctx, pytest.raises(ContextBusyError, match="pins"):
+            pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)
+        assert len(pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)) == 4
+
+
+def test_a_signal_in_the_middle_of_a_call() -> None:
+    image = noise(3, 700, 700)
+    expected = lod.mipmap(image, generator="compute")[3].clone()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    hits = 0
+    try:
+        for step in range(40):
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0002 * step)
+            try:
+                for _ in range(3):
+                    lod.mipmap(image, generator="compute")
+            except KeyboardInterrupt:
+                hits += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert hits > 5
+    assert torch.equal(lod.mipmap(image, generator="compute")[3], expected)
+
+
+def test_close_keeps_tensors_and_a_fresh_context_follows() -> None:
+    succeed("""
+        import gc, pytest, torch, gpu_lod as lod
+        from gpu_lod.errors import ContextClosedError
+        from gpu_lod import context
+        ctx = lod.Context()
+        image = torch.rand(3, 32, 32)
+        pyramid = lod.mipmap(image, generator="compute")
+        held = pyramid[1]
+        expected = held.clone()
+        ctx.close()
+        ctx.close()
+        assert ctx.closed and "closed" in repr(ctx)
+        with pytest.raises(ContextClosedError):
+            ctx.empty(3)
+        with pytest.raises(ContextClosedError):
+            with ctx:
+                pass
+        assert torch.equal(held, expected)
+        fresh = lod.Context()
+        assert fresh is not ctx
+        again = lod.mipmap(image, generator="compute")
+        assert torch.equal(again[1], expected)
+        assert torch.equal(lod.log_polar(pyramid, (.5, .5), 4, 4, generator="compute"),
+                           lod.log_polar(again, (.5, .5), 4, 4, generator="compute"))
+        assert context._lingering == [ctx]
+        del pyramid, held
+        gc.collect()
+        fresh.close()
+        lod.Context()
+        assert ctx not in context._lingering
+    """)
+
+
+def test_a_pyramid_alive_at_interpreter_exit() -> None:
+    out = succeed("""
+        import torch, gpu_lod as lod
+        pyramid = lod.mipmap(torch.rand(3, 64, 64), generator="driver").upload()
+        cycle = [pyramid, lod.log_polar(pyramid, (.5, .5), 8, 8, generator="compute")]
+        cycle.append(cycle)
+        print("done")
+    """)
+    assert out == "done\n"
+
+
+def test_fork() -> None:
+    """In a child every use is a named error, tensors stay readable, auto falls back to torch, and exit is clean."""
+    out = succeed("""
+        import os, sys, torch, gpu_lod as lod
+        from gpu_lod.errors import ForkedContextError
+        torch.set_num_threads(1)
+        ctx = lod.Context()
+        image = torch.rand(3, 32, 32)
+        pyramid = lod.mipmap(image, generator="compute").upload()
+        total = float(pyramid[1].sum())
+        child = os.fork()
+        if child == 0:
+            for use in (lambda: lod.mipmap(image, generator="compute"), lambda: ctx.empty(3), lod.Context,
+                        lambda: lod.log_polar(pyramid, (.5, .5), 64, 256, backend="gl")):
+                try:
+                    use()
+                except ForkedContextError as error:
+                    assert "spawn" in str(error)
+                else:
+                    os._exit(3)
+            assert float(pyramid[1].sum()) == total
+            assert lod.log_polar(pyramid, (.5, .5), 64, 512).shape == (3, 64, 512)
+            ctx.close()
+            del pyramid
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert float(lod.mipmap(image, generator="compute")[1].sum()) == total
+        print("done")
+    """)
+    assert out == "done\n"
+
+
+def test_first_use_after_a_fork_works() -> None:
+    succeed("""
+        import os, torch, gpu_lod as lod
+        torch.set_num_threads(1)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if len(lod.mipmap(torch.rand(1, 8, 8), generator="compute")) == 4 else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """)
+
+
+def test_no_egl_says_what_to_install() -> None:
+    succeed(
+        """
+        import pytest, torch, gpu_lod as lod
+        from gpu_lod.errors import GLUnavailableError
+        image = torch.rand(3, 16, 16)
+        with pytest.raises(GLUnavailableError, match="apt-get install libegl1 libgl1-mesa-dri"):
+            lod.mipmap(image, backend="gl")
+        pyramid = lod.mipmap(image)   # auto works without OpenGL
+        assert lod.log_polar(pyramid, (.5, .5), 256, 256).shape == (3, 256, 256)
+        with pytest.raises(GLUnavailableError):
+            pyramid.upload()
+        """,
+        GPU_LOD_LIBEGL="libEGL-is-not-here.so.1",
+    )
+
+
+def test_old_opengl_says_so() -> None:
+    out = run("import gpu_lod as lod; lod.Context()", MESA_GL_VERSION_OVERRIDE="4.2")
+    assert "GLUnavailableError" in out.stderr
+    assert "OpenGL 4.3" in out.stderr
+
+
+def snapshot(gl: G.GL) -> dict[str, object]:
+    """GL state that a program of its own may rely on; read independently of gpu_lod's list of what to save."""
+    scalars = {
+        name: gl.integer(getattr(G, name))
+        for name in (
+            "CURRENT_PROGRAM", "VERTEX_ARRAY_BINDING", "DRAW_FRAMEBUFFER_BINDING", "READ_FRAMEBUFFER_BINDING",
+            "COPY_READ_BUFFER_BINDING", "COPY_WRITE_BUFFER_BINDING", "DISPATCH_INDIRECT_BUFFER_BINDING",
+            "SHADER_STORAGE_BUFFER_BINDING", "ACTIVE_TEXTURE", "BLEND_SRC_RGB", "BLEND_DST_RGB", "BLEND_SRC_ALPHA",
+            "BLEND_DST_ALPHA", "PRIMITIVE_RESTART_INDEX",
+        )
+    }  # fmt: skip
+    scalars["array buffer"] = gl.integer(0x8894)
+    scalars["pixel pack"] = gl.integer(0x88ED)
+    scalars["pixel unpack"] = gl.integer(0x88EF)
+    scalars["uniform buffer"] = gl.integer(0x8A28)
+    lists = {
+        "viewport": gl.integers(G.VIEWPORT, 4),
+        "mask": gl.integers(G.COLOR_WRITEMASK, 4),
+        "polygon": gl.integers(G.POLYGON_MODE, 2)[0],
+        "scissor": gl.integers(0x0C10, 4),
+        "enabled": [
+            gl.IsEnabled(getattr(G, name))
+            for name in (
+                "BLEND", "DEPTH_TEST", "CULL_FACE", "SCISSOR_TEST", "STENCIL_TEST", "RASTERIZER_DISCARD",
+                "FRAMEBUFFER_SRGB", "COLOR_LOGIC_OP", "PRIMITIVE_RESTART", "TEXTURE_CUBE_MAP_SEAMLESS",
+                "SAMPLE_ALPHA_TO_COVERAGE", "SAMPLE_COVERAGE", "SAMPLE_MASK",
+            )
+        ],
+        "storage": [
+            [gl.indexed(name, index) for name in (G.SHADER_STORAGE_BUFFER_BINDING, G.SHADER_STORAGE_BUFFER_START)]
+            for index in range(8)
+        ],
+        "images": [gl.indexed(G.IMAGE_BINDING_NAME, unit) for unit in range(8)],
+    }  # fmt: skip
+    units = []
+    for unit in range(16):
+        gl.ActiveTexture(G.TEXTURE0 + unit)
+        units.append((gl.integer(G.TEXTURE_BINDING_2D_ARRAY), gl.integer(0x8069), gl.integer(G.SAMPLER_BINDING)))
+    gl.ActiveTexture(scalars["ACTIVE_TEXTURE"])
+    return {**scalars, **lists, "units": units}
+
+
+def use_every_verb() -> None:
+    image = noise(2, 3, 33, 48)
+    for generator in ("compute", "fragment", "driver"):
+        pyramid = lod.mipmap(image, generator=generator)
+        for sampler in ("compute", "fragment"):
+            lod.log_polar(pyramid, (0.5, 0.5), 8, 8, generator=sampler)
+    for generator in ("compute", "fragment", "sampler"):
+        hz = lod.hiz(image, generator=generator)
+        lod.cull(hz, 0.9, backend="gl")
+        lod.region_max(hz, torch.tensor([[0.1, 0.2, 0.5, 0.6]]), backend="gl")
+
+
+def test_adopted_moderngl_context_keeps_its_state() -> None:
+    mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+    with mine:
+        program = mine.program(
+            vertex_shader="#version 430\nvoid main() { gl_Position = vec4(0.0, 0.0, 0.0, 1.0); }",
+            fragment_shader="#version 430\nout vec4 f; void main() { f = vec4(1.0); }",
+        )
+        gl = G.GL(egl.loader_of_current().load_opengl_function)
+        framebuffer = mine.simple_framebuffer((20, 10))
+        framebuffer.use()
+        framebuffer.viewport = (1, 2, 3, 4)
+        texture = mine.texture_array((4, 4, 2), 4)
+        texture.use(0)
+        mine.sampler(texture=texture).use(0)
+        texture.bind_to_image(0)
+        storage = [mine.buffer(reserve=1024) for _ in range(6)]
+        for index, buffer in enumerate(storage):
+            buffer.bind_to_storage_buffer(index, offset=256 if index % 2 else 0, size=512)
+        gl.UseProgram(program.glo)
+        gl.BindVertexArray(mine.vertex_array(program, []).glo)
+        mine.enable_only(moderngl.BLEND | moderngl.DEPTH_TEST | moderngl.CULL_FACE | moderngl.RASTERIZER_DISCARD)
+        framebuffer.color_mask = (True, False, True, False)
+        framebuffer.scissor = (0, 0, 1, 1)
+        mine.wireframe = True
+        gl.ActiveTexture(G.TEXTURE0 + 3)
+        for target in (G.COPY_READ_BUFFER, G.COPY_WRITE_BUFFER, G.DISPATCH_INDIRECT_BUFFER):
+            gl.BindBuffer(target, storage[0].glo)
+        adopted = lod.Context.adopt(mine)
+        before = snapshot(gl)
+        with adopted:
+            use_every_verb()
+            result = lod.mipmap(noise(3, 16, 16), generator="fragment")
+            assert adopted.owns(result[1])
+        assert snapshot(gl) == before
+        with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.raises(ContextNotCurrentError, match="adopted"):
+            pool.submit(adopted.empty, 3).result(timeout=30)
+        adopted.close()
+        assert snapshot(gl) == before
+        with pytest.raises(ContextClosedError):
+            adopted.empty(3)
+        assert storage[0].read(4) == b"\0\0\0\0"
+    with pytest.raises(ContextNotCurrentError, match="glfw.make_context_current"):
+        egl.release_current()
+        lod.Context.adopt()
+    mine.release()
+
+
+WINDOW = """
+    import glfw, torch, gpu_lod as lod
+    from gpu_lod.bridge import egl, gl as G
+    assert glfw.init()
+    glfw.window_hint(glfw.VISIBLE, False)
+    glfw.window_hint(glfw.CONTEXT_VERSION_MAJOR, 4)
+    glfw.window_hint(glfw.CONTEXT_VERSION_MINOR, 5)
+    glfw.window_hint(glfw.OPENGL_PROFILE, glfw.OPENGL_CORE_PROFILE)
+    window = glfw.create_window(64, 64, "gpu_lod", None, None)
+    glfw.make_context_current(window)
+    here = egl.current()
+    assert here.glx is not None, "expected a GLX window"
+    image = torch.rand(3, 33, 48)
+    # A context of our own beside the window's: EGL steps in for GLX and back.
+    own = lod.mipmap(image, generator="compute")
+    assert egl.current() == here
+    gl = G.GL(egl.loader_of_current().load_opengl_function)
+    state = lambda: [gl.integer(getattr(G, n)) for n in dir(G) if n.endswith("_BINDING") and "IMAGE" not in n] + [
+        gl.integer(G.CURRENT_PROGRAM), gl.integer(G.BLEND_SRC_RGB), gl.integer(G.BLEND_DST_RGB),
+        gl.IsEnabled(G.PRIMITIVE_RESTART), gl.IsEnabled(G.TEXTURE_CUBE_MAP_SEAMLESS), gl.integer(G.PRIMITIVE_RESTART_INDEX),
+        gl.integer(G.ACTIVE_TEXTURE), *gl.integers(G.VIEWPORT, 4)]
+    before = state()
+    adopted = lod.Context.adopt()
+    assert state() == before
+    with adopted:
+        for generator in ("compute", "fragment"):
+            pyramid = lod.mipmap(image, generator=generator)
+            assert adopted.owns(pyramid[1])
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(pyramid, own))
+        lod.log_polar(pyramid, (.5, .5), 8, 8, generator="fragment")
+        lod.cull(lod.hiz(image, generator="sampler"), .5, backend="gl")
+    assert state() == before
+    assert egl.current() == here
+    glfw.swap_buffers(window)
+    adopted.close()
+    glfw.terminate()
+    print("done")
+"""
+
+
+def test_a_glfw_window_is_adopted_and_left_as_it_was() -> None:
+    xvfb = shutil.which("Xvfb")
+    if xvfb is None:
+        pytest.skip("Xvfb is not installed, so there is no screen for a window")
+    read, write = os.pipe()
+    server = subprocess.Popen(
+        [xvfb, "-displayfd", str(write), "-screen", "0", "320x240x24"], pass_fds=[write], stderr=subprocess.DEVNULL
+    )
+    try:
+        os.close(write)
+        display = os.read(read, 32).decode().strip()
+        assert succeed(WINDOW, DISPLAY=f":{display}") == "done\n"
+    finally:
+        os.close(read)
+        server.terminate()
+        server.wait(timeout=20)

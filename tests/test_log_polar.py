@@ -1,0 +1,247 @@
+"""Log-polar and cortical rings: shader against reference() against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches, stored_range
+from images import DTYPES, noise, smooth
+from oracle import log_polar as oracle
+
+import gpu_lod as lod
+from gpu_lod.errors import GpuLodError, InputError, LimitError, UnsupportedError
+
+WAYS = ("torch", "compute", "fragment")
+
+
+def sample(src: object, fixation: object, rings: int, wedges: int, way: str, **options: object) -> torch.Tensor:
+    how = {"backend": "torch"} if way == "torch" else {"generator": way}
+    return lod.log_polar(src, fixation, rings, wedges, **options, **how)  # type: ignore[arg-type]
+
+
+def check(
+    ctx: lod.Context, pyramid: lod.Pyramid, fixation: torch.Tensor, rings: int, wedges: int, way: str, **options: object
+) -> None:
+    """Against the float64 sampler of the same stored chain."""
+    levels = [level if pyramid.batched else level[None] for level in pyramid]
+    points = fixation.expand(pyramid.batch, 2)
+    expected, texels, blend = oracle(levels, points, rings, wedges, **options)  # type: ignore[arg-type]
+    actual = sample(pyramid, fixation, rings, wedges, way, **options)
+    actual = actual if pyramid.batched else actual[None]
+    # Positions are fp32: they are off by a few units in the last place of a texel index. Hardware weights have 8 bits.
+    position = max(pyramid.size) * 2.0**-22
+    weight = position if ctx.software or way == "torch" else HARDWARE_WEIGHT_ERROR
+    slack = 2 * weight * texels + (0 if ctx.software or way == "torch" else HARDWARE_WEIGHT_ERROR) * blend
+    if options.get("border") == "zero":  # a sample on the very border may fall to either side
+        slack = slack + expected.abs() * (border_distance(pyramid, points, rings, wedges, options) < 1e-6)
+    assert actual.dtype == pyramid.dtype
+    assert actual.is_contiguous()
+    scale = 1 if pyramid.dtype == torch.uint8 else max(1.0, float(expected.abs().max())) / stored_range(pyramid.dtype)
+    assert_matches(actual, expected, "trilinear", slack=slack + 1e-6 * (scale - 1), where=f"{way} {options}")
+
+
+def border_distance(
+    pyramid: lod.Pyramid, points: torch.Tensor, rings: int, wedges: int, options: dict[str, object]
+) -> torch.Tensor:
+    height, width = pyramid.size
+    longer = max(height, width)
+    t = (torch.arange(rings, dtype=torch.float64) + 0.5) / rings
+    r_max = float(options.get("r_max", 0.7))  # type: ignore[arg-type]
+    radius = 0.01 * (r_max / 0.01) ** t if options.get("spacing", "log") == "log" else 0.05 * ((1 + r_max / 0.05) ** t - 1)
+    theta = 2 * math.pi * (torch.arange(wedges, dtype=torch.float64) + 0.5) / wedges
+    x = points[:, :1, None].double() + radius[:, None] * theta.cos() * longer / width
+    y = points[:, 1:, None].double() + radius[:, None] * theta.sin() * longer / height
+    return torch.stack([x, 1 - x, y, 1 - y]).abs().amin(0)[:, None]
+
+
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+@pytest.mark.parametrize("spacing", ["log", "cortical"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_parity(ctx: lod.Context, way: str, dtype: torch.dtype, spacing: str, border: str) -> None:
+    for shape in ((2, 3, 64, 96), (3, 1, 33, 21), (4, 57, 40), (1, 2, 1, 1), (1, 3, 1, 50)):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        fixation = torch.rand(pyramid.batch, 2)
+        for rings, wedges in ((16, 32), (7, 9), (1, 1), (5, 3)):
+            check(ctx, pyramid, fixation, rings, wedges, way, spacing=spacing, border=border)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_real_pictures(ctx: lod.Context, way: str, photo: torch.Tensor, page: torch.Tensor) -> None:
+    for image in (photo, page, photo.float() / 255):
+        pyramid = lod.mipmap(image)
+        check(ctx, pyramid, torch.tensor([0.43, 0.27]), 96, 200, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fixations_at_corners_and_large_radii(ctx: lod.Context, way: str) -> None:
+    pyramid = lod.mipmap(noise(4, 3, 40, 60))
+    corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    for border in ("clamp", "zero"):
+        check(ctx, pyramid, corners, 12, 20, way, r_max=3.0, border=border)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_image_equals_its_pyramid(way: str) -> None:
+    image = noise(2, 3, 50, 70)
+    fixation = torch.rand(2, 2)
+    from_image = sample(image, fixation, 8, 16, way)
+    from_pyramid = sample(lod.mipmap(image), fixation, 8, 16, way)
+    assert torch.allclose(from_image, from_pyramid, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_convention_angles_run_from_x_towards_y_down(way: str) -> None:
+    """Of 40 wedges, 5, 15, 25 and 35 lie at 49.5 degrees and quarter turns on: lower right, lower left, upper left, ..."""
+    image = torch.zeros(4, 63, 63)
+    image[0, 32:, 32:] = 1
+    image[1, 32:, :31] = 1
+    image[2, :31, :31] = 1
+    image[3, :31, 32:] = 1
+    result = sample(image, (0.5, 0.5), 8, 40, way, r_min=0.2, r_max=0.4)
+    assert torch.allclose(result[:, 3, 5::10], torch.eye(4), atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_convention_circles_stay_circles_on_wide_images(way: str) -> None:
+    """A disc drawn in pixels on a 2:1 image fills whole rings and no others."""
+    y, x = torch.meshgrid(torch.arange(61.0), torch.arange(121.0), indexing="ij")
+    disc = (((x + 0.5 - 60.5) ** 2 + (y + 0.5 - 30.5) ** 2).sqrt() < 18)[None].float()
+    result = sample(disc, (0.5, 0.5), 24, 40, way, r_min=0.02, r_max=0.24)
+    assert (result.std(dim=-1) < 0.2).all()
+    assert result[0, :18].min() > 0.9
+    assert result[0, -2:].max() < 0.1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_constant_stays_constant(way: str) -> None:
+    result = sample(torch.full((3, 45, 30), 0.3), (0.2, 0.9), 16, 16, way)
+    assert (result - 0.3).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rotation_about_the_fixation_shifts_wedges(way: str) -> None:
+    """A quarter turn of the image is a shift by a quarter of the wedges, exactly but for rounding."""
+    image = noise(3, 64, 64)
+    turned = torch.rot90(image, -1, dims=(-2, -1))  # clockwise on the screen, which is from +x towards +y
+    a = sample(image, (0.5, 0.5), 12, 40, way)
+    b = sample(turned, (0.5, 0.5), 12, 40, way)
+    assert (a.roll(10, dims=-1) - b).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scaling_shifts_rings(way: str) -> None:
+    """Twice the size about the fixation is a shift of ln 2 / ln(r_max / r_min) rings; error of a smooth picture stated."""
+    rings, shift = 40, 8
+    r_max = 0.4
+    r_min = r_max / 2 ** (rings / shift)
+    large = smooth(256, 256)
+    half = torch.nn.functional.interpolate(large[None], scale_factor=0.5, mode="area")[0]
+    small = torch.zeros(3, 256, 256)
+    small[:, 64:192, 64:192] = half
+    a = sample(large, (0.5, 0.5), rings, 32, way, r_min=r_min, r_max=r_max)
+    b = sample(small, (0.5, 0.5), rings, 32, way, r_min=r_min, r_max=r_max)
+    assert (a[:, 2 * shift : rings - 1] - b[:, shift : rings - 1 - shift]).abs().max() < 0.01
+
+
+def test_gradient_in_the_image_is_the_adjoint() -> None:
+    for way in WAYS:
+        image = noise(2, 3, 24, 30).requires_grad_()
+        y = torch.randn(2, 3, 6, 10)
+        forward = (sample(image, torch.rand(2, 2), 6, 10, way) * y).sum()
+        (adjoint,) = torch.autograd.grad(forward, image)
+        assert abs(float(((image * adjoint).sum() - forward).detach())) < 1e-4, way
+
+
+def test_gradient_through_a_pyramid() -> None:
+    image = noise(3, 24, 30).requires_grad_()
+    fixation = torch.tensor([0.4, 0.6])
+    gradients = [
+        torch.autograd.grad(sample(lod.mipmap(image), fixation, 6, 10, way).square().sum(), image)[0] for way in WAYS
+    ]
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-5)
+    assert torch.allclose(gradients[0], gradients[2], atol=1e-5)
+
+
+def test_fixation_gradient_is_the_torch_backends() -> None:
+    image = smooth(40, 40)
+    fixation = torch.tensor([[0.4, 0.6]], requires_grad=True)
+    result = lod.log_polar(image, fixation, 6, 10)  # auto
+    (gradient,) = torch.autograd.grad(result.sum(), fixation)
+    assert gradient.abs().sum() > 0
+    with pytest.raises(UnsupportedError, match="fixation"):
+        lod.log_polar(image, fixation, 6, 10, backend="gl")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+def test_low_storage_limit_splits(restored_limits: lod.Context, dtype: torch.dtype) -> None:
+    pyramid = lod.mipmap(noise(5, 3, 32, 32, dtype=dtype), backend="gl")
+    fixation = torch.rand(5, 2)
+    whole = {way: sample(pyramid, fixation, 16, 24, way) for way in ("compute", "fragment")}
+    restored_limits.limits.storage_bytes = 5500
+    again = lod.mipmap(pyramid[0].clone(), backend="gl")
+    for way, expected in whole.items():
+        assert (sample(again, fixation, 16, 24, way).float() - expected.float()).abs().max() < 1e-5, way
+
+
+def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+    restored_limits.limits.layers = 256
+    pyramid = lod.mipmap(noise(600, 1, 6, 6))
+    for way in ("compute", "fragment"):
+        check(restored_limits, pyramid, torch.rand(600, 2), 3, 5, way)
+
+
+def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor) -> None:
+    pyramid = lod.mipmap(photo)
+    assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512).backend == "torch"
+    pyramid.upload()
+    assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512).backend == "gl"
+    assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 4, 4).backend == "torch"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"fixation": (float("nan"), 0.5)}, "nan"),
+        ({"fixation": (float("inf"), 0.5)}, "inf"),
+        ({"fixation": (1.2, 0.5)}, r"\[0, 1\]"),
+        ({"fixation": (-0.1, 0.5)}, r"\[0, 1\]"),
+        ({"fixation": (0.5,)}, "shape"),
+        ({"fixation": torch.rand(3, 2)}, r"\[2, 2\]"),
+        ({"fixation": "centre"}, "fixation"),
+        ({"rings": 0}, "rings"),
+        ({"wedges": 0}, "wedges"),
+        ({"rings": 2.5}, "rings"),
+        ({"r_min": 0.0}, "r_min"),
+        ({"r_min": -1.0}, "r_min"),
+        ({"r_min": 0.7}, "r_min"),
+        ({"r_max": 0.005}, "r_max"),
+        ({"r_max": float("inf")}, "finite"),
+        ({"r_min": "a"}, "number"),
+        ({"spacing": "linear"}, "'log', 'cortical'"),
+        ({"spacing": "cortical", "r_min": 0.01}, "r_min"),
+        ({"spacing": "cortical", "e0": 0.0}, "e0"),
+        ({"border": "wrap"}, "'clamp', 'zero'"),
+        ({"backend": "metal"}, "'torch'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], hint: str) -> None:
+    image = noise(2, 3, 16, 16)
+    good: dict[str, object] = {"fixation": (0.5, 0.5), "rings": 4, "wedges": 8}
+    for backend in ("torch", "gl"):
+        with pytest.raises(InputError, match=hint):
+            lod.log_polar(image, **{"backend": backend, **good, **arguments})  # type: ignore[arg-type]
+    assert lod.log_polar(image, **good, backend="gl").shape == (2, 3, 4, 8)  # type: ignore[arg-type]
+
+
+def test_wrong_sources(restored_limits: lod.Context) -> None:
+    with pytest.raises(InputError, match="max pyramid"):
+        lod.log_polar(lod.hiz(noise(1, 8, 8)), (0.5, 0.5), 4, 4)
+    with pytest.raises(InputError, match="tensor"):
+        lod.log_polar(None, (0.5, 0.5), 4, 4)  # type: ignore[arg-type]
+    restored_limits.limits.texture_size = 16
+    with pytest.raises(LimitError, match="textures"):
+        lod.log_polar(noise(1, 8, 17), (0.5, 0.5), 4, 4, backend="gl")
+    assert issubclass(LimitError, GpuLodError)

@@ -1,0 +1,271 @@
+"""Mip chains: shader against reference() against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import assert_matches
+from hypothesis import given
+from hypothesis import strategies as st
+from images import DTYPES, SIZES, noise
+from oracle import extreme_chain, mean_chain
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
+
+EXACT_GENERATORS = ("compute", "fragment")
+
+
+def expected_chain(image: torch.Tensor, reduce: str, levels: int | None = None) -> list[torch.Tensor]:
+    return mean_chain(image, levels) if reduce == "mean" else extreme_chain(image, reduce, levels)
+
+
+def check(pyramid: lod.Pyramid, image: torch.Tensor, reduce: str) -> None:
+    kind = "box" if reduce == "mean" else "exact"
+    expected = expected_chain(image, reduce, len(pyramid))
+    for level, (actual, oracle) in enumerate(zip(pyramid, expected, strict=True)):
+        assert actual.dtype == image.dtype
+        assert actual.is_contiguous() or level == 0
+        assert_matches(actual, oracle, kind, where=f"level {level} of {tuple(image.shape)}")
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "min"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", ["torch", *EXACT_GENERATORS])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_parity(way: str, size: tuple[int, int], dtype: torch.dtype, reduce: str) -> None:
+    for batch, channels in ((1, 1), (2, 3), (3, 4), (1, 2)):
+        image = noise(batch, channels, *size, dtype=dtype)
+        if way == "torch":
+            pyramid = lod.mipmap(image, reduce=reduce, backend="torch")
+        else:
+            pyramid = lod.mipmap(image, reduce=reduce, generator=way)
+        assert pyramid.generator == way
+        check(pyramid, image, reduce)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (16, 16), (64, 16), (8, 128)], ids=str)
+def test_driver_parity_at_powers_of_two(size: tuple[int, int], dtype: torch.dtype) -> None:
+    for batch, channels in ((1, 1), (2, 3), (3, 4), (1, 2)):
+        image = noise(batch, channels, *size, dtype=dtype)
+        check(lod.mipmap(image, generator="driver"), image, "mean")
+
+
+def test_driver_rounds_at_every_level() -> None:
+    """Within a count of the average of its own last level, where the exact generators are within one of the exact mean."""
+    image = noise(2, 3, 64, 64, dtype=torch.uint8)
+    pyramid = lod.mipmap(image, generator="driver")
+    for above, level in zip(pyramid.levels, pyramid.levels[1:], strict=False):
+        assert_matches(level, mean_chain(above, 2)[1], "box")
+
+
+@pytest.mark.parametrize("way", ["torch", *EXACT_GENERATORS])
+def test_real_pictures(way: str, photo: torch.Tensor, page: torch.Tensor) -> None:
+    for image in (photo, page):
+        pyramid = lod.mipmap(image, backend="torch") if way == "torch" else lod.mipmap(image, generator=way)
+        check(pyramid, image, "mean")
+
+
+@pytest.mark.parametrize("generator", EXACT_GENERATORS)
+def test_convention_level_sizes_and_unbatched(generator: str) -> None:
+    image = noise(3, 13, 22)
+    pyramid = lod.mipmap(image, generator=generator)
+    assert [tuple(level.shape) for level in pyramid] == [(3, 13, 22), (3, 6, 11), (3, 3, 5), (3, 1, 2), (3, 1, 1)]
+    assert len(lod.mipmap(image, levels=2, generator=generator)) == 2
+    only = lod.mipmap(image, levels=1, generator=generator)
+    assert torch.equal(only[0], image)
+
+
+def test_convention_odd_side_weights() -> None:
+    """n = 5, m = 2: output 0 weighs inputs 0, 1, 2 by 2/5, 2/5, 1/5; output 1 weighs 2, 3, 4 by 1/5, 2/5, 2/5."""
+    for generator in EXACT_GENERATORS:
+        impulse = torch.eye(5).view(5, 1, 1, 5)
+        level = lod.mipmap(impulse, levels=2, generator=generator)[1].view(5, 2).T
+        assert torch.allclose(level, torch.tensor([[2, 2, 1, 0, 0], [0, 0, 1, 2, 2]]) / 5)
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["torch", *EXACT_GENERATORS]), st.integers(0, 2**31))
+def test_every_level_keeps_the_mean(height: int, width: int, way: str, seed: int) -> None:
+    image = torch.rand(2, 1, height, width, generator=torch.Generator().manual_seed(seed))
+    pyramid = lod.mipmap(image, backend="torch") if way == "torch" else lod.mipmap(image, generator=way)
+    mean = image.double().mean(dim=(-2, -1))
+    for level in pyramid:
+        assert (level.double().mean(dim=(-2, -1)) - mean).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("way", ["torch", *EXACT_GENERATORS])
+def test_constant_stays_constant(way: str) -> None:
+    image = torch.full((1, 3, 37, 53), 0.7)
+    pyramid = lod.mipmap(image, backend="torch") if way == "torch" else lod.mipmap(image, generator=way)
+    for level in pyramid:
+        assert (level - 0.7).abs().max() < 3e-7
+
+
+@pytest.mark.parametrize("generator", [*EXACT_GENERATORS, "driver"])
+def test_input_layouts(generator: str) -> None:
+    """Views, broadcasts and foreign memory formats give what a contiguous copy gives."""
+    base = noise(2, 3, 32, 64)
+    layouts = {
+        "channels last": base.to(memory_format=torch.channels_last),
+        "transposed": base.transpose(-1, -2),
+        "strided": noise(2, 3, 64, 128)[..., ::2, ::2],
+        "expanded": noise(1, 1, 32, 32).expand(2, 3, 32, 32),
+        "flipped": base.flip(-1),
+        "offset": noise(2 * 3 * 32 * 32 + 1)[1:].view(2, 3, 32, 32),
+    }
+    for name, image in layouts.items():
+        expected = lod.mipmap(image.contiguous().clone(), generator=generator)
+        for actual, level in zip(lod.mipmap(image, generator=generator), expected, strict=True):
+            assert torch.equal(actual, level), name
+
+
+def test_inference_mode(ctx: lod.Context) -> None:
+    with torch.inference_mode():
+        image = noise(1, 3, 33, 17)
+        for pyramid in (lod.mipmap(image, generator="compute"), lod.mipmap(image)):
+            check(pyramid, image, "mean")
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_gradients_through_gl_equal_the_reference(reduce: str) -> None:
+    image = noise(2, 3, 21, 30).requires_grad_()
+    weights = [torch.rand_like(level) for level in lod.mipmap(image.detach(), reduce=reduce)]
+
+    def gradient(**how: str) -> torch.Tensor:
+        pyramid = lod.mipmap(image, reduce=reduce, **how)
+        loss = sum((level * weight).sum() for level, weight in zip(pyramid, weights, strict=True))
+        return torch.autograd.grad(loss, image)[0]
+
+    assert torch.allclose(gradient(generator="compute"), gradient(backend="torch"), atol=1e-6)
+
+
+def test_mean_backward_is_the_adjoint() -> None:
+    """<A x, y> = <x, A' y>."""
+    x = noise(1, 2, 19, 24).requires_grad_()
+    pyramid = lod.mipmap(x, generator="compute")
+    ys = [torch.randn_like(level) for level in pyramid]
+    forward = sum((level * y).sum() for level, y in zip(pyramid, ys, strict=True))
+    (adjoint,) = torch.autograd.grad(forward, x)
+    assert abs(float(((x * adjoint).sum() - forward).detach())) < 1e-4
+
+
+def test_gl_tensor_in_is_level_zero(ctx: lod.Context) -> None:
+    """A tensor in GL memory is not copied on the way in, and results are in GL memory too."""
+    image = ctx.empty(2, 3, 24, 31)
+    image.copy_(noise(2, 3, 24, 31))
+    pyramid = lod.mipmap(image, generator="compute")
+    assert pyramid[0].data_ptr() == image.data_ptr()
+    assert all(ctx.owns(level) for level in pyramid)
+    check(pyramid, image.clone(), "mean")
+    part = image[1:, :, 3:]  # a view that is not contiguous, and one at an odd offset
+    check(lod.mipmap(part, generator="compute"), part.clone(), "mean")
+    tail = ctx.empty(1 * 1 * 9 * 11 + 3, dtype=torch.uint8)
+    tail.copy_(noise(tail.numel(), dtype=torch.uint8))
+    view = tail[3:].view(1, 1, 9, 11)
+    for reduce in ("mean", "max"):
+        check(lod.mipmap(view, reduce=reduce, generator="compute"), view.clone(), reduce)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("generator", [*EXACT_GENERATORS, "driver"])
+@pytest.mark.parametrize("limit", [5500, 9000, 40_000])
+def test_low_storage_limit_splits(restored_limits: lod.Context, generator: str, dtype: torch.dtype, limit: int) -> None:
+    image = noise(5, 3, 64, 64, dtype=dtype)
+    whole = lod.mipmap(image, generator=generator)
+    restored_limits.limits.storage_bytes = limit
+    for actual, expected in zip(lod.mipmap(image, generator=generator), whole, strict=True):
+        assert torch.equal(actual, expected)
+    if generator != "driver":
+        odd = noise(2, 3, 61, 67, dtype=dtype)
+        check(lod.mipmap(odd, generator=generator), odd, "mean")
+
+
+def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+    restored_limits.limits.layers = 256
+    image = noise(600, 1, 5, 6, dtype=torch.uint8)
+    for generator in ("fragment", "compute"):
+        check(lod.mipmap(image, generator=generator), image, "mean")
+    check(lod.hiz(image, generator="sampler"), image, "max")
+
+
+def test_a_row_above_the_limit_is_refused(restored_limits: lod.Context) -> None:
+    image = noise(1, 1, 4, 4096)
+    restored_limits.limits.storage_bytes = 2048
+    with pytest.raises(LimitError, match="storage-buffer"):
+        lod.mipmap(image, generator="compute")
+    restored_limits.limits.storage_bytes = 2**27
+    check(lod.mipmap(image, generator="compute"), image, "mean")
+
+
+def test_texture_limit_is_refused_where_textures_are_needed(restored_limits: lod.Context) -> None:
+    restored_limits.limits.texture_size = 32
+    image = noise(1, 1, 8, 33)
+    for generator in ("fragment", "driver"):
+        with pytest.raises(LimitError, match="compute"):
+            lod.mipmap(image, generator=generator)
+    check(lod.mipmap(image, generator="compute"), image, "mean")
+
+
+def test_auto_never_picks_the_driver() -> None:
+    for image in (noise(3, 64, 64, dtype=torch.uint8), noise(3, 63, 65)):
+        assert lod.mipmap(image, backend="gl").generator != "driver"
+        assert lod.explain(lod.mipmap, image).generator != "driver"
+
+
+BAD = {
+    "a list": ([[1.0]], "torch.from_numpy"),
+    "rank 2": (torch.rand(4, 4), "unsqueeze"),
+    "rank 5": (torch.rand(1, 1, 1, 4, 4), "expected"),
+    "5 channels": (torch.rand(5, 4, 7), "1 to 4"),
+    "channels last": (torch.rand(8, 8, 3), "movedim"),
+    "float64": (torch.rand(3, 4, 4).double(), "float32"),
+    "int64": (torch.ones(3, 4, 4, dtype=torch.int64), "uint8"),
+    "bool": (torch.ones(3, 4, 4, dtype=torch.bool), "uint8"),
+    "complex": (torch.ones(3, 4, 4, dtype=torch.complex64), "ordinary"),
+    "empty side": (torch.rand(3, 0, 4), "at least 1"),
+    "empty batch": (torch.rand(0, 3, 4, 4), "at least 1"),
+    "sparse": (torch.rand(3, 4, 4).to_sparse(), "dense"),
+    "meta": (torch.rand(3, 4, 4, device="meta"), "with data"),
+}
+
+
+@pytest.mark.parametrize("generator", ["auto", "compute"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_image(name: str, generator: str) -> None:
+    image, hint = BAD[name]
+    with pytest.raises(InputError, match=hint):
+        lod.mipmap(image, generator=generator)
+    image = noise(3, 8, 8)
+    check(lod.mipmap(image, generator="compute"), image, "mean")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        ({"levels": 5}, InputError, "has 4"),
+        ({"levels": 0}, InputError, "at least 1"),
+        ({"levels": 2.0}, InputError, "integer"),
+        ({"levels": True}, InputError, "integer"),
+        ({"reduce": "median"}, InputError, "'mean', 'max', 'min'"),
+        ({"generator": "magic"}, InputError, "'compute'"),
+        ({"backend": "cuda"}, InputError, "'torch'"),
+        ({"generator": "driver", "reduce": "max"}, UnsupportedError, "averages"),
+        ({"generator": "compute", "backend": "torch"}, UnsupportedError, "auto"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], error: type[Exception], hint: str) -> None:
+    with pytest.raises(error, match=hint):
+        lod.mipmap(noise(3, 8, 8), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_changed_pyramid_is_refused() -> None:
+    for generator in ("auto", "compute"):
+        image = noise(3, 16, 16)
+        pyramid = lod.mipmap(image, generator=generator)
+        lod.log_polar(pyramid, (0.5, 0.5), 4, 4)
+        pyramid[0].mul_(2)
+        with pytest.raises(PyramidChangedError, match="again"):
+            lod.log_polar(pyramid, (0.5, 0.5), 4, 4)
+        with pytest.raises(PyramidChangedError):
+            pyramid.packed  # noqa: B018

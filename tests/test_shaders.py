@@ -1,0 +1,110 @@
+"""The shader loader, without GL; and compile errors, with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gpu_lod as lod
+from gpu_lod import shaders
+from gpu_lod.errors import ShaderError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Shader files of the test's own: folder(**{"name": text}) with dots written as underscores."""
+
+    def write(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+
+    monkeypatch.setattr(shaders, "files", lambda _: tmp_path)
+    return write
+
+
+def test_every_shader_assembles() -> None:
+    names = shaders.names()
+    assert "log_polar.comp" in names
+    assert not any(name.endswith(".py") for name in names)
+    for name in names:
+        if not name.endswith(".glsl"):
+            assert shaders.source(name, PER_WORD=1).text.lstrip().startswith("#version 430")
+
+
+def test_includes_are_recursive_and_once(folder: Callable[..., None]) -> None:
+    folder({
+        "main.comp": '#version 430\n#include "a.glsl"\n#include "b.glsl" // again\nint m;\n',
+        "a.glsl": '#include "b.glsl"\nint a;\n',
+        "b.glsl": "int b;\n",
+    })
+    source = shaders.source("main.comp")
+    assert source.text.count("int b;") == 1
+    assert source.files == ("main.comp", "a.glsl", "b.glsl")
+
+
+def test_cycle(folder: Callable[..., None]) -> None:
+    folder({"main.comp": '#version 430\n#include "a.glsl"\n', "a.glsl": '#include "b.glsl"\n', "b.glsl": '#include "a.glsl"\n'})
+    with pytest.raises(ShaderError, match=r"main\.comp -> a\.glsl -> b\.glsl -> a\.glsl"):
+        shaders.source("main.comp")
+
+
+def test_unknown_names_list_the_choices(folder: Callable[..., None]) -> None:
+    folder({"main.comp": '#version 430\n#include "typo.glsl"\n', "real.glsl": ""})
+    with pytest.raises(ShaderError, match=r"'typo\.glsl', included from main\.comp; there are main\.comp, real\.glsl"):
+        shaders.source("main.comp")
+    with pytest.raises(ShaderError, match="there is no shader 'none.comp'"):
+        shaders.source("none.comp")
+
+
+def test_no_version(folder: Callable[..., None]) -> None:
+    folder({"main.comp": "int a;\n"})
+    with pytest.raises(ShaderError, match="#version"):
+        shaders.source("main.comp")
+
+
+def test_defines(folder: Callable[..., None]) -> None:
+    folder({"main.comp": "// words\n#version 430\nint a;\n"})
+    text = shaders.source("main.comp", YES=True, NO=False, NONE=None, SIZE=64).text
+    assert "#define YES 1\n" in text
+    assert "#define SIZE 64\n" in text
+    assert "NO" not in text
+    assert text.index("#version") < text.index("#define")
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("0:20003(5): error: `x' undeclared", "b.glsl:3: error: `x' undeclared"),
+        ("0(10002) : error C1503: undefined", "a.glsl:2 : error C1503: undefined"),
+        ("ERROR: 0:2: 'y' : undeclared", "ERROR: main.comp:2: 'y' : undeclared"),
+        ("link: 3 samplers", "link: 3 samplers"),
+    ],
+    ids=["mesa", "nvidia", "angle", "none"],
+)
+def test_translate(log: str, expected: str) -> None:
+    assert shaders.Source("main.comp", "", ("main.comp", "a.glsl", "b.glsl")).translate(log) == expected
+
+
+def test_a_compile_error_names_file_line_and_reason(folder: Callable[..., None], ctx: lod.Context) -> None:
+    good = "void helper() {}\n"
+    folder({
+        "main.comp": '#version 430\nlayout(local_size_x = 1) in;\n#include "good.glsl"\n#include "bad.glsl"\nvoid main() { nothing(); }\n',
+        "good.glsl": good,
+        "bad.glsl": "// first\n// second\nint broken = undeclared_name;\n",
+    })
+    with ctx.active(), pytest.raises(ShaderError) as caught:
+        ctx.programs.compute("main.comp")
+    message = str(caught.value)
+    assert "bad.glsl:3" in message
+    assert "undeclared_name" in message
+    assert "main.comp:5" in message
+
+
+def test_unknown_uniform_is_told(ctx: lod.Context) -> None:
+    with ctx.active():
+        program = ctx.programs.render("reduce_level.frag", REDUCE_MEAN=1, TAPS_X=2, TAPS_Y=2)
+        program.set(u_target_size=(4, 4))  # dropped by the compiler for even sides, and that is fine
+        with pytest.raises(ShaderError, match="u_typo"):
+            program.set(u_typo=1)
