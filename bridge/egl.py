@@ -1,6 +1,7 @@
 """EGL and GLX through ctypes: devices, and which context is current on this thread.
 
-Contexts are made by moderngl (glcontext); this module fills two gaps. glcontext's exit leaves *no* context current, so a
+Contexts are made by moderngl (glcontext); this module fills two gaps. glcontext's exit leaves *no* context current, so
+a
 caller who had one of their own would lose it: `switch_to` remembers and puts it back, EGL or GLX. And it enumerates the
 EGL devices with what they say of themselves.
 
@@ -26,8 +27,8 @@ _DRM_DEVICE_FILE_EXT = 0x3233
 _CUDA_DEVICE_NV = 0x323A
 
 INSTALL_HINT = (
-    "On Debian or Ubuntu: apt-get install libegl1 libgl1-mesa-dri. For an NVIDIA GPU install the driver's libnvidia-gl; "
-    "in a container pass NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility."
+    "On Debian or Ubuntu: apt-get install libegl1 libgl1-mesa-dri. For an NVIDIA GPU install the driver's "
+    "libnvidia-gl; in a container pass NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility."
 )
 
 
@@ -68,9 +69,7 @@ class _GLX:
         self.current_display = _typed(lib.glXGetCurrentDisplay, c_void_p)
         self.current_drawable = _typed(lib.glXGetCurrentDrawable, ctypes.c_ulong)
         self.current_read = _typed(lib.glXGetCurrentReadDrawable, ctypes.c_ulong)
-        self.make_current = _typed(
-            lib.glXMakeContextCurrent, c_int, c_void_p, ctypes.c_ulong, ctypes.c_ulong, c_void_p
-        )
+        self.make_current = _typed(lib.glXMakeContextCurrent, c_int, c_void_p, ctypes.c_ulong, ctypes.c_ulong, c_void_p)
         self.get_proc_address = _typed(lib.glXGetProcAddressARB, c_void_p, c_char_p)
 
 

@@ -212,5 +212,3 @@ def _missing(name: str) -> Callable[..., Any]:
         raise UnsupportedError(f"this driver has no {name}. Use backend='torch', or a driver with OpenGL 4.3 or newer.")
 
     return call
-
-

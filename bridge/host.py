@@ -109,9 +109,9 @@ class HostBridge:
         """Raises UnsupportedError where persistent mapping is missing."""
         if version < 440 and "GL_ARB_buffer_storage" not in extensions:
             raise UnsupportedError(
-                f"this driver has OpenGL {version // 100}.{version // 10 % 10} without GL_ARB_buffer_storage, which the "
-                "zero-copy host bridge needs. Update the driver (any Mesa since 10.2 and any NVIDIA driver since 331 has "
-                "it), choose another device, or use backend='torch'."
+                f"this driver has OpenGL {version // 100}.{version // 10 % 10} without GL_ARB_buffer_storage, which "
+                "the zero-copy host bridge needs. Update the driver (Mesa since 10.2 and NVIDIA since 331 have it), "
+                "choose another device, or use backend='torch'."
             )
 
     def lease(self, nbytes: int) -> SharedBuffer:

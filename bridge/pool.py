@@ -31,7 +31,7 @@ T = TypeVar("T", bound=Pooled)
 class Lease(Generic[T]):
     """Holds one pooled object; dropping the last reference gives it back."""
 
-    __slots__ = ("_returned", "item", "__weakref__")
+    __slots__ = ("__weakref__", "_returned", "item")
 
     def __init__(self, item: T, returned: deque[T]) -> None:
         self.item = item

@@ -11,3 +11,18 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max, region_min
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Choice",
+    "Context",
+    "Culled",
+    "GpuLodError",
+    "Pyramid",
+    "cull",
+    "explain",
+    "hiz",
+    "log_polar",
+    "mipmap",
+    "region_max",
+    "region_min",
+]

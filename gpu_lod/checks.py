@@ -107,7 +107,8 @@ def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:
         raise InputError(f"{verb} takes a Pyramid, and this is {_kind(value)}: pass hiz(relevance, reduce={reduce!r}).")
     if value.reduce != reduce:
         raise InputError(
-            f"{verb} needs a {reduce} pyramid, and this is a {value.reduce} one: pass hiz(relevance, reduce={reduce!r})."
+            f"{verb} needs a {reduce} pyramid, and this is a {value.reduce} one: pass "
+            f"hiz(relevance, reduce={reduce!r})."
         )
 
 
@@ -127,4 +128,8 @@ def no_cuda_yet(value: torch.Tensor) -> None:
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.layout} {value.dtype} tensor {tuple(value.shape)}".replace("torch.", "")
-    return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+    return (
+        f"{type(value).__name__} {value!r}"
+        if isinstance(value, (int, float, str, type(None)))
+        else type(value).__name__
+    )

@@ -1,7 +1,7 @@
 """Context: one OpenGL context on one device, with its programs, textures and shared buffers.
 
-A context is current only inside a verb and released on exit, under a lock, so any thread may call: autograd runs backward
-on threads of its own. Verbs run inside `with context.active():`. Nothing here runs at import.
+A context is current only inside a verb and released on exit, under a lock, so any thread may call: autograd runs
+backward on threads of its own. Verbs run inside `with context.active():`. Nothing here runs at import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import moderngl
 import torch
 
-from gpu_lod.bridge import Bridge, HostBridge, choose, devices, egl
+from gpu_lod.bridge import Bridge, Device, HostBridge, choose, devices, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
 from gpu_lod.errors import (
@@ -83,9 +83,9 @@ class _Constants:
 class Context:
     """An OpenGL context that verbs run on.
 
-    Verbs open the default one by themselves; make one to choose the device, to pin it to a thread, or to get tensors that
-    live in GL memory. There is one context per device and process: `Context(device=n)` again gives the same object, until
-    it is closed.
+    Verbs open the default one by themselves; make one to choose the device, to pin it to a thread, or to get tensors
+    that live in GL memory. There is one context per device and process: `Context(device=n)` again gives the same
+    object, until it is closed.
 
     Args:
         device: index of the EGL device as `gpu-lod info` lists them; None takes $GPU_LOD_DEVICE, or the first device
@@ -102,6 +102,32 @@ class Context:
         InputError: no such device.
         ForkedContextError: OpenGL was opened before this process forked.
     """
+
+    device: Device | None
+    """The EGL device; None for an adopted context."""
+    is_default: bool
+    gl: GL
+    bridge: Bridge
+    extensions: frozenset[str]
+    version: int
+    """OpenGL version, 450 for 4.5."""
+    vendor: str
+    renderer: str
+    driver: str
+    """GL_VERSION, which names the driver's own version."""
+    limits: Limits
+    programs: Programs
+    textures: TexturePool
+    constants: _Constants
+    _mgl: moderngl.Context
+    _own: egl.Current
+    _pid: int
+    _lock: threading.RLock
+    _owner: int | None
+    _depth: int
+    _active: int
+    _outer: egl.Current
+    _closed: bool
 
     def __new__(cls, device: int | None = None) -> Context:
         if device is not None and (isinstance(device, bool) or not isinstance(device, int)):
@@ -141,7 +167,7 @@ class Context:
         )
 
     @classmethod
-    def _create(cls, device: egl.EGLDevice) -> Context:
+    def _create(cls, device: Device) -> Context:
         import glcontext.egl as backend  # not get_backend_by_name: its environment variables override arguments
 
         old = egl.release_current()
@@ -174,8 +200,8 @@ class Context:
     def adopt(cls, source: moderngl.Context | None = None) -> Context:
         """Use a context that the program already has: a moderngl context, or that of a window.
 
-        The context must be current on the calling thread now and in every call. Each verb leaves the GL state as it found
-        it. Closing frees what gpu_lod made in it and leaves the context itself alone.
+        The context must be current on the calling thread now and in every call. Each verb leaves the GL state as it
+        found it. Closing frees what gpu_lod made in it and leaves the context itself alone.
 
         Args:
             source: a moderngl context, or None for whatever is current on this thread, such as a GLFW window's after
@@ -209,14 +235,14 @@ class Context:
         return context
 
     @classmethod
-    def _wrap(cls, mgl: moderngl.Context, own: egl.Current, load: Any, device: egl.EGLDevice | None) -> Context:
+    def _wrap(cls, mgl: moderngl.Context, own: egl.Current, load: Any, device: Device | None) -> Context:
         HostBridge.check_supported(mgl.extensions, mgl.version_code)
         self = object.__new__(cls)
         self._mgl = mgl
         self._own = own
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._owner: int | None = None
+        self._owner = None
         self._depth = 0
         self._active = 0
         self._outer = egl.NO_CONTEXT
@@ -224,8 +250,8 @@ class Context:
         self.is_default = False
         self.device = device
         self.gl = gl = GL(load)
-        self.bridge: Bridge = HostBridge(gl)
-        self.extensions: frozenset[str] = frozenset(mgl.extensions)
+        self.bridge = HostBridge(gl)
+        self.extensions = frozenset(mgl.extensions)
         self.version = mgl.version_code
         self.vendor = gl.string(G.VENDOR)
         self.renderer = gl.string(G.RENDERER)
@@ -282,8 +308,8 @@ class Context:
                 if self.device is None:
                     if not here.same_context(self._own):
                         raise ContextNotCurrentError(
-                            "this context was adopted and is not current on the calling thread: make it current here, or "
-                            "use gpu_lod.Context() for a context of gpu_lod's own, which any thread may use."
+                            "this context was adopted and is not current on the calling thread: make it current here, "
+                            "or use gpu_lod.Context() for a context of gpu_lod's own, which any thread may use."
                         )
                 else:
                     egl.switch(here, self._own)
@@ -385,15 +411,15 @@ class Context:
         """
         if self._closed or self._pid != os.getpid():
             return
-        with _registry_lock:
-            with self.active():
-                if self._closed:
-                    return
-                self._mark_closed()
-                self.programs.clear()
-                self.constants.clear()
-                self.bridge.trim()
-                self.textures.trim()
+        # The context's lock before the registry's, as for a thread that has pinned the context and opens another one.
+        with self.active(), _registry_lock:
+            if self._closed:
+                return
+            self._mark_closed()
+            self.programs.clear()
+            self.constants.clear()
+            self.bridge.trim()
+            self.textures.trim()
             _lingering.append(self)
         _reap()
 
@@ -451,7 +477,7 @@ def context_for(*tensors: torch.Tensor) -> Context:
 
 def _raise_forked() -> NoReturn:
     raise ForkedContextError(
-        "OpenGL was opened before this process was forked, and GL contexts do not survive a fork. Start workers with the "
-        "'spawn' method (torch.multiprocessing.set_start_method('spawn')), make the first gpu_lod call in the child, or "
-        "use backend='torch' there."
+        "OpenGL was opened before this process was forked, and GL contexts do not survive a fork. Start workers with "
+        "the 'spawn' method (torch.multiprocessing.set_start_method('spawn')), make the first gpu_lod call in the "
+        "child, or use backend='torch' there."
     )

@@ -37,8 +37,8 @@ def cull(hz: Pyramid, threshold: float | torch.Tensor, backend: Backend = "auto"
 
     Shape: any pyramid [B, C, H, W] or [C, H, W] with reduce "max"; see `Culled` for the result.
     Convention: texel j's canonical ancestor at level l is min(j >> l, n_l - 1) along each side, so every texel has one
-        parent. The mask equals `hz.levels[0] >= threshold` exactly. NaN is unknown: it is never kept, and a node that is
-        NaN never prunes its subtree.
+        parent. The mask equals `hz.levels[0] >= threshold` exactly. NaN is unknown: it is never kept, and a node that
+        is NaN never prunes its subtree.
 
     Args:
         hz: from `hiz(relevance)`. Fewer levels than a full chain start from the coarsest there is.
@@ -68,7 +68,9 @@ def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
     checks.hiz_pyramid(hz, "max", "cull")
     if backend != "auto":
         return Choice(backend, "asked for")
-    return Choice("torch", "on a CPU one vectorised comparison a level measures faster than the descent; see bench/results")
+    return Choice(
+        "torch", "on a CPU one vectorised comparison a level measures faster than the descent; see bench/results"
+    )
 
 
 dispatch.register(cull, _choose)

@@ -61,4 +61,3 @@ class ContextNotCurrentError(ContextError):
 
 class PyramidChangedError(GpuLodError, RuntimeError):
     """A tensor of a pyramid was written to after the pyramid had been built."""
-

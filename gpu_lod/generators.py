@@ -127,7 +127,7 @@ def _compute(ctx: Context, chain: Chain, reduce: Reduce) -> None:
     for level, target in enumerate(chain.planes[1:], start=1):
         scratch = None
         if wide and level < len(chain.planes) - 1:
-            scratch = new_planes(ctx, target.count, target.height, target.width, torch.float32)
+            scratch, _ = new_planes(ctx, (target.count, target.height, target.width), torch.float32)
         _reduce_level(ctx, source, target, scratch, reduce, source_wide=wide and level > 1)
         source = scratch or target
 
@@ -146,7 +146,7 @@ def _reduce_level(
     def fits(first: int, last: int) -> bool:
         return source.span_fits(ctx, *span(first, last)) and (scratch is None or scratch.span_fits(ctx, first, last))
 
-    defines = {
+    defines: dict[str, object] = {
         "SOURCE_WIDE": source_wide,
         "KEEP_WIDE": scratch is not None,
         **_reduction(reduce),
@@ -182,9 +182,7 @@ def _fragment(ctx: Context, chain: Chain, reduce: Reduce) -> None:
         )
         planes_to_texture(ctx, part[0], top, 0)
         for level, target in enumerate(part[1:], start=1):
-            program = ctx.programs.render(
-                "reduce_level.frag", **_reduction(reduce), **_taps(part[level - 1])
-            )
+            program = ctx.programs.render("reduce_level.frag", **_reduction(reduce), **_taps(part[level - 1]))
             program.set(u_target_size=(target.width, target.height))
             if level == 1:
                 top.clamp_levels(ctx.gl, 0, 0)
@@ -233,9 +231,7 @@ def _sampler(ctx: Context, chain: Chain, reduce: Reduce) -> None:
         try:
             for level, target in enumerate(part[1:], start=1):
                 above = part[level - 1]
-                program = ctx.programs.compute(
-                    "minmax_level.comp", **_reduction(reduce), **_taps(above)
-                )
+                program = ctx.programs.compute("minmax_level.comp", **_reduction(reduce), **_taps(above))
                 texture.bind_image(gl, level)
                 program.set(
                     u_source_size=(above.width, above.height),

@@ -24,9 +24,9 @@ def hiz(
 
     Shape: relevance [B, C, H, W] or [C, H, W], any C (a batch of single maps [B, H, W] reads as its B channels).
     Units: any; uint8, float16, bfloat16 or float32, kept exactly. Negative values and infinities are fine.
-    Convention: each texel is the max (min) of every texel that its footprint touches: 2 x 2, or 3 along an odd side. The
-        canonical ancestor of texel j at level l is min(j >> l, n_l - 1) along each side. A footprint that holds a NaN is
-        NaN (torch.amax's rule): NaN says "unknown", and `cull` never prunes there.
+    Convention: each texel is the max (min) of every texel that its footprint touches: 2 x 2, or 3 along an odd side.
+        The canonical ancestor of texel j at level l is min(j >> l, n_l - 1) along each side. A footprint that holds a
+        NaN is NaN (torch.amax's rule): NaN says "unknown", and `cull` never prunes there.
 
     Args:
         reduce: "max" or "min".
@@ -49,9 +49,7 @@ def hiz(
     return mipmap.make(relevance, max(relevance.shape[-2:]).bit_length(), reduce, chosen)
 
 
-def _choose(
-    relevance: torch.Tensor, reduce: str = "max", generator: str = "auto", backend: Backend = "auto"
-) -> Choice:
+def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto", backend: Backend = "auto") -> Choice:
     checks.image(relevance, "relevance", max_channels=None)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)

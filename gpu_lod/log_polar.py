@@ -24,7 +24,7 @@ _BORDERS = ("clamp", "zero")
 _GENERATORS = ("auto", "compute", "fragment")
 
 RINGS_AT_ONCE_SOFTWARE = 8
-"""Rings an invocation makes on a software renderer: evens out the load, and reads each direction once for all of them."""
+"""Neighbouring rings an invocation makes on a software renderer: it reads each direction once for all of them."""
 
 AUTO_MIN_SAMPLES = 16 * 1024
 """From this many output samples on, GL measures faster than torch on a pyramid that is a texture already."""
@@ -47,13 +47,13 @@ def log_polar(
 
     Shape: src is an image [B, C, H, W] or [C, H, W], C 1 to 4, or a mean `Pyramid` of one; the result is
         [B, C, rings, wedges] or [C, rings, wedges], of src's dtype.
-    Units: radii in units of the image's longer side, so that circles stay circles in pixels; fixation (x, y) in [0, 1] of
-        width and height, y down.
+    Units: radii in units of the image's longer side, so that circles stay circles in pixels; fixation (x, y) in [0, 1]
+        of width and height, y down.
     Convention: ring k has radius r_min (r_max / r_min)^((k + 0.5) / rings) with spacing "log", and
-        e0 ((1 + r_max / e0)^((k + 0.5) / rings) - 1) with spacing "cortical" (uniform in cortical distance ln(1 + e / e0)).
-        Wedge j lies at angle 2 pi (j + 0.5) / wedges, from +x towards +y (clockwise on the screen). Each sample is read at
-        level max(0, log2(longer * max(arc, radial step))), trilinear over the mean mip chain, texel i's centre at
-        (i + 0.5) / n; levels past the last are clamped to it.
+        e0 ((1 + r_max / e0)^((k + 0.5) / rings) - 1) with spacing "cortical" (uniform in cortical distance ln(1 +
+        e / e0)). Wedge j lies at angle 2 pi (j + 0.5) / wedges, from +x towards +y (clockwise on the screen). Each
+        sample is read at level max(0, log2(longer * max(arc, radial step))), trilinear over the mean mip chain, texel
+        i's centre at (i + 0.5) / n; levels past the last are clamped to it.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
@@ -67,13 +67,14 @@ def log_polar(
             the output is large enough to gain. Both give gradients in src.
 
     Raises:
-        InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min pyramid.
+        InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
+            pyramid.
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device's textures.
         PyramidChangedError: a level was written to since the pyramid was built.
 
-    Source: Weiman and Chaikin, "Logarithmic Spiral Grids for Image Processing and Display" (1979); Schwartz, "Computational
-        Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
+    Source: Weiman and Chaikin, "Logarithmic Spiral Grids for Image Processing and Display" (1979); Schwartz,
+        "Computational Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
     """
     chosen = _choose(src, fixation, rings, wedges, r_min, r_max, spacing, e0, border, generator, backend)
     image = src.levels[0] if isinstance(src, Pyramid) else src
@@ -170,14 +171,18 @@ def _rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: s
     r_max = checks.number(r_max, "r_max")
     if spacing == "cortical":
         if r_min is not None:
-            raise InputError(f"r_min is {r_min}; cortical rings begin at the fixation. Leave it out, or use spacing='log'.")
+            raise InputError(
+                f"r_min is {r_min}; cortical rings begin at the fixation. Leave it out, or use spacing='log'."
+            )
         e0 = checks.number(e0, "e0")
         if e0 <= 0 or r_max <= 0:
             raise InputError(f"e0 is {e0} and r_max {r_max}; both must be positive.")
         return _make_rule(rings, wedges, 0.0, r_max, e0)
     start = 0.01 if r_min is None else checks.number(r_min, "r_min")
     if not 0 < start < r_max:
-        raise InputError(f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side.")
+        raise InputError(
+            f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side."
+        )
     return _make_rule(rings, wedges, start, r_max, None)
 
 
@@ -206,9 +211,7 @@ def _offsets(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return (radii[:, None, None] * directions).to(device, dtype)
 
 
-def reference(
-    levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, border: str = "clamp"
-) -> torch.Tensor:
+def reference(levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, border: str = "clamp") -> torch.Tensor:
     """Trilinear samples in plain torch, in the fastest way found: each ring reads only the two levels it needs.
 
     Args:
@@ -266,8 +269,7 @@ def _gl(
     shape = (batch, channels, rule.rings, rule.wedges)
     with ctx.active():
         textures = pyramid.textures(ctx)
-        target = new_planes(ctx, batch * channels, rule.rings, rule.wedges, dtype)
-        result = target.owner.tensor(dtype, shape)
+        target, result = new_planes(ctx, shape, dtype)
         rings, wedges = _tables(ctx, rule, longer, len(pyramid) - 1)
         points, view = _points(ctx, batch)
         view.copy_(fixation.detach())

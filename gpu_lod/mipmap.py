@@ -26,13 +26,14 @@ def mipmap(
 ) -> Pyramid:
     """A mip chain: each level halves the one above.
 
-    Shape: image [B, C, H, W] or [C, H, W], C 1 to 4, any sides from 1; `levels[l]` is [..., max(1, H >> l), max(1, W >> l)].
-    Units: uint8 0..255, float16, bfloat16 or float32; the pyramid has the image's dtype. Values are averaged as they are:
-        no sRGB decode, no premultiplied alpha.
+    Shape: image [B, C, H, W] or [C, H, W], C 1 to 4, any sides from 1; `levels[l]` is
+        [..., max(1, H >> l), max(1, W >> l)].
+    Units: uint8 0..255, float16, bfloat16 or float32; the pyramid has the image's dtype. Values are averaged as they
+        are: no sRGB decode, no premultiplied alpha.
     Convention: "mean" is the exact area average. An odd side n = 2m + 1 uses the 3-tap polyphase box filter: output i
-        weighs inputs 2i, 2i+1, 2i+2 by (m-i)/n, m/n, (i+1)/n, so every level keeps the image's mean. "max" and "min" take
-        every texel that the footprint touches. A footprint that holds a NaN is NaN. Small dtypes are carried in fp32
-        between levels and rounded once (the driver generator rounds at every level).
+        weighs inputs 2i, 2i+1, 2i+2 by (m-i)/n, m/n, (i+1)/n, so every level keeps the image's mean. "max" and "min"
+        take every texel that the footprint touches. A footprint that holds a NaN is NaN. Small dtypes are carried in
+        fp32 between levels and rounded once (the driver generator rounds at every level).
 
     Args:
         levels: how many, level 0 included; None goes down to 1 x 1.
@@ -50,7 +51,8 @@ def mipmap(
         UnsupportedError: a generator or backend that cannot do this, or no OpenGL for backend="gl".
         LimitError: larger than the device allows.
 
-    Source: Guthe and Heckbert, "Non-Power-of-Two Mipmapping" (NVIDIA, 2005); OpenGL 4.5 section 8.14.4 for the level sizes.
+    Source: Guthe and Heckbert, "Non-Power-of-Two Mipmapping" (NVIDIA, 2005); OpenGL 4.5 section 8.14.4 for the level
+        sizes.
     """
     chosen = _choose(image, levels, reduce, generator, backend)
     count = checks.levels(levels, *image.shape[-2:])
@@ -101,7 +103,8 @@ def reference(image: torch.Tensor, levels: int | None = None, reduce: Reduce = "
     if reduce == "mean" and image.dtype not in (torch.float32, torch.float64):
         wide = image.float()
     result = [image]
-    for height, width in level_sizes(*image.shape[-2:], levels)[1:]:
+    top_height, top_width = image.shape[-2:]
+    for height, width in level_sizes(top_height, top_width, levels)[1:]:
         wide = _halve_mean(wide, height, width) if reduce == "mean" else _halve_extreme(wide, reduce)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
     return result

@@ -80,9 +80,9 @@ class Programs:
         key = (name, *defines.items())
         program = self._cache.get(key)
         if program is None:
-            program = self._cache[key] = self._compile({"compute_shader": shaders.source(
-                name, LOCAL_SIZE=LOCAL_SIZE, **defines
-            )})
+            program = self._cache[key] = self._compile(
+                {"compute_shader": shaders.source(name, LOCAL_SIZE=LOCAL_SIZE, **defines)}
+            )
         return program
 
     def render(self, name: str, **defines: object) -> Program:
@@ -90,11 +90,13 @@ class Programs:
         key = (name, *defines.items())
         program = self._cache.get(key)
         if program is None:
-            program = self._cache[key] = self._compile({
-                "vertex_shader": shaders.source("layered.vert"),
-                "geometry_shader": shaders.source("layered.geom"),
-                "fragment_shader": shaders.source(name, **defines),
-            })
+            program = self._cache[key] = self._compile(
+                {
+                    "vertex_shader": shaders.source("layered.vert"),
+                    "geometry_shader": shaders.source("layered.geom"),
+                    "fragment_shader": shaders.source(name, **defines),
+                }
+            )
         return program
 
     @property
@@ -133,5 +135,7 @@ class Programs:
 
 def _uniform_names(text: str) -> set[str]:
     return {
-        line.split(";")[0].split("[")[0].split()[-1] for line in text.splitlines() if line.lstrip().startswith("uniform ")
+        line.split(";")[0].split("[")[0].split()[-1]
+        for line in text.splitlines()
+        if line.lstrip().startswith("uniform ")
     }

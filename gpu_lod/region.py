@@ -23,8 +23,9 @@ def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
     Shape: boxes [B, N, 4], or [N, 4] for all images of the batch; the result is [B, C, N], or [C, N] for an unbatched
         pyramid, of its dtype.
     Units: boxes (x0, y0, x1, y1) in [0, 1] of width and height, y down.
-    Convention: half-open and clipped to the image: a box touches texels floor(x0 n) .. ceil(x1 n) - 1 along a side of n, in
-        fp32. It is read at the finest level where the canonical ancestors min(j >> l, n_l - 1) of those texels span at
+    Convention: half-open and clipped to the image: a box touches texels floor(x0 n) .. ceil(x1 n) - 1 along a side of
+        n, in fp32. It is read at the finest level where the canonical ancestors min(j >> l, n_l - 1) of those texels
+        span at
         most two a side, so the bound may come from texels beside the box: never below the true maximum, exact for small
         boxes. A box that touches no texel gives the identity (-inf; 0 for uint8). NaN among the texels read gives NaN.
 
@@ -92,7 +93,9 @@ def _boxes(hz: Pyramid, boxes: torch.Tensor) -> torch.Tensor:
             "(x0, y0, x1, y1) in [0, 1]."
         )
     if boxes.ndim == 3 and boxes.shape[0] not in (1, hz.batch):
-        raise InputError(f"boxes has shape {tuple(boxes.shape)} for a batch of {hz.batch}; expected [{hz.batch}, N, 4].")
+        raise InputError(
+            f"boxes has shape {tuple(boxes.shape)} for a batch of {hz.batch}; expected [{hz.batch}, N, 4]."
+        )
     checks.same_device(hz.levels[0], boxes, "boxes")
     boxes = boxes.detach().float()
     if not bool(torch.isfinite(boxes).all()):
@@ -143,8 +146,7 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
     planes = hz.batch * hz.channels
     dtype = GL_DTYPES[hz.dtype]
     with ctx.active():
-        target = new_planes(ctx, planes, 1, count, dtype)
-        result = target.owner.tensor(dtype, (hz.batch, hz.channels, count))
+        target, result = new_planes(ctx, (planes, 1, count), dtype)
         lease = ctx.bridge.lease(boxes.numel() * 4)
         lease.tensor(torch.float32, tuple(boxes.shape)).copy_(boxes)
         for first, texture in hz.textures(ctx, single=True):
@@ -166,4 +168,5 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
                     },
                     defines={f"REDUCE_{reduce.upper()}": 1},
                 )
+    result = result.view(hz.batch, hz.channels, count)
     return result.bfloat16() if hz.dtype == torch.bfloat16 else result

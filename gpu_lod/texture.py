@@ -62,9 +62,7 @@ class _TextureObject:
         self.glo = gl.gen("Textures")
         gl.clear_errors()
         gl.BindTexture(G.TEXTURE_2D_ARRAY, self.glo)
-        gl.TexStorage3D(
-            G.TEXTURE_2D_ARRAY, key.levels, key.internal_format, key.width, key.height, key.layers
-        )
+        gl.TexStorage3D(G.TEXTURE_2D_ARRAY, key.levels, key.internal_format, key.width, key.height, key.layers)
         try:
             gl.check(f"making a {key.width} x {key.height} x {key.layers} texture ({key.nbytes / 2**20:.1f} MiB)")
         except BaseException:

@@ -7,7 +7,7 @@ A storage-buffer binding has a largest size and an offset alignment, so nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,10 +109,11 @@ def planes_of(ctx: Context, tensor: torch.Tensor) -> Planes:
     return Planes(lease.glo, 0, count, height, width, dtype, lease)
 
 
-def new_planes(ctx: Context, count: int, height: int, width: int, dtype: torch.dtype) -> Planes:
-    """Uninitialised planes in a buffer of their own."""
-    lease = ctx.bridge.lease(-(-count * height * width * dtype.itemsize // 4) * 4)
-    return Planes(lease.glo, 0, count, height, width, dtype, lease)
+def new_planes(ctx: Context, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Planes, torch.Tensor]:
+    """Uninitialised planes in a buffer of their own, and the tensor [..., height, width] that the buffer is."""
+    *outer, height, width = shape
+    lease = ctx.bridge.lease(-(-math.prod(shape) * dtype.itemsize // 4) * 4)
+    return Planes(lease.glo, 0, math.prod(outer), height, width, dtype, lease), lease.tensor(dtype, shape)
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ def make_words(
     *,
     shared_channels: int = 1,
     rows_at_once: int = 1,
-    uniforms: dict[str, object],
-    defines: dict[str, object],
+    uniforms: Mapping[str, object],
+    defines: Mapping[str, object],
 ) -> None:
     """Run a shader built on place.glsl over a chunk of its output, which it writes through binding 0.
 
@@ -195,7 +196,7 @@ def make_words(
 
 
 def layer_groups(ctx: Context, layers: int) -> list[tuple[int, int]]:
-    """(first, count) of groups of layers that fit one texture; multiples of 256, so that groups start at whole words."""
+    """(first, count) of groups that fit one texture; multiples of 256 layers, so that they start at whole words."""
     step = max(ctx.limits.layers // ALIGNMENT, 1) * ALIGNMENT
     return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 

@@ -2,7 +2,8 @@
 
 Shaders are plain GLSL files with one addition: `#include "name"` puts another file of this folder in its place, at any
 depth, each file at most once. `#line` directives number the lines of file k from 10000 k on, and `translate` turns the
-driver's numbers back into file and line. (GLSL's own source-string numbers are no use: Mesa reports 0 for many of them.)
+driver's numbers back into file and line. (GLSL's own source-string numbers are no use: Mesa often
+reports 0.)
 
 Prefixes in the files: `t_` sampler, `i_` image, `b_` buffer, `u_` uniform.
 """
@@ -43,7 +44,9 @@ class Source:
 
 def names() -> list[str]:
     """All shader files."""
-    return sorted(item.name for item in files(__name__).iterdir() if not item.name.endswith((".py", ".pyc", "__pycache__")))
+    return sorted(
+        item.name for item in files(__name__).iterdir() if not item.name.endswith((".py", ".pyc", "__pycache__"))
+    )
 
 
 def source(name: str, **defines: object) -> Source:

@@ -44,6 +44,6 @@ def assert_matches(
     if bad.any():
         index = tuple(bad.nonzero()[0].tolist())
         raise AssertionError(
-            f"{where}: {int(bad.sum())} of {bad.numel()} elements differ by up to {float(difference.nan_to_num(1e9).max())} "
-            f"(tolerance {tolerance}); first at {index}: {float(value[index])}, expected {float(expected[index])}"
+            f"{where}: {int(bad.sum())} of {bad.numel()} differ, at most by {float(difference.nan_to_num(1e9).max())}"
+            f" (tolerance {tolerance}); first at {index}: {float(value[index])}, expected {float(expected[index])}"
         )

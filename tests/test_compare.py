@@ -26,7 +26,16 @@ def test_equal_passes(kind: str, dtype: torch.dtype) -> None:
         (torch.rand(2, 3), torch.rand(3, 2, dtype=torch.float64)),
         (torch.rand(2), torch.rand(2)),
     ],
-    ids=["off", "number for nan", "nan for number", "inf for number", "inf for -inf", "two counts", "shape", "fp32 oracle"],
+    ids=[
+        "off",
+        "number for nan",
+        "nan for number",
+        "inf for number",
+        "inf for -inf",
+        "two counts",
+        "shape",
+        "fp32 oracle",
+    ],
 )
 def test_wrong_fails(actual: torch.Tensor, expected: torch.Tensor) -> None:
     with pytest.raises(AssertionError):

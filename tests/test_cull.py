@@ -131,7 +131,14 @@ def test_low_storage_limit_splits(restored_limits: lod.Context) -> None:
 def test_bad_arguments() -> None:
     hz = lod.hiz(noise(2, 1, 8, 8))
     for way in WAYS:
-        for threshold in (float("nan"), torch.tensor([0.1, float("nan")]), torch.rand(3), torch.rand(2, 1), "high", None):
+        for threshold in (
+            float("nan"),
+            torch.tensor([0.1, float("nan")]),
+            torch.rand(3),
+            torch.rand(2, 1),
+            "high",
+            None,
+        ):
             with pytest.raises(InputError, match="threshold"):
                 lod.cull(hz, threshold, backend=way)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="min one"):

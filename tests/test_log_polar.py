@@ -49,7 +49,9 @@ def border_distance(
     longer = max(height, width)
     t = (torch.arange(rings, dtype=torch.float64) + 0.5) / rings
     r_max = float(options.get("r_max", 0.7))  # type: ignore[arg-type]
-    radius = 0.01 * (r_max / 0.01) ** t if options.get("spacing", "log") == "log" else 0.05 * ((1 + r_max / 0.05) ** t - 1)
+    radius = (
+        0.01 * (r_max / 0.01) ** t if options.get("spacing", "log") == "log" else 0.05 * ((1 + r_max / 0.05) ** t - 1)
+    )
     theta = 2 * math.pi * (torch.arange(wedges, dtype=torch.float64) + 0.5) / wedges
     x = points[:, :1, None].double() + radius[:, None] * theta.cos() * longer / width
     y = points[:, 1:, None].double() + radius[:, None] * theta.sin() * longer / height
@@ -94,7 +96,7 @@ def test_image_equals_its_pyramid(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_convention_angles_run_from_x_towards_y_down(way: str) -> None:
-    """Of 40 wedges, 5, 15, 25 and 35 lie at 49.5 degrees and quarter turns on: lower right, lower left, upper left, ..."""
+    """Of 40 wedges, 5, 15, 25 and 35 lie at 49.5 degrees and quarter turns on: lower right, lower left, ..."""
     image = torch.zeros(4, 63, 63)
     image[0, 32:, 32:] = 1
     image[1, 32:, :31] = 1
@@ -133,7 +135,7 @@ def test_rotation_about_the_fixation_shifts_wedges(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scaling_shifts_rings(way: str) -> None:
-    """Twice the size about the fixation is a shift of ln 2 / ln(r_max / r_min) rings; error of a smooth picture stated."""
+    """Twice the size about the fixation is a shift of ln 2 / ln(r_max / r_min) rings, to 1% on a smooth picture."""
     rings, shift = 40, 8
     r_max = 0.4
     r_min = r_max / 2 ** (rings / shift)

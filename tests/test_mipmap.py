@@ -53,7 +53,7 @@ def test_driver_parity_at_powers_of_two(size: tuple[int, int], dtype: torch.dtyp
 
 
 def test_driver_rounds_at_every_level() -> None:
-    """Within a count of the average of its own last level, where the exact generators are within one of the exact mean."""
+    """Within a count of the average of its own last level, not of the exact mean."""
     image = noise(2, 3, 64, 64, dtype=torch.uint8)
     pyramid = lod.mipmap(image, generator="driver")
     for above, level in zip(pyramid.levels, pyramid.levels[1:], strict=False):

@@ -29,7 +29,13 @@ def touched(box: list[float], height: int, width: int) -> tuple[slice, slice] | 
     return None if x1 <= x0 or y1 <= y0 else (slice(y0, y1), slice(x0, x1))
 
 
-@given(st.integers(1, 50), st.integers(1, 50), st.sampled_from(WAYS), st.sampled_from(["max", "min"]), st.integers(0, 2**31))
+@given(
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.sampled_from(WAYS),
+    st.sampled_from(["max", "min"]),
+    st.integers(0, 2**31),
+)
 def test_bounds_hold_and_are_tight_for_small_boxes(height: int, width: int, way: str, reduce: str, seed: int) -> None:
     torch.manual_seed(seed)
     relevance = torch.randn(1, height, width)

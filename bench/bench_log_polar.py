@@ -1,0 +1,103 @@
+"""Who samples a log-polar map fastest, from a pyramid that is there, at a new fixation every call?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+
+import cv2
+import torch
+import torch.nn.functional as F
+from inputs import inputs_for, job, picture
+from rows import Row
+from timer import race
+
+import gpu_lod as lod
+
+RINGS, WEDGES = 256, 512
+
+
+def _all_levels(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
+    """The way one writes it first: sample every level everywhere, blend by weight."""
+    height, width = pyramid.size
+    longer = max(height, width)
+    t = (torch.arange(RINGS) + 0.5) / RINGS
+    radius = 0.01 * 70**t
+    footprint = torch.maximum(2 * math.pi * radius / WEDGES, radius * math.log(70) / RINGS)
+    level = (longer * footprint).log2().clamp(0, len(pyramid) - 1)[:, None]
+    theta = 2 * math.pi * (torch.arange(WEDGES) + 0.5) / WEDGES
+    ring = radius[:, None, None] * torch.stack([theta.cos(), theta.sin()], -1)
+    grid = 2 * (fixation[:, None, None] + ring * torch.tensor([longer / width, longer / height])) - 1
+    total = torch.zeros(())
+    for index, image in enumerate(pyramid):
+        weight = (1 - (level - index).abs()).clamp(min=0)
+        if weight.any():
+            total = total + weight * F.grid_sample(image.float(), grid, padding_mode="border", align_corners=False)
+    return total
+
+
+def rows(
+    sizes: list[tuple[int, int, int]], dtypes: list[torch.dtype], caches: list[str], seconds: float
+) -> Iterator[Row]:
+    """256 x 512 of pyramids of RGB images."""
+    for height, width, batch in sizes:
+        for dtype in dtypes:
+            for cache in caches:
+                image = picture(height, width, batch=batch, dtype=dtype)
+                pyramids = inputs_for(image, cache, lambda x: lod.mipmap(x, backend="gl").upload())
+                fixations = cycle(torch.rand(64, batch, 2).unbind())
+
+                def at(sample: Callable[..., object], pyramid: lod.Pyramid, fixations: object = fixations) -> object:
+                    return sample(pyramid, next(fixations))  # type: ignore[call-overload]
+
+                ours = partial(lod.log_polar, rings=RINGS, wedges=WEDGES)
+                sides: dict[str, Callable[[], object]] = {
+                    "auto": job(partial(at, ours), pyramids),
+                    "gl compute": job(partial(at, partial(ours, generator="compute")), pyramids),
+                    "gl fragment": job(partial(at, partial(ours, generator="fragment")), pyramids),
+                    "torch two levels a ring": job(partial(at, partial(ours, backend="torch")), pyramids),
+                    "torch every level": job(partial(at, _all_levels), pyramids),
+                }
+                other: tuple[str, ...] = ()
+                if batch == 1 and dtype != torch.float16:
+                    arrays = inputs_for(image, cache, lambda x: x[0].permute(1, 2, 0).contiguous().numpy())
+                    sides["opencv warpPolar (no LOD, HWC)"] = job(partial(at, _warp_polar), arrays)
+                    other = ("opencv warpPolar (no LOD, HWC)",)
+                out = batch * 3 * RINGS * WEDGES * dtype.itemsize
+                yield Row(
+                    "log_polar", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * out,
+                    race(sides, seconds=seconds), other_job=other, note="from a prebuilt pyramid, a texture already",
+                )  # fmt: skip
+
+
+def whole_calls(seconds: float) -> Iterator[Row]:
+    """From an image, the chain included; and the least that a call costs."""
+    image = picture(1024, 1024)
+    ours = partial(lod.log_polar, image, (0.4, 0.6), RINGS, WEDGES)
+    sides: dict[str, Callable[[], object]] = {
+        "auto": ours,
+        "gl compute": partial(ours, backend="gl"),
+        "torch two levels a ring": partial(ours, backend="torch"),
+    }
+    yield Row(
+        "log_polar", "end to end", 1024, 1024, 1, 3, "float32", "warm", image.nbytes,
+        race(sides, seconds=seconds),
+        note="from an image: builds the chain too",
+    )  # fmt: skip
+    small = lod.mipmap(picture(64, 64), backend="gl").upload()
+    tiny = partial(lod.log_polar, small, (0.4, 0.6), 4, 8)
+    yield Row(
+        "bridge", "fixed cost", 64, 64, 1, 3, "float32", "warm", 4 * 3 * 4 * 8,
+        race({"gl compute": partial(tiny, generator="compute")}, seconds=seconds, most=400),
+        note="a log-polar map of 4 x 8: everything but the work",
+        extra={"copied_out_bytes": 0},
+    )  # fmt: skip
+
+
+def _warp_polar(image: object, fixation: torch.Tensor) -> object:
+    height, width = image.shape[:2]  # type: ignore[attr-defined]
+    centre = (float(fixation[0, 0]) * width, float(fixation[0, 1]) * height)
+    flags = cv2.WARP_POLAR_LOG | cv2.INTER_LINEAR
+    return cv2.warpPolar(image, (RINGS, WEDGES), centre, 0.7 * max(height, width), flags)  # type: ignore[call-overload]

@@ -1,0 +1,154 @@
+"""What a benchmark row is, and how result files are written and checked."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from timer import Timing
+
+import gpu_lod as lod
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+SCHEMA = json.loads((HERE / "schema.json").read_text())
+
+ALLOWED_RATIO, ALLOWED_MS = 1.05, 0.020
+"""How far `auto` may be behind the fastest torch way: the larger of the two, plus the row's spread."""
+
+
+@dataclass
+class Row:
+    """One job at one size. Names of sides: "torch ..." are plain torch, "gl ..." ours, "auto" what a caller gets, and
+    anything else another library."""
+
+    verb: str
+    part: str
+    """end to end, zero-copy in, or fixed cost."""
+    height: int
+    width: int
+    batch: int
+    channels: int
+    dtype: str
+    cache: str
+    moved_bytes: int
+    """That must be read and written at the least."""
+    sides: dict[str, Timing]
+    note: str = ""
+    other_job: tuple[str, ...] = ()
+    """Sides that do less or something else, listed but never an opponent."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def best(self, prefix: str) -> str | None:
+        names = [name for name in self.sides if name.startswith(prefix) and name not in self.other_job]
+        return min(names, key=lambda name: self.sides[name].median_ms) if names else None
+
+    def as_dict(self, bandwidth: float) -> dict[str, Any]:
+        torch_best, gl_best = self.best("torch"), self.best("gl")
+        floor_ms = self.moved_bytes / bandwidth * 1e3
+        result: dict[str, Any] = {
+            "verb": self.verb,
+            "part": self.part,
+            "size": [self.height, self.width],
+            "batch": self.batch,
+            "channels": self.channels,
+            "dtype": self.dtype,
+            "cache": self.cache,
+            "floor_ms": round(floor_ms, 5),
+            "sides": {name: timing.as_dict() for name, timing in self.sides.items()},
+            "other_job": list(self.other_job),
+            "note": self.note,
+            **self.extra,
+        }
+        if torch_best and gl_best:
+            result["best_torch"], result["best_gl"] = torch_best, gl_best
+            result["gl_speedup"] = round(self.sides[torch_best].median_ms / self.sides[gl_best].median_ms, 3)
+        if torch_best and "auto" in self.sides:
+            best, auto = self.sides[torch_best], self.sides["auto"]
+            allowed = max(best.median_ms * ALLOWED_RATIO, best.median_ms + ALLOWED_MS) + max(best.iqr_ms, auto.iqr_ms)
+            result["auto_behind_ms"] = round(auto.median_ms - best.median_ms, 5)
+            result["auto_ok"] = auto.median_ms <= allowed
+        return result
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of torch's copy, read plus written, beyond the caches."""
+    source, target = torch.rand(2**26), torch.empty(2**26)
+    target.copy_(source)
+    best = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+    return 2 * source.nbytes / best
+
+
+def _seconds(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def save(rows: list[Row], path: Path | None = None) -> Path:
+    """Write a result file for this device; it must fit the schema."""
+    import jsonschema
+
+    ctx = lod.Context()
+    bandwidth = copy_bandwidth()
+    data = {
+        "schema": 1,
+        "device": ctx.renderer,
+        "software": ctx.software,
+        "driver": ctx.driver,
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {"gpu_lod": lod.__version__, "torch": torch.__version__, **_versions()},
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "copy_gb_per_s": round(bandwidth / 1e9, 2),
+        "rows": [row.as_dict(bandwidth) for row in rows],
+    }
+    jsonschema.validate(data, SCHEMA)
+    if path is None:
+        slug = re.sub(
+            r"[^a-z0-9]+", "-", f"{ctx.renderer.split('(')[0]} {torch.get_num_threads()} cores".lower()
+        ).strip("-")
+        path = RESULTS / f"{slug}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    return path
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    result = {}
+    for name in ("moderngl", "kornia", "opencv-python-headless"):
+        try:
+            result[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return result
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
