@@ -27,6 +27,14 @@ def _float(image: torch.Tensor) -> torch.Tensor:
     return image if image.dtype == torch.float32 else image.float()
 
 
+def _stored_chain(step: Callable[[torch.Tensor, int, int], torch.Tensor], image: torch.Tensor) -> list[torch.Tensor]:
+    """Carried in fp32 and stored in the image's dtype, as the verb does it."""
+    if image.dtype == torch.float32:
+        return _chain(step, image)
+    levels = _chain(step, image.float())[1:]
+    return [image, *((x.round() if image.dtype == torch.uint8 else x).to(image.dtype) for x in levels)]
+
+
 def _avg_pool(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
     return F.avg_pool2d(x, (2 if x.shape[-2] > 1 else 1, 2 if x.shape[-1] > 1 else 1))
 
@@ -67,18 +75,16 @@ def rows(
                     "gl compute": job(partial(lod.mipmap, generator="compute"), inputs),
                     "gl fragment": job(partial(lod.mipmap, generator="fragment"), inputs),
                     "gl driver": job(partial(lod.mipmap, generator="driver"), inputs),
-                    "torch interpolate bilinear": job(lambda x: _chain(_interpolate, _float(x)), inputs),
-                    "torch interpolate area": job(
-                        lambda x: _chain(partial(_interpolate, mode="area"), _float(x)), inputs
-                    ),
-                    "torch avg_pool2d": job(lambda x: _chain(_avg_pool, _float(x)), inputs),
+                    "torch interpolate bilinear": job(partial(_stored_chain, _interpolate), inputs),
+                    "torch interpolate area": job(partial(_stored_chain, _area), inputs),
+                    "torch avg_pool2d": job(partial(_stored_chain, _avg_pool), inputs),
                 }
                 other = [] if powers else ["torch interpolate bilinear", "torch interpolate area", "torch avg_pool2d"]
                 if not powers:  # nobody else has the exact filter for odd sides: our own torch path is the opponent
                     sides["torch polyphase"] = job(partial(lod.mipmap, backend="torch"), inputs)
                     other.append("gl driver")
                 else:
-                    sides["torch reshape mean"] = job(lambda x: _chain(_reshape_mean, _float(x)), inputs)
+                    sides["torch reshape mean"] = job(partial(_stored_chain, _reshape_mean), inputs)
                     last = inputs_for(image, cache, lambda x: _float(x).to(memory_format=torch.channels_last))
                     sides["torch channels_last bilinear"] = job(lambda x: _chain(_interpolate, x), last)
                 if batch == 1 and dtype != torch.float16:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-PAUSE = 0.008
+PAUSE = 0.02
 BLOCK = 4
 
 
@@ -29,7 +29,7 @@ class Timing:
         return {key: round(value, 5) for key, value in asdict(self).items()}
 
 
-def race(sides: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, most: int = 60) -> dict[str, Timing]:
+def race(sides: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, most: int = 40) -> dict[str, Timing]:
     """Time all sides, about `seconds` a side and at most `most` counted calls each, at least 12."""
     samples: dict[str, list[float]] = {name: [] for name in sides}
     spent = dict.fromkeys(sides, 0.0)

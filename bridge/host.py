@@ -90,8 +90,10 @@ class SharedBuffer(Lease[MappedBuffer]):
         # numpy keeps the lease as the array's base, and torch keeps the array: aliases of any kind keep the buffer.
         # Made outside inference mode so that in-place changes are counted and a stale texture can be told.
         end = offset + math.prod(shape) * dtype.itemsize
-        with torch.inference_mode(False):
-            return torch.from_numpy(np.asarray(self))[offset:end].view(dtype).view(shape)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.tensor(dtype, shape, offset)
+        return torch.from_numpy(np.asarray(self)[offset:end]).view(dtype).view(shape)
 
 
 class HostBridge:

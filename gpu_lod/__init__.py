@@ -18,6 +18,7 @@ __all__ = [
     "Culled",
     "GpuLodError",
     "Pyramid",
+    "__version__",
     "cull",
     "explain",
     "hiz",

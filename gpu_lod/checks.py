@@ -84,10 +84,10 @@ def levels(value: Any, height: int, width: int) -> int:
 
 def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
     """Fixations as fp32 [B, 2] on the device of `like`; one fixation serves the whole batch. Inside [0, 1]."""
-    try:
-        points = torch.as_tensor(value, dtype=torch.float32, device=like.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.device == like.device:
+        points = value
+    else:
+        points = _points(value, like)
     if points.ndim not in (1, 2) or points.shape[-1] != 2 or (points.ndim == 2 and points.shape[0] not in (1, batch)):
         raise InputError(
             f"fixation has shape {tuple(points.shape)}; expected [2], or [{batch}, 2] for this batch of {batch}."
@@ -99,6 +99,13 @@ def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
                 "(width, height)."
             )
     return points.expand(batch, 2) if points.ndim == 2 else points[None].expand(batch, 2)
+
+
+def _points(value: Any, like: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float32, device=like.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
 
 
 def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:

@@ -413,8 +413,6 @@ class Context:
             return
         # The context's lock before the registry's, as for a thread that has pinned the context and opens another one.
         with self.active(), _registry_lock:
-            if self._closed:
-                return
             self._mark_closed()
             self.programs.clear()
             self.constants.clear()

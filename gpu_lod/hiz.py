@@ -6,8 +6,10 @@ from typing import Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, mipmap
+from gpu_lod import checks, dispatch
 from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.mipmap import choose_generator, make
+from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid
 
 _REDUCES = ("max", "min")
@@ -46,14 +48,14 @@ def hiz(
     Source: Greene, Kass and Miller, "Hierarchical Z-Buffer Visibility" (SIGGRAPH 1993).
     """
     chosen = _choose(relevance, reduce, generator, backend)
-    return mipmap.make(relevance, max(relevance.shape[-2:]).bit_length(), reduce, chosen)
+    return make(relevance, max(relevance.shape[-2:]).bit_length(), reduce, chosen)
 
 
 def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto", backend: Backend = "auto") -> Choice:
     checks.image(relevance, "relevance", max_channels=None)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
-    return mipmap.choose_generator(relevance, generator, backend)
+    return choose_generator(relevance, generator, backend)
 
 
 dispatch.register(hiz, _choose)
@@ -61,4 +63,4 @@ dispatch.register(hiz, _choose)
 
 def reference(relevance: torch.Tensor, reduce: Literal["max", "min"] = "max") -> list[torch.Tensor]:
     """The pyramid in plain torch: a list of levels."""
-    return mipmap.reference(relevance, None, reduce)
+    return mip_chain(relevance, None, reduce)

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch
-from gpu_lod import mipmap as mipmap_module
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.mipmap import mipmap, stored
+from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.transfer import GL_DTYPES, Planes, chunks, make_words, new_planes, texture_to_planes
 
@@ -26,7 +27,7 @@ _GENERATORS = ("auto", "compute", "fragment")
 RINGS_AT_ONCE_SOFTWARE = 8
 """Neighbouring rings an invocation makes on a software renderer: it reads each direction once for all of them."""
 
-AUTO_MIN_SAMPLES = 16 * 1024
+AUTO_MIN_SAMPLES = 64 * 1024
 """From this many output samples on, GL measures faster than torch on a pyramid that is a texture already."""
 
 
@@ -76,15 +77,15 @@ def log_polar(
     Source: Weiman and Chaikin, "Logarithmic Spiral Grids for Image Processing and Display" (1979); Schwartz,
         "Computational Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
     """
-    chosen = _choose(src, fixation, rings, wedges, r_min, r_max, spacing, e0, border, generator, backend)
+    rule = ring_rule(rings, wedges, r_min, r_max, spacing, e0)
+    chosen = _choose_for(src, fixation, rule, border, generator, backend)
     image = src.levels[0] if isinstance(src, Pyramid) else src
-    rule = _rule(rings, wedges, r_min, r_max, spacing, e0)
     batch = image.shape[0] if image.ndim == 4 else 1
     points = checks.fixation(fixation, batch, image)
-    if isinstance(src, Pyramid):
-        src.check_unchanged()
     if chosen.backend == "torch":
-        levels = list(src.levels) if isinstance(src, Pyramid) else mipmap_module.reference(src)
+        if isinstance(src, Pyramid):
+            src.check_unchanged()
+        levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
     checks.no_cuda_yet(image)
     if dispatch.needs_grad(points):
@@ -92,7 +93,7 @@ def log_polar(
             "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
             "fixation.detach()."
         )
-    pyramid = src if isinstance(src, Pyramid) else mipmap_module.mipmap(src, backend="gl")
+    pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend="gl")
     ctx = context_for(*pyramid.levels)
     (result,) = dispatch.run_gl(
         lambda *levels: (_gl(ctx, pyramid, points, rule, border, chosen.generator or "compute"),),
@@ -115,10 +116,16 @@ def _choose(
     generator: str = "auto",
     backend: Backend = "auto",
 ) -> Choice:
+    rule = ring_rule(rings, wedges, r_min, r_max, spacing, e0)
+    return _choose_for(src, fixation, rule, border, generator, backend)
+
+
+def _choose_for(
+    src: torch.Tensor | Pyramid, fixation: Any, rule: Rule, border: str, generator: str, backend: Backend
+) -> Choice:
     checks.choice(backend, "backend", dispatch.BACKENDS)
     checks.choice(border, "border", _BORDERS)
     checks.choice(generator, "generator", _GENERATORS)
-    _rule(rings, wedges, r_min, r_max, spacing, e0)
     if isinstance(src, Pyramid):
         if src.reduce != "mean":
             raise InputError(f"src is a {src.reduce} pyramid; log_polar samples mean ones: pass mipmap(image).")
@@ -139,7 +146,7 @@ def _choose(
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
     if not src.uploaded:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
-    samples = src.batch * rings * wedges
+    samples = src.batch * rule.rings * rule.wedges
     if samples < AUTO_MIN_SAMPLES:
         return Choice("torch", f"{samples} samples are too few to repay the fixed cost of a GL call")
     return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
@@ -148,9 +155,9 @@ def _choose(
 dispatch.register(log_polar, _choose)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """Where the rings and wedges lie; everything that does not depend on the image."""
+    """Where the rings and wedges lie; everything that does not depend on the image. One object a set of arguments."""
 
     rings: int
     wedges: int
@@ -164,7 +171,7 @@ class Rule:
         return [min(max(0.0, math.log2(longer * footprint)), float(last)) for footprint in self.footprints]
 
 
-def _rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
+def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
     checks.choice(spacing, "spacing", _SPACINGS)
     checks.integer(rings, "rings", at_least=1)
     checks.integer(wedges, "wedges", at_least=1)
@@ -250,7 +257,7 @@ def reference(levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, bo
     if border == "zero":
         inside = (grid.abs() <= 1).all(dim=-1)[:, None]
         result = result * inside
-    result = mipmap_module.stored(result, top.dtype)
+    result = stored(result, top.dtype)
     return result if batched else result[0]
 
 

@@ -17,7 +17,7 @@ from gpu_lod.context import Context
 from gpu_lod.errors import GpuLodError, InputError
 
 if TYPE_CHECKING:
-    from gpu_lod.demo_rows import Row
+    from gpu_lod.demo.rows import Row
     from gpu_lod.doctor import Finding
 
 EXTENSIONS = (
@@ -145,7 +145,10 @@ def show_rows(rows: list[Row]) -> None:
             table.add_section()
         before = row.picture
         gain = row.ratio >= 1
-        ratio = Text(f"{row.ratio:.2f}x {'faster' if gain else 'slower'}", style="bold green" if gain else "bold red")
+        ratio = Text(
+            f"{'' if row.steady else '? '}{row.ratio:.2f} {'faster' if gain else 'slower'}",
+            style="bold green" if gain else "bold red",
+        )
         apart = "exact" if row.difference == 0 else f"{row.difference:.1e}"
         difference = Text(apart) if row.ok else Text(f"{apart} > {row.tolerance:.0e}", style="bold red")
         table.add_row(
@@ -156,5 +159,7 @@ def show_rows(rows: list[Row]) -> None:
     console.print(table)
     gains = sum(row.ratio >= 1 for row in rows)
     console.print(
-        f"ratio: best torch / GL; GL is faster in {gains} of {len(rows)} rows, slower in {len(rows) - gains}."
+        f"ratio: best torch ms / GL ms. GL is faster in {gains} of {len(rows)} rows, slower in {len(rows) - gains}."
     )
+    if not all(row.steady for row in rows):
+        console.print("?: unsteady, the middle half of the times spans more than half the median; measure again.")

@@ -125,19 +125,20 @@ class Pyramid:
             self.textures(ctx)
         return self
 
-    def textures(self, ctx: Context, *, single: bool = False) -> list[tuple[int, Texture]]:
+    def textures(self, ctx: Context) -> list[tuple[int, Texture]]:
         """The pyramid as array textures: (first layer, texture), more than one for huge batches.
 
-        A layer is an image, for filtering; with `single` it is one channel of an image, for exact fetches.
+        A layer of a mean pyramid is an image, for filtering; of a max or min pyramid one channel, for exact fetches.
 
         Raises:
-            InputError: more than 4 channels without `single`.
+            InputError: a mean pyramid of more than 4 channels.
             LimitError: larger than the device's textures.
         """
         self.check_unchanged()
-        key = ("single" if single else "textures", id(ctx))
+        key = ("textures", id(ctx))
         if key not in self._cache:
-            self._cache[key] = (ctx, self._make_textures(ctx, 1 if single else self.channels, filtered=not single))
+            filtered = self.reduce == "mean"
+            self._cache[key] = (ctx, self._make_textures(ctx, self.channels if filtered else 1, filtered=filtered))
         textures: list[tuple[int, Texture]] = self._cache[key][1]
         return textures
 

@@ -77,7 +77,9 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
         )
     if backend != "auto":
         return Choice(backend, "asked for")
-    return Choice("torch", "four gathers a box measure faster in torch than a GL call's fixed cost; see bench/results")
+    if hz.uploaded and hz.device.type == "cpu":
+        return Choice("gl", "the pyramid is a texture, and four fetches a box measure faster than torch's gathers")
+    return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
 
 
 dispatch.register(region_max, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "max"))
@@ -149,7 +151,7 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
         target, result = new_planes(ctx, (planes, 1, count), dtype)
         lease = ctx.bridge.lease(boxes.numel() * 4)
         lease.tensor(torch.float32, tuple(boxes.shape)).copy_(boxes)
-        for first, texture in hz.textures(ctx, single=True):
+        for first, texture in hz.textures(ctx):
             part = target.layers(first, texture.key.layers)
             texture.bind(ctx.gl)
             ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, 1, lease.glo, 0, lease.nbytes)

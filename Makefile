@@ -1,0 +1,49 @@
+# Each target works alone on a bare Debian or Ubuntu with Python >= 3.10; .ci/setup.sh makes what is missing.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help test demo bench lint check-style check-types format setup setup-test clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
+
+test: setup-test check-style check-types  ## lint, type-check and test the built wheel; PYTEST_ARGS="-k hiz -n 2"
+	@GPU_LOD_TEST_INSTALLED=1 $(BIN)/pytest $(PYTEST_ARGS)
+
+demo: setup  ## run pictures through the library and leave the results in out/; DEMO_ARGS=...
+	@$(BIN)/gpu-lod demo $(DEMO_ARGS)
+
+bench: setup  ## time every verb against the fastest torch way, write bench/results/ and the README table; BENCH_ARGS="--quick"
+	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme
+
+lint: setup check-style check-types  ## ruff and mypy alone
+
+check-style:
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+# bridge/ and shaders/ are part of gpu_lod only once installed, so mypy reads the unpacked wheel.
+check-types:
+	@cd .venv/wheel && ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p gpu_lod
+
+format: setup  ## let ruff fix and format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+setup:
+	@.ci/setup.sh
+
+# A window test needs a screen: Xvfb is one without a monitor.
+setup-test:
+	@.ci/setup.sh xvfb libgl1
+
+clean:  ## remove .venv and everything that was built
+	rm -rf .venv build dist out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

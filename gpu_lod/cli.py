@@ -1,0 +1,44 @@
+"""The entry point of `gpu-lod`: exit codes and one-line errors. The commands themselves are in `commands`."""
+
+from __future__ import annotations
+
+import sys
+
+from gpu_lod.errors import GpuLodError, InputError
+
+_EXTRA = {"typer", "rich", "PIL", "matplotlib", "skimage"}
+FAILURE, USAGE = 1, 2
+
+
+def main() -> None:
+    """Run the command line on `sys.argv`.
+
+    Exit codes: 0 done; 1 it failed, and a line on stderr says why; 2 the arguments make no sense.
+    """
+    # Taken out here, so that it may stand before or behind the command.
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        from gpu_lod.commands import app
+
+        app(arguments, prog_name="gpu-lod")
+    except Exception as error:
+        if debug:
+            raise
+        sys.exit(_report(error))
+
+
+def _report(error: Exception) -> int:
+    """Say it in one line; returns the exit code."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _EXTRA:
+        text = "the command line needs extra packages: pip install 'gpu-lod[cli]'"
+    elif isinstance(error, GpuLodError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error} (--debug shows where)"
+    print("gpu-lod: " + " ".join(text.split()), file=sys.stderr)
+    return USAGE if isinstance(error, InputError) else FAILURE
+
+
+if __name__ == "__main__":
+    main()

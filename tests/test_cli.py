@@ -1,0 +1,294 @@
+"""The command line, as a subprocess: what it writes, what it prints, how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gpu_lod as lod
+from gpu_lod.images import atlas, load
+from gpu_lod.saliency import luma, patch_starts, patches
+
+NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
+
+
+SERVER = """
+import json, os, sys
+import gpu_lod.cli, gpu_lod.commands
+for line in sys.stdin:
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for number, name in ((0, os.devnull), (1, job["stdout"]), (2, job["stderr"])):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+        os.chdir(job["cwd"])
+        os.environ.update(job["env"])
+        sys.argv = ["gpu-lod", *job["arguments"]]
+        gpu_lod.cli.main()
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs each command in a process of its own, forked from one that has imported torch already, which is all that takes
+long. It opens no OpenGL itself."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    global _server
+    folder = tmp_path_factory.mktemp("server")  # not the checkout, so that the installed package is found
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as _server:
+        yield
+        assert _server.stdin is not None
+        _server.stdin.close()
+
+
+_server: subprocess.Popen[str]
+
+
+def run(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`gpu-lod ARGUMENTS` in `folder`."""
+    files = {name: folder / f".{name}" for name in ("stdout", "stderr")}
+    for file in files.values():
+        file.write_text("")
+    job = {"arguments": arguments, "cwd": str(folder), "env": {"COLUMNS": "200"} | (env or {})}
+    job |= {name: str(file) for name, file in files.items()}
+    assert _server.stdin is not None and _server.stdout is not None
+    print(json.dumps(job), file=_server.stdin, flush=True)
+    code = int(_server.stdout.readline())
+    return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files.values()))
+
+
+def done(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """The same, which must succeed and say nothing on stderr; returns stdout."""
+    result = run(folder, *arguments, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def refused(folder: Path, *cases: tuple[str, int, str], env: dict[str, str] | None = None) -> None:
+    """Every case (arguments, exit code, what the message holds) must fail in one line that a person can read."""
+    for arguments, code, message in cases:
+        result = run(folder, *arguments.split(), env=env)
+        assert result.returncode == code, (arguments, result.stderr)
+        assert result.stdout == "", arguments
+        assert "Traceback" not in result.stderr
+        if "Usage:" in result.stderr:  # wrong arguments are framed, and help is offered
+            assert code == 2 and message in " ".join(result.stderr.replace("│", " ").split())
+        else:
+            assert result.stderr.startswith("gpu-lod: ") and result.stderr.count("\n") == 1, (arguments, result.stderr)
+            assert message in result.stderr
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """An RGB picture of 37 x 26."""
+    values = torch.rand(26, 37, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
+    path = tmp_path / "cat.png"
+    Image.fromarray(values.numpy()).save(path)
+    return path
+
+
+# -- what the commands do ---------------------------------------------------------------------------------------------
+
+
+def test_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpu_lod.cli"]
+    for argument, code, stdout, stderr in (
+        ("--version", 0, f"gpu-lod {lod.__version__}\n", ""),
+        ("mipmap none.png", 1, "", "gpu-lod: none.png does not exist.\n"),
+    ):
+        result = subprocess.run(
+            [*command, *argument.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert (result.returncode, result.stdout, result.stderr) == (code, stdout, stderr)
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    assert done(tmp_path, "--version") == f"gpu-lod {lod.__version__}\n"
+    text = done(tmp_path, "--help")
+    for command in ("info", "doctor", "demo", "mipmap", "hiz", "log-polar"):
+        assert command in text
+
+
+def test_info(tmp_path: Path) -> None:
+    found = json.loads(done(tmp_path, "info", "--json"))
+    assert found["gpu_lod"] == lod.__version__
+    device = next(device for device in found["devices"] if device["default"])
+    assert device["renderer"] and device["limits"]["texture_size"] >= 1024
+    assert device["extensions"]["GL_ARB_buffer_storage"] in (True, False)
+    assert device["renderer"] in done(tmp_path, "info")
+
+
+def test_doctor(tmp_path: Path) -> None:
+    found = json.loads(done(tmp_path, "doctor", "--json"))
+    status = {finding["name"]: finding["status"] for finding in found["findings"]}
+    assert found["ok"]
+    assert status["EGL library"] == "ok"
+    assert any(name.startswith("host bridge") and value == "ok" for name, value in status.items())
+    assert "CUDA" in status
+
+
+def test_doctor_without_egl_says_what_to_install(tmp_path: Path) -> None:
+    result = run(tmp_path, "doctor", env=NO_EGL)
+    assert result.returncode == 1
+    assert "apt-get install libegl1 libgl1-mesa-dri" in result.stdout
+    assert "torch" in result.stdout and "CUDA" in result.stdout
+    assert result.stderr.startswith("gpu-lod: 1 of ")
+
+
+def test_demo(tmp_path: Path, picture: Path) -> None:
+    found = json.loads(done(tmp_path, "demo", "cat.png", "-o", "there", "--fixation", "0.3,0.6", "--json"))
+    verbs = {(row["verb"], row["generator"]) for row in found["rows"]}
+    assert {("mipmap", "compute"), ("hiz", "fragment"), ("log_polar", "compute"), ("cull", "descent")} <= verbs
+    assert all(row["ok"] and row["gl_ms"] > 0 and row["torch_ms"] > 0 for row in found["rows"])
+    assert found == json.loads((tmp_path / "there" / "table.json").read_text())
+    with Image.open(tmp_path / "there" / "cat.png") as sheet:
+        assert sheet.width > 1500
+
+
+def test_mipmap(tmp_path: Path, picture: Path) -> None:
+    assert done(tmp_path, "mipmap", "cat.png") == "wrote out/cat.mipmap.png\n"
+    image = load(picture)
+    expected = lod.mipmap(image, backend="torch")
+    assert torch.equal(load(tmp_path / "out" / "cat.mipmap.png"), atlas(expected.levels))
+
+    options = ("--levels", "3", "--reduce", "max", "--generator", "compute", "--separate", "-o", "a/b/x.tiff")
+    found = json.loads(done(tmp_path, "mipmap", "cat.png", *options, "--json"))
+    assert found["output"] == [f"a/b/x.{level}.tiff" for level in range(3)]
+    assert (found["backend"], found["generator"]) == ("gl", "compute")
+    assert found["renderer"]
+    for path, level in zip(found["output"], lod.mipmap(image, 3, "max", backend="torch"), strict=True):
+        assert torch.equal(load(tmp_path / path), level)
+
+
+def test_hiz(tmp_path: Path, picture: Path) -> None:
+    found = json.loads(done(tmp_path, "hiz", "cat.png", "--generator", "compute", "--json"))
+    image = load(picture)
+    assert found["output"] == ["out/cat.hiz.png"]
+    expected = atlas(lod.hiz(luma(image), backend="torch").levels)
+    assert torch.equal(load(tmp_path / "out" / "cat.hiz.png"), expected)
+
+    done(tmp_path, "hiz", "cat.png", "--of", "saliency", "-o", "s.png")
+    drawn = load(tmp_path / "s.png")
+    assert drawn.dtype == torch.float32
+    assert drawn.shape == (1, 2 * 14, (3 + 1) * 14)
+
+
+def test_log_polar(tmp_path: Path, picture: Path) -> None:
+    options: tuple[str, ...] = (
+        "--fixation",
+        "0.25,0.5",
+        "--rings",
+        "9",
+        "--wedges",
+        "20",
+        "--r-max",
+        "0.5",
+        "--border",
+        "zero",
+    )
+    found = json.loads(done(tmp_path, "log-polar", "cat.png", *options, "--spacing", "cortical", "--json"))
+    expected = lod.log_polar(
+        load(picture), (0.25, 0.5), 9, 20, r_max=0.5, spacing="cortical", border="zero", backend="torch"
+    )
+    assert found["shapes"] == [[3, 9, 20]]
+    assert torch.equal(load(tmp_path / "out" / "cat.log-polar.png"), expected)
+
+    options += ("--spacing", "cortical", "--device", "0", "-o", "gl.png")
+    found = json.loads(done(tmp_path, "log-polar", "cat.png", *options, "--json"))
+    assert (found["backend"], found["output"]) == ("gl", ["gl.png"])  # a device implies it
+    # Within a count, and one more where texture units weigh with 8 bits.
+    assert (load(tmp_path / "gl.png").int() - expected.int()).abs().max() <= 2
+
+
+def test_exif_alpha_and_16_bits_get_through(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: stored on its side
+    rgba = np.random.default_rng(0).integers(0, 256, (10, 20, 4), dtype=np.uint8)
+    Image.fromarray(rgba).save(tmp_path / "turned.png", exif=exif)
+    done(tmp_path, "mipmap", "turned.png", "--levels", "1", "-o", "upright.png")
+    upright = np.rot90(rgba, -1)
+    assert np.array_equal(load(tmp_path / "upright.png").permute(1, 2, 0).numpy(), upright)
+
+    deep = np.array([[0, 40000], [300, 65535]], dtype=np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    done(tmp_path, "mipmap", "deep.png", "--levels", "1", "-o", "deep2.png")
+    assert np.array_equal(np.array(Image.open(tmp_path / "deep2.png")), deep)
+
+
+# -- how they fail ----------------------------------------------------------------------------------------------------
+
+
+def test_bad_files(tmp_path: Path, picture: Path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:-900])
+    refused(
+        tmp_path,
+        ("mipmap text.png", 1, "text.png is not a PNG"),
+        ("log-polar cut.png", 1, "truncated"),
+        ("hiz none.png", 1, "does not exist"),
+        ("demo .", 1, "is a directory"),
+    )
+
+
+def test_output_that_cannot_be_written(tmp_path: Path, picture: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(
+        tmp_path,
+        ("mipmap cat.png -o file/x.png", 1, "cannot be written"),
+        ("hiz cat.png -o x.gif", 1, "the choices are .png"),
+        ("demo cat.png -o file", 1, "cannot be written to"),
+    )
+
+
+def test_bad_options(tmp_path: Path, picture: Path) -> None:
+    refused(
+        tmp_path,
+        ("log-polar cat.png --fixation 2,0.5", 2, "'--fixation': '2,0.5'"),
+        ("log-polar cat.png --fixation nan,0", 2, "'--fixation': 'nan,0'"),
+        ("log-polar cat.png --fixation middle", 2, "'--fixation': 'middle'"),
+        ("mipmap cat.png --generator fast", 2, "'fast' is not one of 'auto'"),
+        ("mipmap cat.png --levels 99", 2, "levels is 99"),
+        ("hiz cat.png --device 99", 2, "there is no EGL device 99"),
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_egl(tmp_path: Path, picture: Path) -> None:
+    refused(tmp_path, ("mipmap cat.png --backend gl", 1, "no EGL on this machine"), env=NO_EGL)
+    done(tmp_path, "mipmap", "cat.png", env=NO_EGL)  # torch needs none
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = run(tmp_path, "mipmap", "none.png", "--debug")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr and "FileError" in result.stderr
+
+
+def test_without_the_cli_extra(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['typer'] = None; sys.argv[1:] = ['info']; from gpu_lod.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "gpu-lod: the command line needs extra packages: pip install 'gpu-lod[cli]'\n"
+
+
+# -- what the pictures are made of ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "starts"), [(28, [0, 14]), (30, [0, 14, 16]), (14, [0]), (5, [0])])
+def test_convention_patches_at_the_edge_shift_inward(n: int, starts: list[int]) -> None:
+    assert patch_starts(n) == starts
+    row: Any = torch.arange(n, dtype=torch.float32)[None, None]
+    expected = [row[0, 0, start : start + 14].mean().item() for start in starts]
+    assert patches(row)[0, 0].tolist() == pytest.approx(expected)
