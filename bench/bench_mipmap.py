@@ -9,6 +9,7 @@ import cv2
 import torch
 import torch.nn.functional as F
 from inputs import inputs_for, job, picture, pyramid_bytes
+from kornia.geometry.transform import build_pyramid
 from rows import Row
 from timer import race
 
@@ -90,6 +91,10 @@ def rows(
                 if batch == 1 and dtype != torch.float16:
                     arrays = inputs_for(image, cache, lambda x: x[0].permute(1, 2, 0).contiguous().numpy())
                     sides["opencv INTER_AREA (HWC)"] = job(_opencv, arrays)
+                if dtype == torch.float32:
+                    depth = min(height, width).bit_length() - 2  # its blur needs a few pixels
+                    sides["kornia build_pyramid (Gaussian)"] = job(partial(build_pyramid, max_level=depth), inputs)
+                    other.append("kornia build_pyramid (Gaussian)")
                 if dtype == torch.uint8:
                     other.append("gl driver")
                 yield Row(

@@ -12,7 +12,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError, LimitError
-from gpu_lod.program import MAX_GROUPS
+from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.transfer import GL_DTYPES, Planes
 
@@ -172,7 +172,7 @@ def _descend(
     groups = counters[: 4 * (levels + 1)].view(-1, 4)
     groups[:, 1:3] = 1
     top = planes[-1]
-    groups[levels, 0], groups[levels, 3] = min(-(-top.elements // 64), MAX_GROUPS), top.elements
+    groups[levels, 0], groups[levels, 3] = min(-(-top.elements // LOCAL_SIZE), MAX_GROUPS), top.elements
     lists[levels % 2].tensor(torch.int32, (top.elements,)).copy_(torch.arange(top.elements, dtype=torch.int32))
     counters[4 * (levels + 1) + 1 :] = _keys(thresholds, hz.dtype)
     for binding, lease in ((3, pruned_lease), (4, counters_lease), (5, mask_lease)):

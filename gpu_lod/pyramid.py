@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree
 
-from gpu_lod.context import Context
+from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, planes_to_texture
@@ -120,7 +120,7 @@ class Pyramid:
 
         With `backend="auto"` samplers use the texture units where they are faster once the texture is there.
         """
-        ctx = context or Context()
+        ctx = context or context_for(*self.levels)
         with ctx.active():
             self.textures(ctx)
         return self
