@@ -15,6 +15,7 @@ from rows import Row
 from timer import race
 
 import gpu_lod as lod
+from gpu_lod.log_polar import reference, ring_rule
 
 RINGS, WEDGES = 256, 512
 
@@ -38,6 +39,12 @@ def _all_levels(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _two_levels(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
+    """Each ring samples only the two levels it needs, in one grid_sample a level."""
+    rule = ring_rule(RINGS, WEDGES, None, 0.7, "log", 0.05)
+    return reference(list(pyramid.levels), fixation, rule, parts=1)
+
+
 def rows(
     sizes: list[tuple[int, int, int]], dtypes: list[torch.dtype], caches: list[str], seconds: float
 ) -> Iterator[Row]:
@@ -57,7 +64,10 @@ def rows(
                     "auto": job(partial(at, ours), pyramids),
                     "gl compute": job(partial(at, partial(ours, generator="compute")), pyramids),
                     "gl fragment": job(partial(at, partial(ours, generator="fragment")), pyramids),
-                    "torch two levels a ring": job(partial(at, partial(ours, backend="torch")), pyramids),
+                    "torch two levels a ring, split over threads": job(
+                        partial(at, partial(ours, backend="torch")), pyramids
+                    ),
+                    "torch two levels a ring": job(partial(at, _two_levels), pyramids),
                     "torch every level": job(partial(at, _all_levels), pyramids),
                 }
                 other: tuple[str, ...] = ()

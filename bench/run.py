@@ -55,6 +55,7 @@ def main() -> None:
         "log_polar": lambda: [
             *bench_log_polar.rows(sizes, F32, ["warm"], seconds),
             *bench_log_polar.rows(square, SMALL, ["warm"], seconds),
+            *bench_log_polar.rows(sizes[-1:], [torch.uint8], ["warm"], seconds),
             *bench_log_polar.rows(square, F32, caches, seconds),
             *bench_log_polar.whole_calls(seconds),
         ],

@@ -2,7 +2,7 @@
 
 Contexts are made by moderngl (glcontext); this module fills two gaps. glcontext's exit leaves *no* context current, so
 a
-caller who had one of their own would lose it: `switch_to` remembers and puts it back, EGL or GLX. And it enumerates the
+caller who had one of their own would lose it: `switch` puts it back, EGL or GLX. And it enumerates the
 EGL devices with what they say of themselves.
 
 Sources: EGL 1.5, EGL_EXT_device_enumeration, EGL_EXT_device_query, EGL_MESA_device_software, EGL_EXT_device_drm.

@@ -37,8 +37,8 @@ class MappedBuffer:
         self._gl = gl
         self._registry = registry
         self.nbytes = nbytes
+        gl.check("an earlier command of this call")
         self.glo = gl.gen("Buffers")
-        gl.clear_errors()
         gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
         # CLIENT_STORAGE asks for host memory: torch reads it at full speed, also where the GPU has its own.
         gl.BufferStorage(G.COPY_WRITE_BUFFER, nbytes, None, _FLAGS | G.CLIENT_STORAGE_BIT)

@@ -117,6 +117,7 @@ def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:
             f"{verb} needs a {reduce} pyramid, and this is a {value.reduce} one: pass "
             f"hiz(relevance, reduce={reduce!r})."
         )
+    image(value.levels[0], "the pyramid's level 0", max_channels=None)
 
 
 def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:

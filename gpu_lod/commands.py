@@ -12,6 +12,7 @@ import typer
 
 import gpu_lod as lod
 from gpu_lod import images, printing
+from gpu_lod.context import context_for
 from gpu_lod.saliency import PATCH, luma, patches, saliency
 
 app = typer.Typer(
@@ -253,10 +254,15 @@ def _report(verb: str, image: Path, paths: list[Path], results: Any, choice: Any
                 "backend": choice.backend,
                 "generator": choice.generator,
                 "reason": choice.reason,
-                "renderer": lod.Context().renderer if choice.backend == "gl" else None,
+                "renderer": _renderer(results) if choice.backend == "gl" else None,
             }
         )
     _wrote(paths)
+
+
+def _renderer(results: Any) -> str | None:
+    """Of the context that the results live in."""
+    return context_for(*results).renderer
 
 
 def _wrote(paths: list[Path]) -> None:

@@ -124,9 +124,9 @@ class Context:
     _pid: int
     _lock: threading.RLock
     _owner: int | None
-    _depth: int
     _active: int
-    _outer: egl.Current
+    _outer: list[egl.Current]
+    _unfinished: bool
     _closed: bool
 
     def __new__(cls, device: int | None = None) -> Context:
@@ -243,9 +243,9 @@ class Context:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._owner = None
-        self._depth = 0
         self._active = 0
-        self._outer = egl.NO_CONTEXT
+        self._outer = []
+        self._unfinished = False
         self._closed = False
         self.is_default = False
         self.device = device
@@ -276,10 +276,11 @@ class Context:
     def closed(self) -> bool:
         return self._closed
 
-    @property
-    def usable(self) -> bool:
-        """True unless it was closed or this process is a fork of the one that opened it."""
-        return not self._closed and self._pid == os.getpid()
+    def usable_here(self) -> bool:
+        """True unless it was closed, belongs to a parent process, or was adopted and is not current on this thread."""
+        if self._closed or self._pid != os.getpid():
+            return False
+        return self.device is not None or egl.current().same_context(self._own)
 
     def __repr__(self) -> str:
         where = "adopted" if self.device is None else f"device={self.device.index}"
@@ -303,30 +304,28 @@ class Context:
             )
         try:
             self._check_usable()
-            if self._depth == 0:
-                here = egl.current()
+            # At every depth: a `with` block of another context, or the program itself, may have come in between.
+            here = egl.current()
+            if not here.same_context(self._own):
                 if self.device is None:
-                    if not here.same_context(self._own):
-                        raise ContextNotCurrentError(
-                            "this context was adopted and is not current on the calling thread: make it current here, "
-                            "or use gpu_lod.Context() for a context of gpu_lod's own, which any thread may use."
-                        )
-                else:
-                    egl.switch(here, self._own)
-                self._outer = here
-                self._owner = threading.get_ident()
-            self._depth += 1
+                    raise ContextNotCurrentError(
+                        "this context was adopted and is not current on the calling thread: make it current here, "
+                        "or use gpu_lod.Context() for a context of gpu_lod's own, which any thread may use."
+                    )
+                egl.switch(here, self._own)
+            self._outer.append(here)
+            self._owner = threading.get_ident()
         except BaseException:
             self._lock.release()
             raise
 
     def _release(self) -> None:
-        self._depth -= 1
         try:
-            if self._depth == 0:
+            outer = self._outer.pop()
+            if not self._outer:
                 self._owner = None
-                if self.device is not None:
-                    egl.switch(self._own, self._outer)
+            if not outer.same_context(self._own):
+                egl.switch(egl.current(), outer)
         finally:
             self._lock.release()
 
@@ -351,6 +350,9 @@ class Context:
             self._release()
 
     def _work(self) -> Iterator[Context]:
+        if self._unfinished:  # a signal cut the last verb short: its work may still use what comes back now
+            self.bridge.hand_to_torch()
+        self._unfinished = True
         self.bridge.drain()
         self.textures.drain()
         self.bridge.hand_to_gl()
@@ -361,6 +363,7 @@ class Context:
         finally:
             # Also after an exception: buffers go back to the pool, and torch may write to them at once.
             self.bridge.hand_to_torch()
+            self._unfinished = False
 
     def __enter__(self) -> Context:
         self._acquire()
@@ -434,7 +437,7 @@ class Context:
             return False
         try:
             here = egl.current()
-            if self._depth or (self.device is None and not here.same_context(self._own)):
+            if self._outer or (self.device is None and not here.same_context(self._own)):
                 return False
             if self.device is not None:
                 egl.switch(here, self._own)
@@ -455,6 +458,15 @@ class Context:
 def _reap() -> None:
     with _registry_lock:
         _lingering[:] = [context for context in _lingering if context._pid == os.getpid() and not context._reap()]
+
+
+def _after_fork() -> None:
+    """A thread that is not in the child may have held the lock."""
+    global _registry_lock
+    _registry_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _pinned_stack() -> list[Context]:

@@ -77,7 +77,7 @@ dispatch.register(cull, _choose)
 
 
 def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
-    """[B] thresholds in the dtype in which level 0 is compared with them, as torch does it."""
+    """[B] thresholds in level 0's dtype (fp32 for uint8), such that >= says what torch's own comparison says."""
     try:
         values = torch.as_tensor(threshold, dtype=torch.float64).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -87,7 +87,20 @@ def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
     if bool(torch.isnan(values).any()):
         raise InputError("threshold is NaN; nothing compares with it. Pass a number, or infinity to prune everything.")
     dtype = torch.float32 if hz.dtype == torch.uint8 else hz.dtype
-    return values.to(hz.device, dtype).expand(hz.batch)
+    stored = values.to(hz.device, dtype)
+    if values.ndim == 1:
+        # Torch compares a tensor with a number in the tensor's dtype, but with a tensor in the wider dtype of the two:
+        # there a texel reaches the threshold if it reaches the next value that its own dtype has.
+        low = stored.double() < values.to(hz.device)
+        stored = torch.where(low, _next(stored), stored)
+    return stored.expand(hz.batch)
+
+
+def _next(values: torch.Tensor) -> torch.Tensor:
+    """The next larger value of a float dtype."""
+    bits = (values + 0.0).view(torch.int32 if values.dtype == torch.float32 else torch.int16)
+    up = torch.where(bits < 0, bits - 1, bits + 1)
+    return torch.where(values == 0, torch.ones_like(bits), up).view(values.dtype)
 
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]

@@ -43,7 +43,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
         torch: ...
 
     Raises:
-        InputError: not a verb of gpu_lod, or arguments that the verb itself refuses.
+        InputError: not a verb of gpu_lod, or arguments from which no backend can be chosen (the verb checks more).
     """
     if verb not in _choosers:
         known = ", ".join(sorted(function.__name__ for function in _choosers))
@@ -67,8 +67,11 @@ class _WithReferenceGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[2:]
+        again = torch.is_grad_enabled()  # for gradients of gradients
         with torch.enable_grad():
-            inputs = [t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)]
+            inputs = [
+                t if again else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
+            ]
             outputs = ctx.reference(*inputs)
             pairs = [
                 (output, gradient)
@@ -80,6 +83,7 @@ class _WithReferenceGradient(torch.autograd.Function):
                 [t for t, w in zip(inputs, wanted, strict=True) if w],
                 [gradient for _, gradient in pairs],
                 allow_unused=True,
+                create_graph=again,
             )
         result = iter(found)
         return (None, None, *(next(result) if w else None for w in wanted))

@@ -223,12 +223,11 @@ def _sampler(ctx: Context, chain: Chain, reduce: Reduce) -> None:
         )
         planes_to_texture(ctx, part[0], texture, 0)
         texture.clamp_levels(gl, 0, len(part) - 1)
-        gl.TexParameteri(
-            G.TEXTURE_2D_ARRAY, G.TEXTURE_REDUCTION_MODE, G.REDUCE_MAX if reduce == "max" else G.REDUCE_MIN
-        )
-        # With a linear blend between levels the filter may take in texels of the next one.
-        gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MIN_FILTER, G.LINEAR_MIPMAP_NEAREST)
         try:
+            mode = G.REDUCE_MAX if reduce == "max" else G.REDUCE_MIN
+            gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_REDUCTION_MODE, mode)
+            # With a linear blend between levels the filter may take in texels of the next one.
+            gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MIN_FILTER, G.LINEAR_MIPMAP_NEAREST)
             for level, target in enumerate(part[1:], start=1):
                 above = part[level - 1]
                 program = ctx.programs.compute("minmax_level.comp", **_reduction(reduce), **_taps(above))

@@ -24,6 +24,7 @@ _CAPABILITIES = (
     G.SAMPLE_ALPHA_TO_COVERAGE,
     G.SAMPLE_COVERAGE,
     G.SAMPLE_MASK,
+    *(G.CLIP_DISTANCE0 + plane for plane in range(8)),
 )
 _BUFFERS = (
     (G.COPY_READ_BUFFER, G.COPY_READ_BUFFER_BINDING),
@@ -61,7 +62,6 @@ def preserved(gl: GL) -> Iterator[None]:
     for unit in range(TEXTURE_UNITS):
         gl.ActiveTexture(G.TEXTURE0 + unit)
         textures.append((gl.integer(G.TEXTURE_BINDING_2D_ARRAY), gl.integer(G.SAMPLER_BINDING)))
-        gl.BindSampler(unit, 0)
     images = [
         [
             gl.indexed(name, unit)
@@ -76,11 +76,13 @@ def preserved(gl: GL) -> Iterator[None]:
         ]
         for unit in range(IMAGE_UNITS)
     ]
-    for capability in enabled:
-        gl.Disable(capability)
-    gl.ColorMask(1, 1, 1, 1)
-    gl.PolygonMode(0x0408, G.FILL)
     try:
+        for unit in range(TEXTURE_UNITS):
+            gl.BindSampler(unit, 0)
+        for capability in enabled:
+            gl.Disable(capability)
+        gl.ColorMask(1, 1, 1, 1)
+        gl.PolygonMode(0x0408, G.FILL)
         yield
     finally:
         gl.UseProgram(program)

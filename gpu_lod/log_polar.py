@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
-from gpu_lod.dispatch import Backend, Choice
-from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.dispatch import Backend, Choice, needs_grad
+from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.transfer import GL_DTYPES, Planes, chunks, make_words, new_planes, texture_to_planes
+from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
 
 _SPACINGS = ("log", "cortical")
 _BORDERS = ("clamp", "zero")
@@ -88,13 +87,14 @@ def log_polar(
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
     checks.no_cuda_yet(image)
-    if dispatch.needs_grad(points):
+    if needs_grad(points):
         raise UnsupportedError(
             "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
             "fixation.detach()."
         )
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend="gl")
-    ctx = context_for(*pyramid.levels)
+    ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+    points = points.detach().clone()  # the backward needs them as they are now
     (result,) = dispatch.run_gl(
         lambda *levels: (_gl(ctx, pyramid, points, rule, border, chosen.generator or "compute"),),
         lambda *levels: (reference(list(levels), points, rule, border),),
@@ -144,8 +144,10 @@ def _choose_for(
         return Choice("torch", "the fixation requires grad")
     if not isinstance(src, Pyramid):
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
-    if not src.uploaded:
+    if src.texture_context() is None:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    if image.dtype == torch.float32 and src.batch > 1:
+        return Choice("torch", "a batch of fp32 images keeps every core busy in torch, which is then as fast or faster")
     samples = src.batch * rule.rings * rule.wedges
     if samples < AUTO_MIN_SAMPLES:
         return Choice("torch", f"{samples} samples are too few to repay the fixed cost of a GL call")
@@ -168,7 +170,7 @@ class Rule:
 
     def levels(self, longer: int, last: int) -> list[float]:
         """Level of each ring, for an image whose longer side is `longer` px and whose last level is `last`."""
-        return [min(max(0.0, math.log2(longer * footprint)), float(last)) for footprint in self.footprints]
+        return [min(math.log2(max(1.0, longer * footprint)), float(last)) for footprint in self.footprints]
 
 
 def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
@@ -202,14 +204,14 @@ def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | 
             radius = r_min * (r_max / r_min) ** t
             step = radius * math.log(r_max / r_min) / rings
         else:
-            radius = e0 * ((1 + r_max / e0) ** t - 1)
-            step = (radius + e0) * math.log(1 + r_max / e0) / rings
+            radius = e0 * math.expm1(t * math.log1p(r_max / e0))
+            step = (radius + e0) * math.log1p(r_max / e0) / rings
         radii.append(radius)
         footprints.append(max(2 * math.pi * radius / wedges, step))
     return Rule(rings, wedges, tuple(radii), tuple(footprints))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)
 def _offsets(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Positions relative to the fixation, [rings, wedges, 2], in units of the longer side."""
     angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64) + 0.5) / rule.wedges
@@ -218,12 +220,15 @@ def _offsets(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return (radii[:, None, None] * directions).to(device, dtype)
 
 
-def reference(levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, border: str = "clamp") -> torch.Tensor:
+def reference(
+    levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, border: str = "clamp", parts: int | None = None
+) -> torch.Tensor:
     """Trilinear samples in plain torch, in the fastest way found: each ring reads only the two levels it needs.
 
     Args:
         levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
         fixation: [B, 2].
+        parts: how many threads share the samples of a single image; None is all of torch's.
 
     Differentiable in the levels and the fixation.
     """
@@ -237,7 +242,7 @@ def reference(levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, bo
     centre = (2 * fixation.to(work) - 1)[:, None, None, :]
     grid = torch.addcmul(centre, _offsets(rule, work, top.device), 2 * aspect)
     ring_levels = rule.levels(longer, len(levels) - 1)
-    parts = []
+    bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
     while first < rule.rings:
@@ -246,14 +251,14 @@ def reference(levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, bo
         while last < rule.rings and int(ring_levels[last]) == fine:
             last += 1
         rows = grid[:, first:last]
-        part = _bilinear(levels[fine], rows, work)
+        part = _bilinear(levels[fine], rows, work, parts)
         blend = [level - fine for level in ring_levels[first:last]]
         if any(blend):
             weights = torch.tensor(blend, dtype=work, device=top.device)[:, None]
-            part = torch.lerp(part, _bilinear(levels[fine + 1], rows, work), weights)
-        parts.append(part)
+            part = torch.lerp(part, _bilinear(levels[fine + 1], rows, work, parts), weights)
+        bands.append(part)
         first = last
-    result = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]
     if border == "zero":
         inside = (grid.abs() <= 1).all(dim=-1)[:, None]
         result = result * inside
@@ -261,9 +266,27 @@ def reference(levels: list[torch.Tensor], fixation: torch.Tensor, rule: Rule, bo
     return result if batched else result[0]
 
 
-def _bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    batched = level if level.ndim == 4 else level[None]
-    return F.grid_sample(batched.to(dtype), grid, mode="bilinear", padding_mode="border", align_corners=False)
+def _bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts: int | None) -> torch.Tensor:
+    image = (level if level.ndim == 4 else level[None]).to(dtype)
+    parts = torch.get_num_threads() if parts is None else parts
+    rows, wedges = grid.shape[1:3]
+    if (
+        parts > 1
+        and image.shape[0] == 1
+        and image.device.type == "cpu"
+        and rows * wedges % parts == 0
+        and not needs_grad(image, grid)
+    ):
+        # On a CPU grid_sample works in parallel over the batch alone. One image becomes a batch of the same image, each
+        # with a part of the samples: twice as fast on two cores.
+        split = grid.reshape(parts, 1, -1, 2)
+        sampled = _grid_sample(image.expand(parts, -1, -1, -1), split)
+        return sampled.transpose(0, 1).reshape(1, -1, rows, wedges)
+    return _grid_sample(image, grid)
+
+
+def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    return F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
 def _gl(
@@ -281,7 +304,7 @@ def _gl(
         points, view = _points(ctx, batch)
         view.copy_(fixation.detach())
         for binding, table in ((1, rings), (2, wedges), (3, points)):
-            ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, table.glo, 0, table.nbytes)
+            bind_table(ctx, binding, table)
         common: dict[str, object] = {"BORDER_ZERO": border == "zero"}
         uniforms = {"u_aspect": (longer / width, longer / height)}
         for first, texture in textures:
@@ -339,6 +362,11 @@ def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, objec
 
 def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
     key = texture.key
+    if max(target.width, target.height) > ctx.limits.texture_size:
+        raise LimitError(
+            f"{target.height} rings x {target.width} wedges are rendered to a texture, and this device's end at "
+            f"{ctx.limits.texture_size}. Use generator='compute'."
+        )
     canvas = ctx.textures.lease(
         (target.width, target.height), layers=key.layers, levels=1, dtype=target.dtype, channels=key.channels
     )

@@ -122,12 +122,17 @@ def _halve_mean(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
         x = _polyphase(x, -2)
     if w % 2 and w > 1:
         x = _polyphase(x, -1)
-    if x.shape[-2:] != (height, width):
+    if x.shape[-2] != height and x.shape[-1] != width:
         # Even sides: bilinear at half the size has its taps at the centres, with weights of exactly 1/2. It is the
         # fastest way on a CPU by far (avg_pool2d takes about four times as long).
         batched = x if x.ndim == 4 else x[None]
         batched = F.interpolate(batched, size=(height, width), mode="bilinear", align_corners=False)
-        x = batched if x.ndim == 4 else batched[0]
+        return batched if x.ndim == 4 else batched[0]
+    # One even side alone. Not by interpolate, which weighs a neighbour on the other side with 0, and 0 * inf is NaN.
+    if x.shape[-2] != height:
+        x = torch.add(x[..., 0::2, :], x[..., 1::2, :]) * 0.5
+    if x.shape[-1] != width:
+        x = torch.add(x[..., 0::2], x[..., 1::2]) * 0.5
     return x
 
 

@@ -31,7 +31,8 @@ class Pyramid:
     Convention: level 0 is full resolution. It is the source tensor itself where that needs no copy; the levels below it
         lie one behind the other in one buffer if a shader made them. `packed` gives all of them in one tensor.
     Frozen: writing to a level, or to the source, after the pyramid was built makes every later use raise
-        `PyramidChangedError` (in-place changes to inference-mode tensors cannot be seen). Build it again instead.
+        `PyramidChangedError` (changes to inference-mode tensors, and through numpy or
+        `.data`, cannot be seen). Build it again instead.
 
     It is a pytree: `torch.utils._pytree.tree_map` and everything built on it see its levels.
     """
@@ -44,7 +45,18 @@ class Pyramid:
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        top = self.levels[0]
+        sizes = level_sizes(top.shape[-2], top.shape[-1], len(self.levels))
+        for level, size in zip(self.levels, sizes, strict=True):
+            if level.shape != (*top.shape[:-2], *size) or level.dtype != top.dtype or level.device != top.device:
+                raise InputError(
+                    f"a level is {level.dtype} {tuple(level.shape)} on {level.device}; expected {top.dtype} "
+                    f"{(*top.shape[:-2], *size)} on {top.device}: sides halve and round down, as mipmap() makes them."
+                )
         object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
+
+    def __reduce__(self) -> Any:
+        return _unflatten, _flatten(self)  # without the cache: copies and other processes make their own textures
 
     def __len__(self) -> int:
         return len(self.levels)
@@ -110,10 +122,13 @@ class Pyramid:
         planes: Planes = self._cache[key][1]
         return planes
 
-    @property
-    def uploaded(self) -> bool:
-        """True if the pyramid is a texture already, in a context that can be used."""
-        return any(key[0] == "textures" and ctx.usable for key, (ctx, _) in self._cache.items())
+    def texture_context(self) -> Context | None:
+        """The context in which the pyramid is a texture already and that can be used here and now, or None."""
+        for (kind, *_), (ctx, _) in self._cache.items():
+            if kind == "textures" and ctx.usable_here():
+                found: Context = ctx
+                return found
+        return None
 
     def upload(self, context: Context | None = None) -> Pyramid:
         """Make the pyramid a texture now rather than at the first GL sample; returns itself.

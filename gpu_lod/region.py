@@ -7,12 +7,11 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import checks, dispatch
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.transfer import GL_DTYPES, chunks, make_words, new_planes
+from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_planes
 
 Bound = Literal["max", "min"]
 
@@ -63,7 +62,7 @@ def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -
         result = reference([level.detach() for level in levels], prepared, reduce)
     else:
         checks.no_cuda_yet(levels[0])
-        result = _gl(context_for(*hz.levels), hz, prepared, reduce)
+        result = _gl(hz.texture_context() or context_for(*hz.levels), hz, prepared, reduce)
     return result if hz.batched else result[0]
 
 
@@ -77,7 +76,7 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
         )
     if backend != "auto":
         return Choice(backend, "asked for")
-    if hz.uploaded and hz.device.type == "cpu":
+    if hz.texture_context() is not None and hz.device.type == "cpu":
         return Choice("gl", "the pyramid is a texture, and four fetches a box measure faster than torch's gathers")
     return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
 
@@ -145,6 +144,9 @@ def identity(dtype: torch.dtype, reduce: Bound) -> float:
 
 def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.Tensor:
     count = boxes.shape[1]
+    most = max(ctx.limits.storage_bytes // (16 * hz.batch), 1)
+    if count > most:
+        return torch.cat([_gl(ctx, hz, part, reduce) for part in boxes.split(most, dim=1)], dim=2)
     planes = hz.batch * hz.channels
     dtype = GL_DTYPES[hz.dtype]
     with ctx.active():
@@ -154,7 +156,7 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
         for first, texture in hz.textures(ctx):
             part = target.layers(first, texture.key.layers)
             texture.bind(ctx.gl)
-            ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, 1, lease.glo, 0, lease.nbytes)
+            bind_table(ctx, 1, lease)
             for chunk in chunks(ctx, part):
                 make_words(
                     ctx,

@@ -10,6 +10,7 @@ import torch
 from gpu_lod.bridge import Lease, Pool
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
+from gpu_lod.errors import OutOfMemoryError
 
 Storage = Literal["uint8", "unorm16", "float16", "float32"]
 _FORMATS = {
@@ -59,8 +60,8 @@ class _TextureObject:
         self._gl = gl
         self.key = key
         self.framebuffer = 0
+        gl.check("an earlier command of this call")
         self.glo = gl.gen("Textures")
-        gl.clear_errors()
         gl.BindTexture(G.TEXTURE_2D_ARRAY, self.glo)
         gl.TexStorage3D(G.TEXTURE_2D_ARRAY, key.levels, key.internal_format, key.width, key.height, key.layers)
         try:
@@ -156,7 +157,14 @@ class TexturePool:
     ) -> Texture:
         """A texture of `size` (width, height), contents undefined. The context must be current."""
         key = TextureKey(*size, layers, levels, self.storage(dtype, filtered=filtered), channels)
-        return Texture(self.pool.take(key, lambda: _TextureObject(self._gl, key)), self.pool.returned)
+        return Texture(self.pool.take(key, lambda: self._make(key)), self.pool.returned)
+
+    def _make(self, key: TextureKey) -> _TextureObject:
+        try:
+            return _TextureObject(self._gl, key)
+        except OutOfMemoryError:
+            self.trim()
+            return _TextureObject(self._gl, key)
 
     def drain(self) -> None:
         self.pool.drain()

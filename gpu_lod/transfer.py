@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gpu_lod.bridge import SharedBuffer
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import LimitError
@@ -160,6 +161,20 @@ def chunks(ctx: Context, target: Planes, fits: Callable[[int, int], bool] | None
         at += count
 
 
+def bind_table(ctx: Context, binding: int, table: SharedBuffer) -> None:
+    """Bind a whole small buffer.
+
+    Raises:
+        LimitError: it is larger than a binding may be.
+    """
+    if table.nbytes > ctx.limits.storage_bytes:
+        raise LimitError(
+            f"a table of {table.nbytes} bytes does not fit this device's storage-buffer bindings of "
+            f"{ctx.limits.storage_bytes}. Pass fewer boxes, rings, wedges or images at once, or use backend='torch'."
+        )
+    ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, table.glo, 0, table.nbytes)
+
+
 def make_words(
     ctx: Context,
     shader: str,
@@ -232,7 +247,12 @@ def planes_to_texture(ctx: Context, source: Planes, texture: Texture, level: int
                 u_layer_stride=channels * area,
                 u_first=tuple(first),
             ).dispatch_groups(-(-width // LOCAL_SIZE), size, count)
-    ctx.gl.MemoryBarrier(G.TEXTURE_FETCH_BARRIER_BIT | G.SHADER_IMAGE_ACCESS_BARRIER_BIT | G.FRAMEBUFFER_BARRIER_BIT)
+    ctx.gl.MemoryBarrier(
+        G.TEXTURE_FETCH_BARRIER_BIT
+        | G.TEXTURE_UPDATE_BARRIER_BIT
+        | G.SHADER_IMAGE_ACCESS_BARRIER_BIT
+        | G.FRAMEBUFFER_BARRIER_BIT
+    )
 
 
 def texture_to_planes(ctx: Context, texture: Texture, level: int, target: Planes) -> None:

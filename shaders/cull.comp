@@ -1,6 +1,6 @@
 #version 430
 // One level of the descent: an invocation tests the nodes of a work list. A node below its image's threshold prunes its
-// subtree; any other hands its children to the next list or, at level 0, is kept. NaN is unknown: it never prunes a
+// subtree; any other hands its children to the next list or, at level 0, is marked in the mask. NaN is unknown: it never prunes a
 // subtree, and is never kept.
 // PER_WORD (words.glsl), LEVEL_ZERO: the nodes are the texels themselves.
 #define REDUCE_MAX
@@ -12,8 +12,8 @@ layout(std430, binding = 0) readonly buffer Values { uint b_values[]; };
 layout(std430, binding = 1) readonly buffer Nodes { uint b_nodes[]; };
 layout(std430, binding = 2) writeonly buffer Next { uint b_next[]; };
 layout(std430, binding = 3) writeonly buffer Pruned { uint b_pruned[]; };
-// Four words a list: its workgroups (x, y, z for the indirect dispatch) and its length; list 0 holds the kept texels, list
-// l + 1 the nodes of level l. Then the number of pruned nodes, then a threshold key an image.
+// Four words a list: its workgroups (x, y, z for the indirect dispatch) and its length; list l + 1 holds the nodes
+// of level l (list 0 is not used). Then the number of pruned nodes, then a threshold key an image.
 layout(std430, binding = 4) buffer Counters { uint b_counters[]; };
 layout(std430, binding = 5) buffer Mask { uint b_mask[]; };
 
@@ -54,7 +54,6 @@ void test(uint node) {
     }
 #ifdef LEVEL_ZERO
     atomicOr(b_mask[node >> 2], 1u << ((node & 3u) * 8u));
-    b_next[append(0, 1u)] = node;
 #else
     int y = int(in_plane) / u_size.x;
     int x = int(in_plane) - y * u_size.x;

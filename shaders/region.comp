@@ -28,8 +28,9 @@ uniform ivec2 u_size;         // width, height of level 0
 
 float bound(int layer, vec4 box) {
     precise vec4 edges = box * vec4(u_size, u_size);
-    ivec2 first = max(ivec2(floor(edges.xy)), ivec2(0));
-    ivec2 last = min(ivec2(ceil(edges.zw)) - 1, u_size - 1);
+    // Clamped before the conversion, which is undefined beyond the range of an integer.
+    ivec2 first = ivec2(clamp(floor(edges.xy), 0.0, 1073741824.0));
+    ivec2 last = min(ivec2(clamp(ceil(edges.zw), -1.0, 1073741824.0)) - 1, u_size - 1);
 #ifdef REDUCE_MAX
     float empty = EMPTY_MAX;
 #else

@@ -444,3 +444,37 @@ def test_a_glfw_window_is_adopted_and_left_as_it_was() -> None:
         os.close(read)
         server.terminate()
         server.wait(timeout=20)
+
+
+def test_contexts_may_be_nested_and_displaced() -> None:
+    """A tensor's own context is made current even inside another's block, or when the program switched in between."""
+    succeed("""
+        import moderngl, torch, gpu_lod as lod
+        from gpu_lod.bridge import egl
+        mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+        image = torch.rand(3, 20, 30)
+        with mine:
+            adopted = lod.Context.adopt(mine)
+            with adopted:
+                held = adopted.empty(3, 20, 30)
+                held.copy_(image)
+                expected = lod.mipmap(held, generator="compute")
+                assert adopted.owns(expected[1])
+                with lod.Context() as own:
+                    inner = lod.mipmap(image, generator="compute")
+                    assert own.owns(inner[1]) and not adopted.owns(inner[1])
+                    try:
+                        lod.mipmap(held, generator="compute")   # adopted, and no longer current
+                    except lod.GpuLodError as error:
+                        assert "adopted" in str(error)
+                    else:
+                        raise AssertionError
+                assert egl.current().same_context(adopted._own)
+                assert torch.equal(lod.mipmap(held, generator="compute")[1], expected[1])
+        with lod.Context() as own:
+            with mine:
+                there = egl.current()
+                again = lod.mipmap(image, generator="compute")
+                assert egl.current() == there
+                assert own.owns(again[1]) and torch.equal(again[1], inner[1])
+    """)

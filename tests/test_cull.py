@@ -146,3 +146,15 @@ def test_bad_arguments() -> None:
         with pytest.raises(InputError, match="Pyramid"):
             lod.cull(noise(1, 8, 8), 0.5, backend=way)  # type: ignore[arg-type]
         assert lod.cull(hz, 0.5, backend=way).mask.shape == (2, 1, 8, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_tensor_thresholds_compare_as_torch_compares(dtype: torch.dtype) -> None:
+    """In the wider dtype of the two: a threshold just above a texel must not round down onto it."""
+    relevance = torch.tensor([0.5, -0.5, 0.0, -0.0, 1.0]).to(dtype).view(1, 1, 1, 5)
+    for base in (0.5, -0.5, 0.0, 1.0):
+        for step in (0.0, 1e-9, -1e-9, 1e-5, -1e-5):
+            threshold = torch.tensor([base + step], dtype=torch.float64)
+            expected = relevance.double() >= threshold.view(1, 1, 1, 1)
+            for way in WAYS:
+                assert torch.equal(lod.cull(lod.hiz(relevance), threshold, backend=way).mask, expected), (base, step)

@@ -12,6 +12,7 @@ from oracle import log_polar as oracle
 
 import gpu_lod as lod
 from gpu_lod.errors import GpuLodError, InputError, LimitError, UnsupportedError
+from gpu_lod.log_polar import reference, ring_rule
 
 WAYS = ("torch", "compute", "fragment")
 
@@ -247,3 +248,44 @@ def test_wrong_sources(restored_limits: lod.Context) -> None:
     with pytest.raises(LimitError, match="textures"):
         lod.log_polar(noise(1, 8, 17), (0.5, 0.5), 4, 4, backend="gl")
     assert issubclass(LimitError, GpuLodError)
+
+
+def test_fixation_changed_before_backward_changes_nothing() -> None:
+    def gradient(way: str, *, change: bool) -> torch.Tensor:
+        torch.manual_seed(2)
+        image = noise(3, 24, 30).requires_grad_()
+        fixation = torch.tensor([0.4, 0.6])
+        loss = sample(image, fixation, 6, 10, way).square().sum()
+        if change:
+            fixation.add_(0.2)
+        return torch.autograd.grad(loss, image)[0]
+
+    for way in WAYS:
+        assert torch.equal(gradient(way, change=True), gradient(way, change=False))
+
+
+def test_tables_and_canvas_respect_the_limits(restored_limits: lod.Context) -> None:
+    pyramid = lod.mipmap(noise(1, 16, 16)).upload()
+    restored_limits.limits.texture_size = 64
+    with pytest.raises(LimitError, match="generator='compute'"):
+        sample(pyramid, (0.5, 0.5), 4, 65, "fragment")
+    assert sample(pyramid, (0.5, 0.5), 4, 65, "compute").shape == (1, 4, 65)
+    restored_limits.limits.storage_bytes = 2048
+    with pytest.raises(LimitError, match="table"):
+        sample(pyramid, (0.5, 0.5), 1, 300, "compute")
+
+
+def test_extreme_radii() -> None:
+    image = noise(1, 16, 16)
+    for way in WAYS:
+        for r_max, e0 in ((1e-18, 0.05), (1e18, 0.05), (0.7, 1e-12)):
+            assert sample(image, (0.5, 0.5), 4, 4, way, spacing="cortical", r_max=r_max, e0=e0).isfinite().all()
+
+
+def test_one_image_is_split_over_threads_without_a_difference() -> None:
+    levels = lod.mipmap(noise(3, 40, 50)).levels
+    rule = ring_rule(8, 12, None, 0.7, "log", 0.05)
+    point = torch.tensor([[0.4, 0.6]])
+    whole = reference(list(levels), point, rule, parts=1)
+    for parts in (2, 3, 5, None):
+        assert torch.equal(reference(list(levels), point, rule, parts=parts), whole)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from compare import assert_matches
@@ -269,3 +272,58 @@ def test_a_changed_pyramid_is_refused() -> None:
             lod.log_polar(pyramid, (0.5, 0.5), 4, 4)
         with pytest.raises(PyramidChangedError):
             pyramid.packed  # noqa: B018
+
+
+@pytest.mark.parametrize("way", ["torch", *EXACT_GENERATORS])
+@pytest.mark.parametrize("size", [(4, 5), (5, 4), (1, 6), (6, 1), (6, 6), (5, 7)], ids=str)
+def test_nan_and_infinity_stay_inside_their_footprints(way: str, size: tuple[int, int]) -> None:
+    for value in (float("nan"), float("inf")):
+        for index in range(size[0] * size[1]):
+            image = torch.zeros(1, *size)
+            image.view(-1)[index] = value
+            pyramid = lod.mipmap(image, backend="torch") if way == "torch" else lod.mipmap(image, generator=way)
+            touched = extreme_chain((~image.isfinite()).float(), "max")
+            for level, reached in zip(pyramid, touched, strict=True):
+                assert torch.equal(~level.isfinite(), reached > 0), (value, index)
+
+
+def test_gradients_of_gradients() -> None:
+    """A penalty on the gradient reaches the image through the GL path as through the reference."""
+
+    def penalised(**how: str) -> torch.Tensor:
+        torch.manual_seed(1)
+        image = noise(2, 10, 14).requires_grad_()
+        energy = sum((level**2).sum() for level in lod.mipmap(image, **how).levels[1:])
+        (gradient,) = torch.autograd.grad(energy, image, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), image)[0]
+
+    assert torch.allclose(penalised(generator="compute"), penalised(backend="torch"), atol=1e-6)
+
+
+def test_pyramids_pickle_and_copy() -> None:
+    for generator in ("auto", "compute"):
+        pyramid = lod.mipmap(noise(3, 20, 30), generator=generator)
+        expected = lod.log_polar(pyramid.upload(), (0.5, 0.5), 6, 6, backend="gl")
+        for other in (pickle.loads(pickle.dumps(pyramid)), copy.deepcopy(pyramid), copy.copy(pyramid)):
+            assert repr(other) == repr(pyramid)
+            assert torch.equal(lod.log_polar(other, (0.5, 0.5), 6, 6, backend="gl"), expected)
+
+
+def test_pytree_sees_the_levels() -> None:
+    pyramid = lod.mipmap(noise(3, 20, 30))
+    doubled = torch.utils._pytree.tree_map(lambda level: level * 2, pyramid)
+    assert isinstance(doubled, lod.Pyramid)
+    assert all(torch.equal(a, 2 * b) for a, b in zip(doubled, pyramid, strict=True))
+    wide = torch.utils._pytree.tree_map(lambda level: level.double(), lod.hiz(noise(1, 8, 8)))
+    with pytest.raises(InputError, match="float64"):
+        lod.cull(wide, 0.5, backend="gl")
+
+
+def test_levels_that_do_not_belong_together_are_refused() -> None:
+    for levels in (
+        (noise(3, 64, 64), noise(3, 16, 16)),
+        (noise(3, 5, 5), noise(3, 3, 3)),
+        (noise(1, 2, 2), noise(2, 1, 1)),
+    ):
+        with pytest.raises(InputError, match="halve"):
+            lod.Pyramid(levels)

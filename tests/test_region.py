@@ -84,7 +84,7 @@ def test_low_limits_split(restored_limits: lod.Context) -> None:
     boxes = random_boxes(300, 9)
     expected = lod.region_max(hz, boxes, backend="torch")
     restored_limits.limits.layers = 256
-    restored_limits.limits.storage_bytes = 11_000
+    restored_limits.limits.storage_bytes = 11_000  # fewer boxes than there are: 300 x 9 x 16 bytes
     assert torch.equal(lod.region_max(hz, boxes, backend="gl"), expected)
 
 
@@ -117,3 +117,21 @@ def test_wrong_pyramids() -> None:
         lod.region_min(lod.mipmap(noise(1, 8, 8)), boxes)
     with pytest.raises(InputError, match="levels"):
         lod.region_max(lod.mipmap(noise(1, 8, 8), levels=2, reduce="max"), boxes)
+
+
+def test_boxes_far_outside() -> None:
+    hz = lod.hiz(noise(1, 4, 5))
+    boxes = torch.tensor([[1e9, 0, 2e9, 1], [-2e9, 0, -1e9, 1], [-3e38, -3e38, 3e38, 3e38], [0, 5e8, 1, 9e9]])
+    expected = [-math.inf, -math.inf, float(hz[0].max()), -math.inf]
+    for way in WAYS:
+        assert lod.region_max(hz, boxes, backend=way)[0].tolist() == expected
+
+
+def test_auto_uses_the_texture_once_it_is_there() -> None:
+    hz = lod.hiz(noise(1, 40, 50))
+    boxes = random_boxes(20)
+    assert lod.explain(lod.region_max, hz, boxes).backend == "torch"
+    before = lod.region_max(hz, boxes)
+    hz.upload()
+    assert lod.explain(lod.region_max, hz, boxes).backend == "gl"
+    assert torch.equal(lod.region_max(hz, boxes), before)
