@@ -28,6 +28,8 @@ def _job(row: dict[str, Any]) -> str:
     height, width = row["size"]
     batch = "" if row["batch"] == 1 else f"{row['batch']} x "
     note = f"; {row['note']}" if row["note"] else ""
+    if row["verb"] == "cull":  # the honest opponent, which gives the mask alone
+        note += f"; for the mask alone one torch comparison takes {_ms(row, 'torch one comparison')}"
     return f"{batch}{row['channels']} x {height} x {width} {row['dtype']}, {row['cache']}{note}"
 
 

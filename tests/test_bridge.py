@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import pickle
 import resource
 import threading
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ import torch
 from images import noise
 
 import gpu_lod as lod
-from gpu_lod.bridge import HostBridge, Lease, Pool
+from gpu_lod.bridge import HostBridge, Lease, Pool, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.host import _size_class
 from gpu_lod.errors import InputError, OutOfMemoryError, UnsupportedError
@@ -91,17 +94,32 @@ def test_tensor_memory_is_the_mapping(ctx: lod.Context) -> None:
 
 
 def test_no_copy_on_the_way_out(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verb on a tensor in GL memory calls no copying function of torch at all."""
+    """Verbs on tensors in GL memory call no copying function of torch at all, but for a few bytes of parameters."""
     image = ctx.empty(3, 64, 64)
     image.copy_(noise(3, 64, 64))
-    lod.mipmap(image, generator="compute")
+
+    def work() -> None:
+        pyramid = lod.mipmap(image, generator="compute")
+        lod.mipmap(image, generator="fragment")
+        lod.hiz(image, generator="sampler")
+        polar = lod.log_polar(pyramid, fixation, 64, 64, generator="compute")
+        assert ctx.owns(polar)
+
+    fixation = torch.tensor([0.5, 0.5])
+    work()
 
     def copied(*_: object, **__: object) -> None:
         raise AssertionError("copied")
 
+    def only_small(name: str) -> Callable[..., Any]:
+        real = getattr(torch.Tensor, name)
+        return lambda self, *a, **k: real(self, *a, **k) if self.nbytes <= 64 else copied()
+
     for name in ("copy_", "clone", "contiguous", "to"):
-        monkeypatch.setattr(torch.Tensor, name, copied)
-    lod.mipmap(image, generator="compute")
+        monkeypatch.setattr(torch.Tensor, name, only_small(name))
+    with pytest.raises(AssertionError, match="copied"):
+        noise(3, 64, 64).clone()
+    work()
 
 
 def test_an_ordinary_tensor_is_copied_once(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +187,15 @@ def count_objects(ctx: lod.Context) -> tuple[int, int, int, int]:
         return tuple(number for pool in pools for number in (pool.leased, pool.idle))  # type: ignore[return-value]
 
 
+def count_names(ctx: lod.Context) -> int:
+    """GL objects that exist, of every kind that gpu_lod makes, asked of the driver."""
+    kinds = ("Buffer", "Texture", "Framebuffer", "VertexArray", "Program")
+    with ctx.active():
+        load = egl.loader_of_current().load_opengl_function
+        known = [ctypes.CFUNCTYPE(ctypes.c_ubyte, ctypes.c_uint)(load(f"glIs{kind}")) for kind in kinds]
+        return sum(bool(is_one(name)) for is_one in known for name in range(1, 4000))
+
+
 def test_two_thousand_calls_leave_nothing_behind(ctx: lod.Context) -> None:
     image = noise(3, 96, 64)
     relevance = noise(1, 33, 40)
@@ -182,11 +209,13 @@ def test_two_thousand_calls_leave_nothing_behind(ctx: lod.Context) -> None:
 
     for _ in range(20):
         work()
+    names = count_names(ctx)
     before, memory = count_objects(ctx), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(400):
         work()
     after = count_objects(ctx)
     assert sum(after) <= sum(before), (before, after)
+    assert count_names(ctx) <= names
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < 20_000, f"{grown} KiB more resident memory"
 
