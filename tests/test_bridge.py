@@ -265,3 +265,40 @@ def test_missing_entry_points_say_so() -> None:
     gl = G.GL(lambda _: 0)
     with pytest.raises(UnsupportedError, match="glFinish"):
         gl.Finish()
+
+
+def test_every_verb_ends_with_the_gpu_idle(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last GL command before torch sees a result waits for all others, with the barrier before it. A test of call
+    order: a software renderer is often done by itself."""
+    image = noise(3, 24, 30)
+    pyramid = lod.mipmap(image, generator="compute").upload()
+    hz = lod.hiz(image, generator="compute").upload()
+    boxes = torch.tensor([[0.1, 0.1, 0.6, 0.7]])
+    verbs = {
+        "mipmap": lambda: lod.mipmap(image, generator="fragment"),
+        "hiz": lambda: lod.hiz(image, generator="sampler"),
+        "log_polar": lambda: lod.log_polar(pyramid, (0.5, 0.5), 4, 4, generator="compute"),
+        "cull": lambda: lod.cull(hz, 0.5, backend="gl"),
+        "region_max": lambda: lod.region_max(hz, boxes, backend="gl"),
+    }
+    calls: list[str] = []
+    for name in ("MemoryBarrier", "Finish", "BindBufferRange", "BindTexture", "DrawArraysInstanced"):
+        real = getattr(ctx.gl, name)
+        monkeypatch.setattr(ctx.gl, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
+    for name, verb in verbs.items():
+        calls.clear()
+        verb()
+        assert calls[-2:] == ["MemoryBarrier", "Finish"], name
+        assert "BindBufferRange" in calls, name
+
+
+def test_addresses_of_deleted_buffers_are_forgotten(ctx: lod.Context) -> None:
+    """The next malloc may hand such an address to an ordinary tensor."""
+    kept = ctx.empty(7)
+    for size in (10_000, 300_000, 5_000_000):
+        ctx.empty(size)
+    ctx.trim()
+    bridge = ctx.bridge
+    assert isinstance(bridge, HostBridge)
+    assert len(bridge._by_address) == bridge.pool.leased
+    assert ctx.owns(kept)

@@ -316,10 +316,17 @@ def snapshot(gl: G.GL) -> dict[str, object]:
             )
         ],
         "storage": [
-            [gl.indexed(name, index) for name in (G.SHADER_STORAGE_BUFFER_BINDING, G.SHADER_STORAGE_BUFFER_START)]
+            [
+                gl.indexed(name, index)
+                for name in (
+                    G.SHADER_STORAGE_BUFFER_BINDING,
+                    G.SHADER_STORAGE_BUFFER_START,
+                    G.SHADER_STORAGE_BUFFER_SIZE,
+                )
+            ]
             for index in range(8)
         ],
-        "images": [gl.indexed(G.IMAGE_BINDING_NAME, unit) for unit in range(8)],
+        "images": [[gl.indexed(name, unit) for name in range(0x8F3A, 0x8F3F)] for unit in range(8)],
     }  # fmt: skip
     units = []
     for unit in range(16):
@@ -368,8 +375,10 @@ def test_adopted_moderngl_context_keeps_its_state() -> None:
         gl.ActiveTexture(G.TEXTURE0 + 3)
         for target in (G.COPY_READ_BUFFER, G.COPY_WRITE_BUFFER, G.DISPATCH_INDIRECT_BUFFER):
             gl.BindBuffer(target, storage[0].glo)
-        adopted = lod.Context.adopt(mine)
         before = snapshot(gl)
+        assert before["units"][0] != (0, 0, 0)
+        adopted = lod.Context.adopt(mine)
+        assert snapshot(gl) == before
         with adopted:
             use_every_verb()
             result = lod.mipmap(noise(3, 16, 16), generator="fragment")
@@ -474,7 +483,10 @@ def test_contexts_may_be_nested_and_displaced() -> None:
         with lod.Context() as own:
             with mine:
                 there = egl.current()
+                seen, finish = [], own.bridge.hand_to_torch
+                own.bridge.hand_to_torch = lambda: (seen.append(egl.current().same_context(own._own)), finish())
                 again = lod.mipmap(image, generator="compute")
                 assert egl.current() == there
                 assert own.owns(again[1]) and torch.equal(again[1], inner[1])
+                assert seen == [True]
     """)
