@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Pyramid
@@ -29,6 +30,8 @@ def tensor(value: Any, name: str) -> torch.Tensor:
 def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> torch.Tensor:
     """A dense tensor [B, C, H, W] or [C, H, W], no side empty, of a stored dtype."""
     image = tensor(value, name)
+    if image.is_nested:
+        raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
     shape = tuple(image.shape)
     if image.layout is not torch.strided or image.is_quantized or image.is_meta or image.is_complex():
         raise InputError(f"{name} is a {_kind(image)}; expected an ordinary dense tensor with data.")
@@ -48,7 +51,7 @@ def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> t
 
 
 def choice(value: Any, name: str, choices: Sequence[str]) -> Any:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
     return value
 
@@ -63,7 +66,7 @@ def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None)
 def number(value: Any, name: str) -> float:
     try:
         result = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} is {_kind(value)}; expected a number.") from None
     if not math.isfinite(result):
         raise InputError(f"{name} is {result}; expected a finite number.")
@@ -102,9 +105,11 @@ def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _points(value: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout is not torch.strided):
+        raise InputError(f"fixation is a {value.layout} {value.dtype} tensor; expected (x, y) or a dense [B, 2].")
     try:
         return torch.as_tensor(value, dtype=torch.float32, device=like.device)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
 
 
@@ -125,8 +130,14 @@ def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:
         raise InputError(f"{name} is on {other.device} and the image on {first.device}; move one with .to().")
 
 
-def no_cuda_yet(value: torch.Tensor) -> None:
-    """GL verbs take CPU tensors: there is no bridge to other devices."""
+def gl_input(value: torch.Tensor) -> None:
+    """GL verbs take CPU tensors with memory of their own: there is no bridge to other devices, no functorch rule."""
+    forward = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+    if forward or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise UnsupportedError(
+            "the GL backend knows reverse-mode gradients only: no forward mode, no torch.func.grad, jvp or "
+            "vmap. Use backend='torch' there; for a batch pass [B, C, H, W]."
+        )
     if value.device.type != "cpu":
         raise UnsupportedError(
             f"the tensor is on {value.device}; the GL backend takes CPU tensors. Use backend='torch' or tensor.cpu()."

@@ -31,6 +31,7 @@ from gpu_lod.errors import (
 )
 from gpu_lod.glstate import preserved, preserved_for_moderngl
 from gpu_lod.program import Programs
+from gpu_lod.shield import Shield
 from gpu_lod.texture import TexturePool
 
 LOCK_TIMEOUT = 60.0
@@ -132,7 +133,7 @@ class Context:
     def __new__(cls, device: int | None = None) -> Context:
         if device is not None and (isinstance(device, bool) or not isinstance(device, int)):
             raise InputError(f"device is {device!r}; expected the index of an EGL device or None.")
-        with _registry_lock:
+        with Shield(), _registry_lock:
             for known, context in _registry.items():
                 if (device is None and context.is_default) or device == known:
                     context._check_usable()
@@ -332,22 +333,23 @@ class Context:
     @contextmanager
     def active(self) -> Iterator[Context]:
         """What every verb runs in: the lock, the context current, and on exit all GL work done and visible to torch."""
-        self._acquire()
-        try:
-            if self._active:  # a verb inside a verb: the outer one waits
-                yield self
-                return
-            self._active += 1
+        with Shield():
+            self._acquire()
             try:
-                if self.device is None:
-                    with preserved(self.gl):
+                if self._active:  # a verb inside a verb: the outer one waits
+                    yield self
+                    return
+                self._active += 1
+                try:
+                    if self.device is None:
+                        with preserved(self.gl):
+                            yield from self._work()
+                    else:
                         yield from self._work()
-                else:
-                    yield from self._work()
+                finally:
+                    self._active -= 1
             finally:
-                self._active -= 1
-        finally:
-            self._release()
+                self._release()
 
     def _work(self) -> Iterator[Context]:
         if self._unfinished:  # a signal cut the last verb short: its work may still use what comes back now
@@ -366,13 +368,15 @@ class Context:
             self._unfinished = False
 
     def __enter__(self) -> Context:
-        self._acquire()
-        _pinned_stack().append(self)
+        with Shield():
+            self._acquire()
+            _pinned_stack().append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _pinned_stack().remove(self)
-        self._release()
+        with Shield():
+            _pinned_stack().remove(self)
+            self._release()
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -389,7 +393,7 @@ class Context:
         sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if dtype not in (torch.uint8, torch.float16, torch.float32):
             raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16 or float32.")
-        if not sides or not all(isinstance(side, int) and side > 0 for side in sides):
+        if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
             raise InputError(f"shape is {sides}; expected one or more positive integers.")
         count = 1
         for side in sides:
@@ -415,7 +419,7 @@ class Context:
         if self._closed or self._pid != os.getpid():
             return
         # The context's lock before the registry's, as for a thread that has pinned the context and opens another one.
-        with self.active(), _registry_lock:
+        with Shield(), self.active(), _registry_lock:
             self._mark_closed()
             self.programs.clear()
             self.constants.clear()
@@ -456,7 +460,7 @@ class Context:
 
 
 def _reap() -> None:
-    with _registry_lock:
+    with Shield(), _registry_lock:
         _lingering[:] = [context for context in _lingering if context._pid == os.getpid() and not context._reap()]
 
 

@@ -59,7 +59,7 @@ def cull(hz: Pyramid, threshold: float | torch.Tensor, backend: Backend = "auto"
     if chosen.backend == "torch":
         levels = [level.detach() if hz.batched else level.detach()[None] for level in hz.levels]
         return _unbatch(hz, *reference(levels, thresholds))
-    checks.no_cuda_yet(hz.levels[0])
+    checks.gl_input(hz.levels[0])
     return _unbatch(hz, *_gl(context_for(*hz.levels), hz, thresholds))
 
 
@@ -78,9 +78,11 @@ dispatch.register(cull, _choose)
 
 def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
     """[B] thresholds in level 0's dtype (fp32 for uint8), such that >= says what torch's own comparison says."""
+    if isinstance(threshold, torch.Tensor) and (threshold.is_complex() or threshold.layout is not torch.strided):
+        raise InputError(f"threshold is a {threshold.layout} {threshold.dtype} tensor; expected real numbers, dense.")
     try:
         values = torch.as_tensor(threshold, dtype=torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"threshold is {threshold!r}; expected a number or a tensor [B] ({error}).") from None
     if values.ndim > 1 or (values.ndim == 1 and values.shape[0] != hz.batch):
         raise InputError(f"threshold has shape {tuple(values.shape)}; expected a number or [{hz.batch}], one an image.")

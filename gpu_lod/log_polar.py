@@ -86,7 +86,7 @@ def log_polar(
             src.check_unchanged()
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
-    checks.no_cuda_yet(image)
+    checks.gl_input(image)
     if needs_grad(points):
         raise UnsupportedError(
             "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
@@ -175,8 +175,8 @@ class Rule:
 
 def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
     checks.choice(spacing, "spacing", _SPACINGS)
-    checks.integer(rings, "rings", at_least=1)
-    checks.integer(wedges, "wedges", at_least=1)
+    checks.integer(rings, "rings", at_least=1, at_most=2**20)
+    checks.integer(wedges, "wedges", at_least=1, at_most=2**20)
     r_max = checks.number(r_max, "r_max")
     if spacing == "cortical":
         if r_min is not None:

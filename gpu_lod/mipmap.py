@@ -78,7 +78,7 @@ def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> C
     if generator != "auto" and backend == "torch":
         raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
     if backend == "gl" or generator != "auto":
-        checks.no_cuda_yet(image)
+        checks.gl_input(image)
         return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
     if backend == "torch":
         return Choice("torch", "asked for")

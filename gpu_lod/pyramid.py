@@ -45,7 +45,13 @@ class Pyramid:
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        if not self.levels or not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in self.levels):
+            raise InputError("a Pyramid is made of tensors [B, C, h, w] or [C, h, w], finest first; see mipmap().")
+        if self.reduce not in ("mean", "max", "min"):
+            raise InputError(f"reduce is {self.reduce!r}; expected 'mean', 'max' or 'min'.")
         top = self.levels[0]
+        if len(self.levels) > max(top.shape[-2:]).bit_length():
+            raise InputError(f"{len(self.levels)} levels are more than {tuple(top.shape)} has down to 1 x 1.")
         sizes = level_sizes(top.shape[-2], top.shape[-1], len(self.levels))
         for level, size in zip(self.levels, sizes, strict=True):
             if level.shape != (*top.shape[:-2], *size) or level.dtype != top.dtype or level.device != top.device:

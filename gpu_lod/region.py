@@ -61,7 +61,7 @@ def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -
     elif chosen.backend == "torch":
         result = reference([level.detach() for level in levels], prepared, reduce)
     else:
-        checks.no_cuda_yet(levels[0])
+        checks.gl_input(levels[0])
         result = _gl(hz.texture_context() or context_for(*hz.levels), hz, prepared, reduce)
     return result if hz.batched else result[0]
 

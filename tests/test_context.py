@@ -490,3 +490,29 @@ def test_contexts_may_be_nested_and_displaced() -> None:
                 assert own.owns(again[1]) and torch.equal(again[1], inner[1])
                 assert seen == [True]
     """)
+
+
+def test_an_interrupt_while_compiling_waits() -> None:
+    """moderngl's C code does not survive an exception from a signal handler, so the verb ends first."""
+    out = succeed("""
+        import os, signal, sys, threading, torch, _moderngl, gpu_lod as lod
+        sent = []
+        def trace(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename == _moderngl.__file__ and not sent:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGINT)
+            return trace
+        image = torch.rand(1, 37, 21)
+        lod.Context()
+        sys.settrace(trace)
+        try:
+            lod.mipmap(image, backend="gl")
+        except KeyboardInterrupt:
+            print("interrupted")
+        sys.settrace(None)
+        results = []
+        thread = threading.Thread(target=lambda: results.append(lod.mipmap(image, backend="gl")))
+        thread.start(); thread.join(20)
+        print(len(results), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    """)
+    assert out.split() == ["interrupted", "1", "True"]

@@ -327,3 +327,33 @@ def test_levels_that_do_not_belong_together_are_refused() -> None:
     ):
         with pytest.raises(InputError, match="halve"):
             lod.Pyramid(levels)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+def test_what_gl_cannot_differentiate_is_refused() -> None:
+    image = noise(3, 8, 8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(image, torch.ones_like(image))
+        with pytest.raises(UnsupportedError, match="reverse-mode"):
+            lod.mipmap(dual, generator="compute")
+    with pytest.raises(UnsupportedError, match="vmap"):
+        torch.func.vmap(lambda x: lod.mipmap(x, generator="compute")[1])(image[None])
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: lod.mipmap(x, generator="compute")[1].sum())(image)
+
+
+def test_more_bad_input() -> None:
+    with pytest.raises(InputError, match="expected one of"):
+        lod.mipmap(noise(3, 8, 8), backend=["gl"])  # type: ignore[arg-type]
+    for levels in ((), (noise(4, 4),), (1,), (torch.zeros(1, 1, 1),) * 5):
+        with pytest.raises(InputError):
+            lod.Pyramid(levels)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="reduce"):
+        lod.Pyramid((noise(1, 2, 2),), "median")  # type: ignore[arg-type]
+    hz = lod.hiz(noise(1, 8, 8))
+    for threshold in (torch.tensor(1j), 10**400):
+        with pytest.raises(InputError, match="threshold"):
+            lod.cull(hz, threshold)
+    for fixation in ((10**400, 0.5), torch.tensor([0.5 + 9j, 0.5])):
+        with pytest.raises(InputError, match="fixation"):
+            lod.log_polar(noise(3, 8, 8), fixation, 4, 4)

@@ -1,0 +1,47 @@
+"""Signals wait until a verb is done.
+
+A Python signal handler may raise between any two bytecodes: between taking a lock and guarding it, or inside
+moderngl's C code while it compiles, which does not survive it. Verbs take milliseconds, so Ctrl-C waits for the end of
+the one it meets.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+_active = False  # touched by the main thread alone: only there do Python handlers run
+
+
+class Shield:
+    """Hold back Python signal handlers of the main thread; they run on exit. Does nothing elsewhere or when nested."""
+
+    __slots__ = ("_handlers", "_pending")
+
+    def __enter__(self) -> None:
+        global _active
+        self._handlers: dict[int, Any] = {}
+        self._pending: list[int] = []
+        if _active or threading.get_ident() != threading.main_thread().ident:
+            return
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._later)
+        _active = bool(self._handlers)
+
+    def _later(self, number: int, _frame: object) -> None:
+        self._pending.append(number)
+
+    def __exit__(self, *_: object) -> None:
+        global _active
+        if not self._handlers:
+            return
+        _active = False
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number in self._pending:
+            self._handlers[number](number, None)
