@@ -32,14 +32,14 @@ INSTALL_HINT = (
 )
 
 
-def library_name() -> str:
+def soname() -> str:
     """The EGL library to load: $GPU_LOD_LIBEGL or libEGL.so.1."""
     return os.environ.get("GPU_LOD_LIBEGL") or "libEGL.so.1"
 
 
 class _EGL:
     def __init__(self) -> None:
-        name = library_name()
+        name = soname()
         try:
             lib = ctypes.CDLL(name)
         except OSError as error:

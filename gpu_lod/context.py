@@ -173,7 +173,7 @@ class Context:
 
         old = egl.release_current()
         try:
-            library = egl.library_name()
+            library = egl.soname()
             try:
                 # Entry points come from EGL alone, so libGL need not be installed.
                 window = backend.create_context(

@@ -99,7 +99,7 @@ def _versions() -> Finding:
 
 
 def _library() -> Finding:
-    name = egl.library_name()
+    name = egl.soname()
     try:
         ctypes.CDLL(name)
     except OSError as error:
