@@ -1,47 +1,88 @@
 """GL buffers seen as tensors. Knows nothing of images; import it as `gpu_lod.bridge`.
 
 A bridge makes buffers that GL and torch both see and says which tensors are such buffers. `Bridge` is what a context
-needs of one; `host.HostBridge` is the one for CPU tensors.
+needs of one: `host.HostBridge` is the one for CPU tensors, `interop.InteropBridge` the one for CUDA tensors, over the
+calls of `cuda.CudaDriver` or `pycuda.PyCudaDriver`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .devices import Device, choose, devices
 from .host import HostBridge, MappedBuffer, SharedBuffer
+from .interop import InteropBridge
 from .pool import Lease, Pool
+from .private import Private, PrivatePool
+
+
+class Buffer(Protocol):
+    """A GL buffer object."""
+
+    @property
+    def glo(self) -> int:
+        """Its GL name."""
+
+    def bind(self, binding: int, start: int, size: int) -> None:
+        """Bind a range to a storage-buffer binding; a shared buffer is GL's from now until the verb ends."""
+
+
+class Shared(Protocol):
+    """A leased buffer that tensors are made of."""
+
+    @property
+    def item(self) -> Buffer: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int = 0) -> torch.Tensor:
+        """A contiguous tensor of `shape` whose memory is the buffer from byte `offset` on."""
 
 
 class Bridge(Protocol):
     """One way to share GL buffers with torch. All methods but `find` need the context to be current."""
 
     @property
-    def device_type(self) -> str:
-        """The torch device type of its tensors: "cpu" or "cuda"."""
+    def device(self) -> torch.device:
+        """Where its tensors live."""
 
     @property
     def pool(self) -> Pool[Any]: ...
 
-    def lease(self, nbytes: int) -> SharedBuffer:
-        """A buffer of `nbytes`, contents undefined; it returns to the pool when its last tensor has died."""
+    def lease(self, nbytes: int) -> Shared:
+        """A buffer of `nbytes`, contents undefined; it returns to the pool when its last tensor has died. Torch may
+        write to it until it is bound."""
 
-    def find(self, tensor: torch.Tensor) -> tuple[MappedBuffer, int] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[Buffer, int] | None:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
 
-    def hand_to_gl(self) -> None:
-        """Before a verb's first GL command: make what torch wrote visible to GL."""
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a verb's first GL command: take back dead buffers, and note the tensors that the verb reads."""
 
-    def hand_to_torch(self) -> None:
+    def end(self) -> None:
         """After a verb's last GL command: make what GL wrote visible to torch."""
-
-    def drain(self) -> None:
-        """Take back the buffers whose tensors have died."""
 
     def trim(self) -> None:
         """Delete idle buffers."""
 
 
-__all__ = ["Bridge", "Device", "HostBridge", "Lease", "MappedBuffer", "Pool", "SharedBuffer", "choose", "devices"]
+__all__ = [
+    "Bridge",
+    "Buffer",
+    "Device",
+    "HostBridge",
+    "InteropBridge",
+    "Lease",
+    "MappedBuffer",
+    "Pool",
+    "Private",
+    "PrivatePool",
+    "Shared",
+    "SharedBuffer",
+    "choose",
+    "devices",
+]

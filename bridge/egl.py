@@ -1,11 +1,11 @@
 """EGL and GLX through ctypes: devices, and which context is current on this thread.
 
 Contexts are made by moderngl (glcontext); this module fills two gaps. glcontext's exit leaves *no* context current, so
-a
-caller who had one of their own would lose it: `switch` puts it back, EGL or GLX. And it enumerates the
-EGL devices with what they say of themselves.
+a caller who had one of their own would lose it: `switch` puts it back, EGL or GLX. And it enumerates the EGL devices
+with what they say of themselves.
 
-Sources: EGL 1.5, EGL_EXT_device_enumeration, EGL_EXT_device_query, EGL_MESA_device_software, EGL_EXT_device_drm.
+Sources: EGL 1.5, EGL_EXT_device_enumeration, EGL_EXT_device_query, EGL_MESA_device_software, EGL_EXT_device_drm,
+EGL_EXT_device_drm_render_node, EGL_EXT_device_persistent_id, EGL_NV_device_cuda.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import ctypes
 import ctypes.util
 import functools
 import os
-from ctypes import c_char_p, c_int, c_ssize_t, c_uint, c_void_p
+import re
+from ctypes import c_char_p, c_int, c_ssize_t, c_ubyte, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,12 @@ from gpu_lod.errors import GLUnavailableError
 _OPENGL_API = 0x30A2
 _READ, _DRAW = 0x305A, 0x3059
 _EXTENSIONS = 0x3055
-_DRM_DEVICE_FILE_EXT = 0x3233
+_DRM_DEVICE_FILE_EXT, _DRM_RENDER_NODE_FILE_EXT = 0x3233, 0x3377
 _CUDA_DEVICE_NV = 0x323A
+_DEVICE_UUID_EXT = 0x335C
+
+_SYSFS_DRM = "/sys/class/drm"
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 INSTALL_HINT = (
     "On Debian or Ubuntu: apt-get install libegl1 libgl1-mesa-dri. For an NVIDIA GPU install the driver's "
@@ -55,6 +60,9 @@ class _EGL:
         self.query_devices = self._extension("eglQueryDevicesEXT", c_uint, c_int, c_void_p, c_void_p)
         self.device_string = self._extension("eglQueryDeviceStringEXT", c_char_p, c_void_p, c_int)
         self.device_attribute = self._extension("eglQueryDeviceAttribEXT", c_uint, c_void_p, c_int, c_void_p)
+        self.device_binary = self._extension(
+            "eglQueryDeviceBinaryEXT", c_uint, c_void_p, c_int, c_int, c_void_p, c_void_p
+        )
 
     def _extension(self, name: str, result: Any, *arguments: Any) -> Any:
         address = self.get_proc_address(name.encode())
@@ -120,13 +128,17 @@ def _glx() -> _GLX | None:
 
 @dataclass(frozen=True)
 class EGLDevice:
-    """What one EGL device says of itself."""
+    """What one EGL device says of itself; None where it says nothing."""
 
     index: int
     extensions: tuple[str, ...]
     drm_file: str | None
     cuda_ordinal: int | None
-    """EGL_CUDA_DEVICE_NV: the ordinal in CUDA's own, unmasked numbering."""
+    """EGL_CUDA_DEVICE_NV. A hint: the specification does not say whether CUDA_VISIBLE_DEVICES changes the numbering."""
+    uuid: str | None = None
+    """EGL_DEVICE_UUID_EXT, 32 lowercase hex digits: the physical GPU, in CUDA and in Vulkan too."""
+    pci: str | None = None
+    """The PCI address of its DRM node, as sysfs writes it: "0000:65:00.0"."""
 
     @property
     def software(self) -> bool:
@@ -137,7 +149,7 @@ def devices() -> list[EGLDevice]:
     """All EGL devices, in the order in which `Context(device=n)` counts them.
 
     Raises:
-        GLUnavailableError: no EGL library, or one without EGL_EXT_device_enumeration.
+        GLUnavailableError: no EGL library, one without EGL_EXT_device_enumeration, or one that lists no device.
     """
     egl = _egl()
     if egl.query_devices is None:
@@ -146,22 +158,47 @@ def devices() -> list[EGLDevice]:
     if not egl.query_devices(0, None, ctypes.byref(count)) or count.value == 0:
         raise GLUnavailableError(f"EGL knows no device (error {egl.get_error():#x}). {INSTALL_HINT}")
     handles = (c_void_p * count.value)()
-    egl.query_devices(count.value, handles, ctypes.byref(count))
+    if not egl.query_devices(count.value, handles, ctypes.byref(count)):
+        raise GLUnavailableError(f"EGL counts its devices but does not list them (error {egl.get_error():#x}).")
     return [_describe(egl, index, handle) for index, handle in enumerate(handles[: count.value])]
 
 
 def _describe(egl: _EGL, index: int, handle: int | None) -> EGLDevice:
-    text = egl.device_string(handle, _EXTENSIONS) if egl.device_string else None
-    extensions = tuple((text or b"").decode().split())
-    drm_file = None
+    """Asks only what the device's extensions allow: glvnd hands out functions that the device's driver may lack."""
+    extensions = tuple((_string(egl, handle, _EXTENSIONS) or "").split())
+    drm_file = render_node = ordinal = uuid = None
     if "EGL_EXT_device_drm" in extensions:
-        drm_file = (egl.device_string(handle, _DRM_DEVICE_FILE_EXT) or b"").decode() or None
-    ordinal = None
+        drm_file = _string(egl, handle, _DRM_DEVICE_FILE_EXT)
+    if "EGL_EXT_device_drm_render_node" in extensions:
+        render_node = _string(egl, handle, _DRM_RENDER_NODE_FILE_EXT)
     if "EGL_NV_device_cuda" in extensions and egl.device_attribute is not None:
         value = c_ssize_t(-1)
-        if egl.device_attribute(handle, _CUDA_DEVICE_NV, ctypes.byref(value)):
+        if egl.device_attribute(handle, _CUDA_DEVICE_NV, ctypes.byref(value)) and value.value >= 0:
             ordinal = value.value
-    return EGLDevice(index, extensions, drm_file, ordinal)
+    if "EGL_EXT_device_persistent_id" in extensions and egl.device_binary is not None:
+        digits, size = (c_ubyte * 16)(), c_int(0)
+        answered = egl.device_binary(handle, _DEVICE_UUID_EXT, len(digits), digits, ctypes.byref(size))
+        if answered and size.value == len(digits) and any(digits):
+            uuid = bytes(digits).hex()
+    egl.get_error()  # an error of a query that failed is not for the caller to find
+    return EGLDevice(index, extensions, drm_file, ordinal, uuid, _pci_address(drm_file) or _pci_address(render_node))
+
+
+def _string(egl: _EGL, handle: int | None, name: int) -> str | None:
+    text = egl.device_string(handle, name) if egl.device_string is not None else None
+    return text.decode(errors="replace") if text else None
+
+
+def _pci_address(node: str | None) -> str | None:
+    """Of the GPU behind a DRM node such as "/dev/dri/card0"; None: not a PCI device, or not in sysfs."""
+    if node is None:
+        return None
+    try:
+        device = os.path.realpath(os.path.join(_SYSFS_DRM, os.path.basename(node), "device"))
+    except OSError:  # a sandbox that lists the link but does not let it be read
+        return None
+    address = os.path.basename(device)
+    return address if _PCI_ADDRESS.fullmatch(address) else None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ SHADING_LANGUAGE_VERSION = 0x8B8C
 
 MAP_READ_BIT, MAP_WRITE_BIT = 0x0001, 0x0002
 MAP_PERSISTENT_BIT, MAP_COHERENT_BIT = 0x0040, 0x0080
-CLIENT_STORAGE_BIT = 0x0200
+DYNAMIC_STORAGE_BIT, CLIENT_STORAGE_BIT = 0x0100, 0x0200
+DYNAMIC_DRAW = 0x88E8
+R32UI, RED_INTEGER, UNSIGNED_INT = 0x8236, 0x8D94, 0x1405
 COPY_READ_BUFFER, COPY_WRITE_BUFFER = 0x8F36, 0x8F37
 SHADER_STORAGE_BUFFER = 0x90D2
 SHADER_STORAGE_BUFFER_BINDING, SHADER_STORAGE_BUFFER_START, SHADER_STORAGE_BUFFER_SIZE = 0x90D3, 0x90D4, 0x90D5
@@ -71,7 +73,9 @@ TEXTURE_UPDATE_BARRIER_BIT = 0x00000100
 COMMAND_BARRIER_BIT = 0x00000040
 FRAMEBUFFER_BARRIER_BIT = 0x00000400
 SHADER_STORAGE_BARRIER_BIT = 0x00002000
+BUFFER_UPDATE_BARRIER_BIT = 0x00000200
 CLIENT_MAPPED_BUFFER_BARRIER_BIT = 0x00004000
+ALL_BARRIER_BITS = 0xFFFFFFFF
 
 _ERROR_NAMES = {
     0x0500: "GL_INVALID_ENUM",
@@ -97,7 +101,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "BindTexture": (None, _u, _u),
     "BindVertexArray": (None, _u),
     "BlendFuncSeparate": (None, _u, _u, _u, _u),
+    "BufferData": (None, _u, c_ssize_t, _p, _u),
     "BufferStorage": (None, _u, c_ssize_t, _p, _u),
+    "BufferSubData": (None, _u, c_ssize_t, c_ssize_t, _p),
+    "ClearBufferSubData": (None, _u, _u, c_ssize_t, c_ssize_t, _u, _u, _p),
     "ColorMask": (None, c_ubyte, c_ubyte, c_ubyte, c_ubyte),
     "DeleteBuffers": (None, _i, _p),
     "DeleteFramebuffers": (None, _i, _p),
@@ -114,6 +121,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "GenTextures": (None, _i, _p),
     "GenVertexArrays": (None, _i, _p),
     "GenerateMipmap": (None, _u),
+    "GetBufferSubData": (None, _u, c_ssize_t, c_ssize_t, _p),
     "GetError": (_u,),
     "GetIntegerv": (None, _u, _p),
     "GetInteger64v": (None, _u, _p),

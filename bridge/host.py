@@ -4,7 +4,7 @@ A buffer has immutable storage that stays mapped, persistently and coherently, f
 *is* the mapping: what a shader writes is what torch reads, and the other way round, with no copy in either direction.
 On a software renderer that memory is ordinary RAM; on a GPU it is memory that the driver chose for host access.
 
-Ownership: the bridge guarantees that after `hand_to_torch()` all GL writes are visible to the host, and the verbs
+Ownership: the bridge guarantees that after `end()` all GL writes are visible to the host, and the verbs
 guarantee that no GL work is in flight while torch holds a buffer.
 
 Source: GL_ARB_buffer_storage (core in OpenGL 4.4).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from gpu_lod.errors import OutOfMemoryError, UnsupportedError
 
 from . import gl as G
 from .gl import GL
-from .pool import Lease, Pool
+from .pool import Lease, Pool, size_class, storage_start
 
 _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
 
@@ -58,6 +59,10 @@ class MappedBuffer:
     def key(self) -> int:
         return self.nbytes
 
+    def bind(self, binding: int, start: int, size: int) -> None:
+        """Bind a range to a storage-buffer binding."""
+        self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
+
     def delete(self) -> None:
         # Forget the address first: malloc may hand it to an ordinary tensor next.
         del self._registry[self.address]
@@ -72,10 +77,6 @@ class SharedBuffer(Lease[MappedBuffer]):
     def __init__(self, item: MappedBuffer, returned: deque[MappedBuffer], nbytes: int) -> None:
         super().__init__(item, returned)
         self.nbytes = nbytes
-
-    @property
-    def glo(self) -> int:
-        return self.item.glo
 
     @property
     def address(self) -> int:
@@ -99,7 +100,7 @@ class SharedBuffer(Lease[MappedBuffer]):
 class HostBridge:
     """Makes, pools and recognises mapped buffers of one context."""
 
-    device_type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, gl: GL, max_idle_bytes: int = 512 * 2**20) -> None:
         self._gl = gl
@@ -118,7 +119,7 @@ class HostBridge:
 
     def lease(self, nbytes: int) -> SharedBuffer:
         """A buffer of `nbytes`, contents undefined. The context must be current."""
-        size = _size_class(nbytes)
+        size = size_class(nbytes)
         return SharedBuffer(self.pool.take(size, lambda: self._make(size)), self.pool.returned, nbytes)
 
     def _make(self, nbytes: int) -> MappedBuffer:
@@ -130,14 +131,15 @@ class HostBridge:
 
     def find(self, tensor: torch.Tensor) -> tuple[MappedBuffer, int] | None:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
-        start = tensor.untyped_storage().data_ptr()
+        start = storage_start(tensor)
         buffer = self._by_address.get(start)
         return None if buffer is None else (buffer, tensor.data_ptr() - start)
 
-    def hand_to_gl(self) -> None:
-        """Nothing to do: coherent mappings show host writes to commands submitted after them."""
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing to hand over: coherent mappings show host writes to commands submitted after them."""
+        self.drain()
 
-    def hand_to_torch(self) -> None:
+    def end(self) -> None:
         """Wait until all GL work is done and visible to the host."""
         self._gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
         self._gl.Finish()
@@ -148,11 +150,3 @@ class HostBridge:
     def trim(self) -> None:
         self.pool.drain()
         self.pool.trim()
-
-
-def _size_class(nbytes: int) -> int:
-    """Round up to a quarter of a power of two, 4 KiB at least: at most 25% waste, and few classes."""
-    if nbytes <= 4096:
-        return 4096
-    step = 1 << (max(nbytes - 1, 1).bit_length() - 3)
-    return -(-nbytes // step) * step

@@ -11,6 +11,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
+from gpu_lod.errors import BufferMovedError
+
 
 class Pooled(Protocol):
     """What a pool holds: a GL object with a size class."""
@@ -68,8 +72,11 @@ class Pool(Generic[T]):
 
     def drain(self) -> None:
         """Take back what finalizers queued. The context must be current and its earlier work on them finished."""
-        while self.returned:
-            item = self.returned.popleft()
+        self.take_back([self.returned.popleft() for _ in range(len(self.returned))])
+
+    def take_back(self, items: list[T]) -> None:
+        """Make returned objects idle."""
+        for item in items:
             self.leased -= 1
             self._idle.setdefault(item.key, []).append(item)
             self._idle.move_to_end(item.key)
@@ -90,3 +97,23 @@ class Pool(Generic[T]):
     @property
     def idle(self) -> int:
         return sum(len(bucket) for bucket in self._idle.values())
+
+
+def size_class(nbytes: int) -> int:
+    """Round up to a quarter of a power of two, 4 KiB at least: at most 25% waste, and few classes."""
+    if nbytes <= 4096:
+        return 4096
+    step = 1 << (max(nbytes - 1, 1).bit_length() - 3)
+    return -(-nbytes // step) * step
+
+
+def storage_start(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage.
+
+    Raises:
+        BufferMovedError: the storage was taken away from its tensors.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        raise BufferMovedError(str(error)) from None

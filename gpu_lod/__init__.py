@@ -9,6 +9,7 @@ from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max, region_min
+from gpu_lod.to_cupy import to_cupy
 
 __version__ = "0.1.0"
 
@@ -26,4 +27,5 @@ __all__ = [
     "mipmap",
     "region_max",
     "region_min",
+    "to_cupy",
 ]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.dlpack import from_dlpack
 
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Pyramid
@@ -19,16 +20,35 @@ T = TypeVar("T")
 
 
 def tensor(value: Any, name: str) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
+    """A torch tensor; from another library's array (CuPy, numpy, anything with DLPack) without a copy."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "__dlpack__"):
         raise InputError(
-            f"{name} is {_kind(value)}; expected a torch tensor. For a numpy array: torch.from_numpy(array), with "
-            ".permute(2, 0, 1) if the channels come last."
+            f"{name} is {_kind(value)}; expected a torch tensor, a CuPy or numpy array, or another array that speaks "
+            "DLPack. Make a list a tensor with torch.tensor(values)."
         )
-    return value
+    try:
+        _refuse_negative_strides(value)
+        result: torch.Tensor = from_dlpack(value)
+    except Exception as error:  # every library raises what it likes
+        raise InputError(
+            f"{name} is a {type(value).__name__} that torch cannot take through DLPack ({error}). Pass a contiguous, "
+            "writable copy, in an order without negative strides."
+        ) from None
+    return result
+
+
+def _refuse_negative_strides(array: Any) -> None:
+    """torch does not survive them: its from_dlpack ends the process (2.13)."""
+    for protocol in ("__array_interface__", "__cuda_array_interface__"):
+        description = getattr(array, protocol, None) or {}
+        if any(stride < 0 for stride in description.get("strides") or ()):
+            raise ValueError("a negative stride")
 
 
 def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> torch.Tensor:
-    """A dense tensor [B, C, H, W] or [C, H, W], no side empty, of a stored dtype."""
+    """A dense tensor [B, C, H, W] or [C, H, W], no side empty, of a stored dtype; other libraries' arrays too."""
     image = tensor(value, name)
     if image.is_nested:
         raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
@@ -85,12 +105,12 @@ def levels(value: Any, height: int, width: int) -> int:
     return integer(value, "levels", at_least=1)
 
 
-def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
-    """Fixations as fp32 [B, 2] on the device of `like`; one fixation serves the whole batch. Inside [0, 1]."""
-    if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.device == like.device:
-        points = value
-    else:
-        points = _points(value, like)
+def fixation(value: Any, batch: int) -> torch.Tensor:
+    """Fixations as fp32 [B, 2], where they are; one fixation serves the whole batch. Inside [0, 1].
+
+    They are read on the host: on a GPU that waits for the work that makes them.
+    """
+    points = value if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else _points(value)
     if points.ndim not in (1, 2) or points.shape[-1] != 2 or (points.ndim == 2 and points.shape[0] not in (1, batch)):
         raise InputError(
             f"fixation has shape {tuple(points.shape)}; expected [2], or [{batch}, 2] for this batch of {batch}."
@@ -104,11 +124,11 @@ def fixation(value: Any, batch: int, like: torch.Tensor) -> torch.Tensor:
     return points.expand(batch, 2) if points.ndim == 2 else points[None].expand(batch, 2)
 
 
-def _points(value: Any, like: torch.Tensor) -> torch.Tensor:
+def _points(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout is not torch.strided):
         raise InputError(f"fixation is a {value.layout} {value.dtype} tensor; expected (x, y) or a dense [B, 2].")
     try:
-        return torch.as_tensor(value, dtype=torch.float32, device=like.device)
+        return torch.as_tensor(value, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
 
@@ -131,16 +151,17 @@ def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:
 
 
 def gl_input(value: torch.Tensor) -> None:
-    """GL verbs take CPU tensors with memory of their own: there is no bridge to other devices, no functorch rule."""
+    """GL verbs take CPU and CUDA tensors with memory of their own: there is no functorch rule."""
     forward = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
     if forward or torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise UnsupportedError(
             "the GL backend knows reverse-mode gradients only: no forward mode, no torch.func.grad, jvp or "
             "vmap. Use backend='torch' there; for a batch pass [B, C, H, W]."
         )
-    if value.device.type != "cpu":
+    if value.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"the tensor is on {value.device}; the GL backend takes CPU tensors. Use backend='torch' or tensor.cpu()."
+            f"the tensor is on {value.device}; the GL backend takes CPU and CUDA tensors. Use backend='torch', or move "
+            "the tensor."
         )
 
 

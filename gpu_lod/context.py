@@ -6,24 +6,30 @@ backward on threads of its own. Verbs run inside `with context.active():`. Nothi
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import moderngl
 import torch
 
-from gpu_lod.bridge import Bridge, Device, HostBridge, choose, devices, egl
+from gpu_lod.bridge import Bridge, Device, HostBridge, InteropBridge, Pool, PrivatePool, choose, devices, egl
 from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.cuda import CudaDriver, check_available
+from gpu_lod.bridge.devices import gpu, match
 from gpu_lod.bridge.gl import GL
+from gpu_lod.bridge.interop import Driver
+from gpu_lod.bridge.pycuda import PyCudaDriver
 from gpu_lod.errors import (
     ContextBusyError,
     ContextClosedError,
     ContextNotCurrentError,
+    DeviceMismatchError,
     ForkedContextError,
     GLUnavailableError,
     GpuLodError,
@@ -40,6 +46,9 @@ LOCK_TIMEOUT = 60.0
 _REQUIRED = 430
 
 T = TypeVar("T")
+
+Interop = Literal["cuda", "pycuda"]
+_DRIVERS: dict[Interop, Callable[[int], Driver]] = {"cuda": CudaDriver, "pycuda": PyCudaDriver}
 
 _registry: dict[int, Context] = {}  # by EGL device
 _adopted: list[Context] = []
@@ -89,8 +98,11 @@ class Context:
     object, until it is closed.
 
     Args:
-        device: index of the EGL device as `gpu-lod info` lists them; None takes $GPU_LOD_DEVICE, or the first device
-            that opens, hardware before software.
+        device: a torch device ("cuda", "cuda:1": the EGL device that is that GPU, whatever EGL and CUDA_VISIBLE_DEVICES
+            call it), the index of an EGL device as `gpu-lod info` lists them, or None, which takes $GPU_LOD_DEVICE, or
+            the first device that opens, hardware before software.
+        interop: what shares memory with CUDA: "cuda" (cuda-bindings), or "pycuda" for a program that lives in PyCUDA;
+            None is what the device's context has already, else "cuda".
 
     Threads: any thread may call a verb; the context is current only inside it. `with context:` pins it to the calling
     thread (verbs there use it by default and save the switch); other threads wait, `LOCK_TIMEOUT` seconds at most.
@@ -98,7 +110,9 @@ class Context:
     Forks: a context does not survive one. In the child every use raises `ForkedContextError`; tensors stay readable.
 
     Raises:
-        GLUnavailableError: no EGL, no device that opens, or OpenGL older than 4.3.
+        GLUnavailableError: no EGL, no device that opens, or OpenGL older than 4.3; for a CUDA device, OpenGL only on
+            other GPUs or in software.
+        CudaUnavailableError, InteropUnavailableError: CUDA, or its sharing with OpenGL, does not work here.
         UnsupportedError: no GL_ARB_buffer_storage.
         InputError: no such device.
         ForkedContextError: OpenGL was opened before this process forked.
@@ -109,6 +123,11 @@ class Context:
     is_default: bool
     gl: GL
     bridge: Bridge
+    """That of the running verb: `host` or `interop`."""
+    host: HostBridge
+    interop: InteropBridge | None
+    """The bridge to CUDA tensors, made with the first of them."""
+    private: PrivatePool
     extensions: frozenset[str]
     version: int
     """OpenGL version, 450 for 4.5."""
@@ -120,6 +139,7 @@ class Context:
     programs: Programs
     textures: TexturePool
     constants: _Constants
+    _interop_by: Interop
     _mgl: moderngl.Context
     _own: egl.Current
     _pid: int
@@ -130,9 +150,18 @@ class Context:
     _unfinished: bool
     _closed: bool
 
-    def __new__(cls, device: int | None = None) -> Context:
+    def __new__(cls, device: int | str | torch.device | None = None, interop: Interop | None = None) -> Context:
+        _check_interop(interop)
+        if isinstance(device, (str, torch.device)):
+            wanted = _torch_device(device)
+            if wanted.type == "cuda":
+                with Shield(), _registry_lock:
+                    return cls._open_on_gpu(wanted, interop)
+            device = None
         if device is not None and (isinstance(device, bool) or not isinstance(device, int)):
-            raise InputError(f"device is {device!r}; expected the index of an EGL device or None.")
+            raise InputError(
+                f"device is {device!r}; expected the index of an EGL device, a torch device such as 'cuda:0', or None."
+            )
         with Shield(), _registry_lock:
             for known, context in _registry.items():
                 if (device is None and context.is_default) or device == known:
@@ -142,30 +171,64 @@ class Context:
 
     @classmethod
     def _open(cls, device: int | None) -> Context:
-        global _opened_in_pid
-        if _opened_in_pid not in (None, os.getpid()):
-            _raise_forked()
-        _reap()
         failures = []
         for candidate in choose(device, devices()):
-            if candidate.index in _registry:  # the default, opened by its number before
-                context = _registry[candidate.index]
-                context.is_default = True
-                return context
-            _opened_in_pid = os.getpid()
             try:
-                context = cls._create(candidate)
+                context = cls._on(candidate)
+            except ForkedContextError:
+                raise
             except GpuLodError as error:
                 failures.append((candidate.index, error))
                 continue
-            context.is_default = device is None
-            _registry[candidate.index] = context
+            context.is_default |= device is None
             return context
-        if len(failures) == 1:
-            raise failures[0][1]
-        raise GLUnavailableError(
-            "no EGL device opens: " + "; ".join(f"device {index}: {error}" for index, error in failures)
-        )
+        raise _none_opens(failures)
+
+    @classmethod
+    def _open_on_gpu(cls, wanted: torch.device, interop: Interop | None) -> Context:
+        """The context on the EGL device that is a CUDA device, with its bridge."""
+        for context in _registry.values():
+            if context.interop is not None and context.interop.device == wanted:
+                context._check_usable()
+                if interop not in (None, context.interop.driver.name):
+                    raise InputError(
+                        f"the context on {wanted} shares memory through {context.interop.driver.name!r} already, not "
+                        f"{interop!r}. Close it first."
+                    )
+                return context
+        driver = _DRIVERS[interop or "cuda"](wanted.index)
+        failures = []
+        for candidate in match(gpu(wanted.index), devices()):
+            fresh = candidate.index not in _registry
+            try:
+                context = cls._on(candidate)
+                with context.active():
+                    if context.interop is None:
+                        context.interop = context._connect(wanted, driver)
+            except ForkedContextError:
+                raise
+            except GpuLodError as error:
+                failures.append((candidate.index, error))
+                if fresh and candidate.index in _registry:  # it opened, on another GPU
+                    _registry[candidate.index].close()
+                continue
+            if context.interop.device == wanted:
+                return context
+            failures.append((candidate.index, DeviceMismatchError(f"it is {context.interop.device}")))
+        raise _none_opens(failures, f" on {wanted}")
+
+    @classmethod
+    def _on(cls, device: Device) -> Context:
+        """The context on an EGL device, opened if it is not open yet."""
+        global _opened_in_pid
+        if _opened_in_pid not in (None, os.getpid()):
+            _raise_forked()
+        known = _registry.get(device.index)
+        if known is None:
+            _reap()
+            _opened_in_pid = os.getpid()
+            known = _registry[device.index] = cls._create(device)
+        return known
 
     @classmethod
     def _create(cls, device: Device) -> Context:
@@ -198,7 +261,7 @@ class Context:
             egl.switch(egl.current(), old)
 
     @classmethod
-    def adopt(cls, source: moderngl.Context | None = None) -> Context:
+    def adopt(cls, source: moderngl.Context | None = None, interop: Interop | None = None) -> Context:
         """Use a context that the program already has: a moderngl context, or that of a window.
 
         The context must be current on the calling thread now and in every call. Each verb leaves the GL state as it
@@ -207,12 +270,14 @@ class Context:
         Args:
             source: a moderngl context, or None for whatever is current on this thread, such as a GLFW window's after
                 `glfw.make_context_current(window)`.
+            interop: as for `Context`.
 
         Raises:
             ContextNotCurrentError: nothing is current.
             GLUnavailableError: OpenGL older than 4.3.
             UnsupportedError: no GL_ARB_buffer_storage.
         """
+        _check_interop(interop)
         here = egl.current()
         if not here.exists:
             raise ContextNotCurrentError(
@@ -231,6 +296,7 @@ class Context:
             raise GLUnavailableError(f"the moderngl context has OpenGL {source.version_code}; 430 or newer is needed.")
         with preserved(gl):
             context = cls._wrap(source, here, loader.load_opengl_function, None)
+            context._interop_by = interop or "cuda"
         with _registry_lock:
             _adopted.append(context)
         return context
@@ -251,7 +317,10 @@ class Context:
         self.is_default = False
         self.device = device
         self.gl = gl = GL(load)
-        self.bridge = HostBridge(gl)
+        self.host = self.bridge = HostBridge(gl)
+        self.interop = None
+        self._interop_by = "cuda"
+        self.private = PrivatePool(gl)
         self.extensions = frozenset(mgl.extensions)
         self.version = mgl.version_code
         self.vendor = gl.string(G.VENDOR)
@@ -331,8 +400,15 @@ class Context:
             self._lock.release()
 
     @contextmanager
-    def active(self) -> Iterator[Context]:
-        """What every verb runs in: the lock, the context current, and on exit all GL work done and visible to torch."""
+    def active(self, *tensors: torch.Tensor, device: torch.device | None = None) -> Iterator[Context]:
+        """What every verb runs in: the lock, the context current, and on exit GL's work visible to torch.
+
+        Args:
+            tensors: what the verb reads; those in GL memory become GL's.
+            device: where the results shall be; None is where the first tensor is, or the CPU.
+        """
+        if device is None:
+            device = tensors[0].device if tensors else torch.device("cpu")
         with Shield():
             self._acquire()
             try:
@@ -343,29 +419,67 @@ class Context:
                 try:
                     if self.device is None:
                         with preserved(self.gl):
-                            yield from self._work()
+                            yield from self._work(tensors, device)
                     else:
-                        yield from self._work()
+                        yield from self._work(tensors, device)
                 finally:
                     self._active -= 1
             finally:
                 self._release()
 
-    def _work(self) -> Iterator[Context]:
+    def _work(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[Context]:
         if self._unfinished:  # a signal cut the last verb short: its work may still use what comes back now
-            self.bridge.hand_to_torch()
+            self._finish()
+        self.bridge = bridge = self._bridge_for(device)
+        bridge.begin(tensors)
         self._unfinished = True
-        self.bridge.drain()
         self.textures.drain()
-        self.bridge.hand_to_gl()
+        self.private.drain()
         self.gl.clear_errors()
         try:
             yield self
             self.gl.check("this call")
         finally:
             # Also after an exception: buffers go back to the pool, and torch may write to them at once.
-            self.bridge.hand_to_torch()
+            self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self.bridge.end()
+        finally:
             self._unfinished = False
+            self.bridge = self.host
+
+    def _bridge_for(self, device: torch.device) -> Bridge:
+        """The bridge to tensors on `device`; the context must be current."""
+        if self.interop is not None and device == self.interop.device:
+            return self.interop
+        if device.type != "cuda":
+            return self.host
+        if self.interop is None:
+            self.interop = self._connect(device)
+        else:
+            raise DeviceMismatchError(
+                f"the tensor is on {device}, and this context ({self.renderer}) shares memory with "
+                f"{self.interop.device}. Leave the `with` block of this context, open "
+                f"gpu_lod.Context({str(device)!r}), or move the tensor."
+            )
+        return self.interop
+
+    def _connect(self, device: torch.device, driver: Driver | None = None) -> InteropBridge:
+        """A bridge to a CUDA device, which must be the GPU that this context is on."""
+        if self.software:
+            raise DeviceMismatchError(
+                f"the tensor is on {device}, and this OpenGL context is a software renderer ({self.renderer}), which "
+                f"shares no memory with CUDA. {egl.INSTALL_HINT} Or use backend='torch'."
+            )
+        driver = driver or _DRIVERS[self._interop_by](device.index)
+        before = driver.activate()
+        try:
+            driver.check_same_gpu(self.renderer)
+        finally:
+            driver.restore(before)
+        return InteropBridge(self.gl, driver)
 
     def __enter__(self) -> Context:
         with Shield():
@@ -380,15 +494,31 @@ class Context:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    @property
+    def tensor_device(self) -> torch.device:
+        """Where `empty` makes tensors by default: the CUDA device that this context is on, if torch has it, else the
+        CPU."""
+        return self.interop.device if self.interop is not None else self.host.device
+
+    def empty(
+        self, *shape: Any, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> torch.Tensor:
         """A tensor whose memory is a GL buffer, so that verbs read it without a copy. Contents are undefined.
 
         Args:
             shape: sides, or one sequence of them.
             dtype: uint8, float16 or float32.
+            device: "cpu" or the CUDA device that this context is on; None is `tensor_device`, which is CUDA for a
+                context opened with a CUDA device or used with a CUDA tensor before.
 
         Returns:
-            A contiguous CPU tensor. Its memory returns to the context's pool when its last alias dies.
+            A contiguous tensor. Its memory returns to the context's pool when its last alias dies. On CUDA it is
+            OpenGL's while a verb reads it: no other thread may use it meanwhile.
+
+        Raises:
+            InputError: a shape, dtype or device that cannot be had.
+            DeviceMismatchError: the CUDA device is not the GPU that this context is on.
+            OutOfMemoryError: the device has no room left.
         """
         sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if dtype not in (torch.uint8, torch.float16, torch.float32):
@@ -398,18 +528,33 @@ class Context:
         count = 1
         for side in sides:
             count *= side
-        with self.active():
+        with self.active(device=self.tensor_device if device is None else _torch_device(device)):
             return self.bridge.lease(count * dtype.itemsize).tensor(dtype, sides)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's memory is one of this context's GL buffers."""
-        return self.bridge.find(tensor) is not None
+        return self._bridge_of(tensor).find(tensor) is not None
+
+    def _bridge_of(self, tensor: torch.Tensor) -> Bridge:
+        return self.interop if self.interop is not None and tensor.device == self.interop.device else self.host
 
     def trim(self) -> None:
         """Free idle buffers and textures. Those in use, also by tensors, stay."""
         with self.active():
-            self.bridge.trim()
-            self.textures.trim()
+            self._trim()
+
+    def _trim(self) -> None:
+        self.host.trim()
+        if self.interop is not None:
+            self.interop.trim()
+        self.private.trim()
+        self.textures.trim()
+
+    def _leased(self) -> int:
+        pools: list[Pool[Any]] = [self.host.pool, self.private.pool, self.textures.pool]
+        if self.interop is not None:
+            pools.append(self.interop.pool)
+        return sum(pool.leased for pool in pools)
 
     def close(self) -> None:
         """Free everything that is not in use by tensors; later use raises `ContextClosedError`. Idempotent.
@@ -423,8 +568,7 @@ class Context:
             self._mark_closed()
             self.programs.clear()
             self.constants.clear()
-            self.bridge.trim()
-            self.textures.trim()
+            self._trim()
             _lingering.append(self)
         _reap()
 
@@ -446,9 +590,8 @@ class Context:
             if self.device is not None:
                 egl.switch(here, self._own)
             try:
-                self.bridge.trim()
-                self.textures.trim()
-                done = not self.bridge.pool.leased and not self.textures.pool.leased
+                self._trim()
+                done = not self._leased()
                 if done and self.device is not None:
                     self._mgl.release()
             finally:
@@ -481,12 +624,55 @@ def _pinned_stack() -> list[Context]:
 
 
 def context_for(*tensors: torch.Tensor) -> Context:
-    """The context a verb runs on: that of a GL-backed input, else the one pinned to this thread, else the default."""
+    """The context a verb runs on: that of a GL-backed input, else the one pinned to this thread, else the default one
+    for the device that the tensors are on."""
     for context in (*_registry.values(), *_adopted):
         if any(context.owns(tensor) for tensor in tensors):
             return context
     stack = _pinned_stack()
-    return stack[-1] if stack else Context()
+    if stack:
+        return stack[-1]
+    return Context(tensors[0].device) if tensors else Context()
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why OpenGL cannot share memory with tensors on a CUDA device, or None. Opens no context."""
+    try:
+        CudaDriver(device.index or 0)
+        match(gpu(device.index or 0), devices())
+    except GpuLodError as error:
+        return str(error)
+    return None
+
+
+def _torch_device(device: torch.device | str) -> torch.device:
+    """A CPU or CUDA device, the latter with its index."""
+    try:
+        result = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(
+            f"device is {device!r}; expected a torch device such as 'cpu' or 'cuda:0' ({error})."
+        ) from None
+    if result.type not in ("cpu", "cuda"):
+        raise InputError(f"device is {device!r}; OpenGL shares memory with 'cpu' and 'cuda' tensors.")
+    if result.type == "cuda":
+        check_available(index := 0 if str(result) == "cuda" else result.index)
+        return torch.device("cuda", torch.cuda.current_device() if str(result) == "cuda" else index)
+    return result
+
+
+def _check_interop(interop: Any) -> None:
+    if interop is not None and interop not in _DRIVERS:
+        raise InputError(f"interop is {interop!r}; expected {' or '.join(map(repr, _DRIVERS))}.")
+
+
+def _none_opens(failures: list[tuple[int, GpuLodError]], where: str = "") -> GpuLodError:
+    if len(failures) == 1:
+        return failures[0][1]
+    return GLUnavailableError(
+        f"no EGL device opens{where}: " + "; ".join(f"device {index}: {error}" for index, error in failures)
+    )
 
 
 def _raise_forked() -> NoReturn:

@@ -9,6 +9,7 @@ import torch
 
 from gpu_lod import checks, dispatch
 from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.private import clear
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError, LimitError
@@ -68,6 +69,8 @@ def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
     checks.hiz_pyramid(hz, "max", "cull")
     if backend != "auto":
         return Choice(backend, "asked for")
+    if hz.device.type != "cpu":
+        return dispatch.elsewhere(hz.device)
     return Choice(
         "torch", "on a CPU one vectorised comparison a level measures faster than the descent; see bench/results"
     )
@@ -157,47 +160,63 @@ def _gl(ctx: Context, hz: Pyramid, thresholds: torch.Tensor) -> Parts:
             f"a plane of {width} x {height} needs a work list of {8 * area} bytes, and this device's storage-buffer "
             f"bindings end at {ctx.limits.storage_bytes}. Use backend='torch'."
         )
-    with ctx.active():
-        parts = [
-            _descend(ctx, hz, thresholds, first, min(at_once, planes - first)) for first in range(0, planes, at_once)
+    with ctx.active(*hz.levels):
+        sources = [hz.planes(ctx, level) for level in range(len(hz))]
+        found = [
+            _descend(ctx, hz, sources, thresholds, first, min(at_once, planes - first))
+            for first in range(0, planes, at_once)
         ]
     shape = (hz.batch, hz.channels, height, width)
-    mask = torch.cat([part[0] for part in parts]).view(shape) if len(parts) > 1 else parts[0][0].view(shape)
-    pruned = torch.cat([part[1] for part in parts])
-    if len(parts) > 1:  # coarse first over all parts
+    masks = [part.mask for part in found]
+    mask = (torch.cat(masks) if len(masks) > 1 else masks[0]).view(shape)
+    pruned = torch.cat([_decode(hz, part.nodes[: part.pruned].cpu(), part.first) for part in found])
+    if len(found) > 1:  # coarse first over all parts
         pruned = pruned[torch.argsort(pruned[:, 2], descending=True, stable=True)]
-    return mask, mask.nonzero(), pruned, sum(part[2] for part in parts)
+    return mask, mask.nonzero(), pruned.to(hz.device), sum(part.tested for part in found)
+
+
+@dataclass(frozen=True)
+class _Descent:
+    """What the shader found in the planes from `first` on. Tensors: to be read once the verb's GL work has ended."""
+
+    first: int
+    mask: torch.Tensor
+    """bool, flat."""
+    nodes: torch.Tensor
+    """int32 [texels, 2], of which the first `pruned` are (level, flat index)."""
+    pruned: int
+    tested: int
 
 
 def _descend(
-    ctx: Context, hz: Pyramid, thresholds: torch.Tensor, first: int, count: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mask (flat), pruned nodes and number of tests of `count` planes from plane `first` on."""
+    ctx: Context, hz: Pyramid, sources: list[Planes], thresholds: torch.Tensor, first: int, count: int
+) -> _Descent:
     gl, levels = ctx.gl, len(hz)
-    planes: list[Planes] = [hz.planes(ctx, level).layers(first, count) for level in range(levels)]
-    elements = planes[0].elements
-    mask_lease = ctx.bridge.lease(-(-elements // 4) * 4)
+    planes = [source.layers(first, count) for source in sources]
+    elements, top = planes[0].elements, planes[-1]
+    nbytes = -(-elements // 4) * 4
+    mask_lease, nodes_lease = ctx.bridge.lease(nbytes), ctx.bridge.lease(8 * elements)
     mask = mask_lease.tensor(torch.bool, (elements,))
-    mask.zero_()
-    lists = [ctx.bridge.lease(4 * elements), ctx.bridge.lease(4 * elements)]
-    pruned_lease = ctx.bridge.lease(8 * elements)
-    counters_lease = ctx.bridge.lease(4 * (4 * (levels + 1) + 1 + hz.batch))
-    counters = counters_lease.tensor(torch.int32, (4 * (levels + 1) + 1 + hz.batch,))
-    counters.zero_()
-    groups = counters[: 4 * (levels + 1)].view(-1, 4)
+    nodes = nodes_lease.tensor(torch.int32, (elements, 2))
+    lists = [ctx.private.lease(4 * elements), ctx.private.lease(4 * elements)]
+    lists[levels % 2].write(torch.arange(top.elements, dtype=torch.int32))
+    # Four words a level (workgroups in x, y and z, and nodes to test), the number of pruned nodes, the thresholds.
+    words = torch.zeros(4 * (levels + 1) + 1 + hz.batch, dtype=torch.int32)
+    groups = words[: 4 * (levels + 1)].view(-1, 4)
     groups[:, 1:3] = 1
-    top = planes[-1]
     groups[levels, 0], groups[levels, 3] = min(-(-top.elements // LOCAL_SIZE), MAX_GROUPS), top.elements
-    lists[levels % 2].tensor(torch.int32, (top.elements,)).copy_(torch.arange(top.elements, dtype=torch.int32))
-    counters[4 * (levels + 1) + 1 :] = _keys(thresholds, hz.dtype)
-    for binding, lease in ((3, pruned_lease), (4, counters_lease), (5, mask_lease)):
-        gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, lease.glo, 0, lease.nbytes)
+    words[4 * (levels + 1) + 1 :] = _keys(thresholds, hz.dtype)
+    counters = ctx.private.lease(words.nbytes).write(words)
+    mask_lease.item.bind(5, 0, nbytes)
+    clear(gl, mask_lease.item.glo, nbytes)
+    nodes_lease.item.bind(3, 0, nodes_lease.nbytes)
+    counters.item.bind(4, 0, counters.nbytes)
     for level in range(levels - 1, -1, -1):
         source, below = planes[level], planes[max(level - 1, 0)]
         origin = source.bind(ctx, 0, 0, source.elements - 1)
-        nodes, following = lists[(level + 1) % 2], lists[level % 2]
-        gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, 1, nodes.glo, 0, nodes.nbytes)
-        gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, 2, following.glo, 0, following.nbytes)
+        tested, following = lists[(level + 1) % 2], lists[level % 2]
+        tested.item.bind(1, 0, tested.nbytes)
+        following.item.bind(2, 0, following.nbytes)
         program = ctx.programs.compute("cull.comp", PER_WORD=source.per_word, LEVEL_ZERO=level == 0)
         program.set(
             u_level=level,
@@ -209,18 +228,17 @@ def _descend(
             u_channels=hz.channels,
             u_most_groups=MAX_GROUPS,
         )
-        program.dispatch_indirect(counters_lease.glo, 16 * (level + 1))
+        program.dispatch_indirect(counters.glo, 16 * (level + 1))
         gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT | G.COMMAND_BARRIER_BIT)
-    ctx.bridge.hand_to_torch()
-    found = int(counters[4 * (levels + 1)])
-    nodes_found = pruned_lease.tensor(torch.int32, (found, 2)).long() if found else torch.zeros(0, 2, dtype=torch.int64)
-    return mask, _decode(hz, nodes_found, first), int(groups[1:, 3].sum())
+    words = counters.read(torch.int32, len(words))
+    tests = int(words[: 4 * (levels + 1)].view(-1, 4)[1:, 3].sum())
+    return _Descent(first, mask, nodes, int(words[4 * (levels + 1)]), tests)
 
 
 def _decode(hz: Pyramid, nodes: torch.Tensor, first: int) -> torch.Tensor:
     """(level, flat index) of planes from `first` on, in any order, to sorted (b, c, level, y, x)."""
     sizes = torch.tensor([level.shape[-2:] for level in hz.levels])
-    level, flat = nodes[:, 0], nodes[:, 1]
+    level, flat = nodes.long().unbind(dim=1)
     height, width = sizes[level].unbind(dim=1)
     # Coarse first, then row-major: the order in which invocations append is not defined.
     order = torch.argsort((len(hz) - level) * 2**40 + flat)

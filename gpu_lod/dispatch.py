@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpu_lod.context import why_not
 from gpu_lod.errors import InputError
 
 Backend = Literal["auto", "gl", "torch"]
@@ -49,6 +50,18 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
         known = ", ".join(sorted(function.__name__ for function in _choosers))
         raise InputError(f"{getattr(verb, '__name__', verb)!r} chooses no backend; the verbs that do are {known}.")
     return _choosers[verb](*args, **kwargs)
+
+
+def elsewhere(device: torch.device) -> Choice:
+    """What "auto" takes for tensors that are not on the CPU."""
+    if device.type != "cuda":
+        return Choice("torch", f"the tensor is on {device}, and OpenGL shares memory with CPU and CUDA tensors only")
+    problem = why_not(device)
+    if problem is not None:
+        return Choice("torch", f"the tensor is on {device}, and OpenGL cannot share memory with it: {problem}")
+    return Choice(
+        "torch", f"OpenGL has not been measured against torch on {device} yet; backend='gl' uses it all the same"
+    )
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ class GLError(GpuLodError):
 
 
 class OutOfMemoryError(GLError, MemoryError):
-    """The driver reported GL_OUT_OF_MEMORY."""
+    """The driver reported that it is out of memory, in OpenGL or in CUDA."""
 
 
 class ContextError(GpuLodError, RuntimeError):
@@ -61,3 +61,39 @@ class ContextNotCurrentError(ContextError):
 
 class PyramidChangedError(GpuLodError, RuntimeError):
     """A tensor of a pyramid was written to after the pyramid had been built."""
+
+
+class InteropError(GpuLodError, RuntimeError):
+    """Sharing memory between CUDA and OpenGL failed. The root of what the CUDA bridges raise, but for
+    `UnsupportedError` and `OutOfMemoryError`."""
+
+    code: int | None = None
+    """CUDA's error code, if CUDA reported one."""
+
+
+class BufferMovedError(InteropError):
+    """A GL buffer came back at another CUDA address, or did not come back: tensors over it are no longer valid."""
+
+
+class MappingError(InteropError):
+    """A buffer was mapped, unmapped or used out of turn."""
+
+
+class DeviceMismatchError(InteropError):
+    """A tensor, a CUDA context and an OpenGL context are not on the same GPU."""
+
+
+class CaptureError(InteropError):
+    """A verb on OpenGL was called while a CUDA graph was being captured."""
+
+
+class DeviceLostError(InteropError):
+    """The GPU or its CUDA context failed and stays unusable in this process."""
+
+
+class CudaUnavailableError(UnsupportedError):
+    """No usable CUDA device, driver or library."""
+
+
+class InteropUnavailableError(UnsupportedError):
+    """CUDA and OpenGL both work here, and cannot share memory."""

@@ -21,8 +21,8 @@ from gpu_lod.transfer import (
     chunks,
     layer_groups,
     make_words,
-    new_planes,
     planes_to_texture,
+    scratch_planes,
     texture_to_planes,
 )
 
@@ -41,7 +41,7 @@ class Chain:
         self.planes: list[Planes] = []
         self.tensors: list[torch.Tensor] = []
         if found is not None:  # the image is in GL memory already: it is level 0 as it stands
-            self.planes.append(Planes(found[0].glo, found[1], batch * channels, height, width, dtype, image))
+            self.planes.append(Planes(found[0], found[1], batch * channels, height, width, dtype, image))
             self.tensors.append(image)
             sizes = sizes[1:]
         offsets, end = [], 0
@@ -53,7 +53,7 @@ class Chain:
         lease = ctx.bridge.lease(end)
         flat = lease.tensor(dtype, (end // size,))
         for (h, w), offset in zip(sizes, offsets, strict=True):
-            self.planes.append(Planes(lease.glo, offset, batch * channels, h, w, dtype, lease))
+            self.planes.append(Planes(lease.item, offset, batch * channels, h, w, dtype, lease))
             self.tensors.append(
                 flat.as_strided((batch, channels, h, w), (channels * h * w, h * w, w, 1), offset // size)
             )
@@ -127,7 +127,7 @@ def _compute(ctx: Context, chain: Chain, reduce: Reduce) -> None:
     for level, target in enumerate(chain.planes[1:], start=1):
         scratch = None
         if wide and level < len(chain.planes) - 1:
-            scratch, _ = new_planes(ctx, (target.count, target.height, target.width), torch.float32)
+            scratch = scratch_planes(ctx, (target.count, target.height, target.width), torch.float32)
         _reduce_level(ctx, source, target, scratch, reduce, source_wide=wide and level > 1)
         source = scratch or target
 

@@ -47,12 +47,13 @@ def hiz(
 
     Source: Greene, Kass and Miller, "Hierarchical Z-Buffer Visibility" (SIGGRAPH 1993).
     """
+    relevance = checks.tensor(relevance, "relevance")
     chosen = _choose(relevance, reduce, generator, backend)
     return make(relevance, max(relevance.shape[-2:]).bit_length(), reduce, chosen)
 
 
 def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto", backend: Backend = "auto") -> Choice:
-    checks.image(relevance, "relevance", max_channels=None)
+    relevance = checks.image(relevance, "relevance", max_channels=None)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
     return choose_generator(relevance, generator, backend)

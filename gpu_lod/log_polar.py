@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch
+from gpu_lod.bridge import Private
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
@@ -77,10 +78,11 @@ def log_polar(
         "Computational Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
     """
     rule = ring_rule(rings, wedges, r_min, r_max, spacing, e0)
+    src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     chosen = _choose_for(src, fixation, rule, border, generator, backend)
     image = src.levels[0] if isinstance(src, Pyramid) else src
     batch = image.shape[0] if image.ndim == 4 else 1
-    points = checks.fixation(fixation, batch, image)
+    points = checks.fixation(fixation, batch)
     if chosen.backend == "torch":
         if isinstance(src, Pyramid):
             src.check_unchanged()
@@ -139,7 +141,7 @@ def _choose_for(
     if backend == "torch":
         return Choice("torch", "asked for")
     if image.device.type != "cpu":
-        return Choice("torch", f"the image is on {image.device}, and GL takes CPU tensors")
+        return dispatch.elsewhere(image.device)
     if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
         return Choice("torch", "the fixation requires grad")
     if not isinstance(src, Pyramid):
@@ -239,7 +241,7 @@ def reference(
     longer = max(height, width)
     aspect = torch.tensor([longer / width, longer / height], dtype=work, device=top.device)
     # grid_sample counts from -1 to 1
-    centre = (2 * fixation.to(work) - 1)[:, None, None, :]
+    centre = (2 * fixation.to(top.device, work) - 1)[:, None, None, :]
     grid = torch.addcmul(centre, _offsets(rule, work, top.device), 2 * aspect)
     ring_levels = rule.levels(longer, len(levels) - 1)
     bands = []
@@ -297,12 +299,11 @@ def _gl(
     channels, batch = pyramid.channels, pyramid.batch
     dtype = GL_DTYPES[pyramid.dtype]
     shape = (batch, channels, rule.rings, rule.wedges)
-    with ctx.active():
+    with ctx.active(*pyramid.levels):
         textures = pyramid.textures(ctx)
         target, result = new_planes(ctx, shape, dtype)
         rings, wedges = _tables(ctx, rule, longer, len(pyramid) - 1)
-        points, view = _points(ctx, batch)
-        view.copy_(fixation.detach())
+        points = ctx.private.lease(batch * 8).write(fixation.float())
         for binding, table in ((1, rings), (2, wedges), (3, points)):
             bind_table(ctx, binding, table)
         common: dict[str, object] = {"BORDER_ZERO": border == "zero"}
@@ -319,28 +320,19 @@ def _gl(
     return result if pyramid.batched else result[0]
 
 
-def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Any, Any]:
+def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, Private]:
     """What does not depend on the image, computed in double precision, kept in GL memory."""
 
-    def make() -> tuple[Any, Any]:
+    def make() -> tuple[Private, Private]:
         values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64).T
         angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64) + 0.5) / rule.wedges
-        rings, wedges = ctx.bridge.lease(rule.rings * 8), ctx.bridge.lease(rule.wedges * 8)
-        rings.tensor(torch.float32, (rule.rings, 2)).copy_(values)
-        wedges.tensor(torch.float32, (rule.wedges, 2)).copy_(torch.stack([angle.cos(), angle.sin()], dim=-1))
-        return rings, wedges
+        directions = torch.stack([angle.cos(), angle.sin()], dim=-1)
+        return (
+            ctx.private.lease(rule.rings * 8).write(values.float()),
+            ctx.private.lease(rule.wedges * 8).write(directions.float()),
+        )
 
     return ctx.constants.get(("log_polar", rule, longer, last), make)
-
-
-def _points(ctx: Context, batch: int) -> tuple[Any, torch.Tensor]:
-    """A buffer for the call's fixations. One serves every call: a verb ends only when the GPU is done with it."""
-
-    def make() -> tuple[Any, torch.Tensor]:
-        lease = ctx.bridge.lease(batch * 8)
-        return lease, lease.tensor(torch.float32, (batch, 2))
-
-    return ctx.constants.get(("fixations", batch), make)
 
 
 def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:

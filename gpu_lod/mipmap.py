@@ -54,6 +54,7 @@ def mipmap(
     Source: Guthe and Heckbert, "Non-Power-of-Two Mipmapping" (NVIDIA, 2005); OpenGL 4.5 section 8.14.4 for the level
         sizes.
     """
+    image = checks.tensor(image, "image")
     chosen = _choose(image, levels, reduce, generator, backend)
     count = checks.levels(levels, *image.shape[-2:])
     return make(image, count, reduce, chosen)
@@ -66,7 +67,7 @@ def _choose(
     generator: str = "auto",
     backend: Backend = "auto",
 ) -> Choice:
-    checks.image(image)
+    image = checks.image(image)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
     return choose_generator(image, generator, backend)
@@ -83,7 +84,7 @@ def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> C
     if backend == "torch":
         return Choice("torch", "asked for")
     if image.device.type != "cpu":
-        return Choice("torch", f"the tensor is on {image.device}, and GL takes CPU tensors")
+        return dispatch.elsewhere(image.device)
     return Choice(
         "torch",
         "on a CPU tensor torch's bilinear halving (mean) and elementwise maximum (max, min) measure faster than every "
@@ -193,7 +194,7 @@ def _gl(
 ) -> tuple[list[torch.Tensor], Any]:
     batched = image if image.ndim == 4 else image[None]
     bfloat = image.dtype == torch.bfloat16
-    with ctx.active():
+    with ctx.active(image):
         result, textures = generators.build(ctx, batched.float() if bfloat else batched, levels, reduce, generator)
     if bfloat:
         result = [batched, *(level.bfloat16() for level in result[1:])]

@@ -142,7 +142,7 @@ class Pyramid:
         With `backend="auto"` samplers use the texture units where they are faster once the texture is there.
         """
         ctx = context or context_for(*self.levels)
-        with ctx.active():
+        with ctx.active(*self.levels):
             self.textures(ctx)
         return self
 
@@ -180,8 +180,9 @@ class Pyramid:
             )
             texture.clamp_levels(ctx.gl, 0, len(self) - 1)
             result.append((first, texture))
-        for level in range(len(self)):
-            source = planes_of(ctx, self.levels[level])
+        # All of them first: torch's copies, then GL's work.
+        sources = [planes_of(ctx, level) for level in self.levels]
+        for level, source in enumerate(sources):
             for first, texture in result:
                 planes_to_texture(ctx, source.layers(first * channels, texture.key.layers * channels), texture, level)
         return result

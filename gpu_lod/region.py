@@ -54,7 +54,7 @@ def region_min(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
 def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -> torch.Tensor:
     chosen = _choose(hz, boxes, backend, reduce)
     hz.check_unchanged()
-    prepared = _boxes(hz, boxes)
+    prepared = _boxes(hz, checks.tensor(boxes, "boxes"))
     levels = [level if hz.batched else level[None] for level in hz.levels]
     if prepared.shape[1] == 0:
         result = levels[0].new_empty(hz.batch, hz.channels, 0)
@@ -76,7 +76,9 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
         )
     if backend != "auto":
         return Choice(backend, "asked for")
-    if hz.texture_context() is not None and hz.device.type == "cpu":
+    if hz.device.type != "cpu":
+        return dispatch.elsewhere(hz.device)
+    if hz.texture_context() is not None:
         return Choice("gl", "the pyramid is a texture, and four fetches a box measure faster than torch's gathers")
     return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
 
@@ -87,7 +89,6 @@ dispatch.register(region_min, lambda hz, boxes, backend="auto": _choose(hz, boxe
 
 def _boxes(hz: Pyramid, boxes: torch.Tensor) -> torch.Tensor:
     """Checked boxes, fp32 [B, N, 4]."""
-    checks.tensor(boxes, "boxes")
     if not boxes.is_floating_point() or boxes.ndim not in (2, 3) or boxes.shape[-1] != 4:
         raise InputError(
             f"boxes is {boxes.dtype} {tuple(boxes.shape)}; expected floats [{hz.batch}, N, 4] or [N, 4]: "
@@ -149,14 +150,13 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
         return torch.cat([_gl(ctx, hz, part, reduce) for part in boxes.split(most, dim=1)], dim=2)
     planes = hz.batch * hz.channels
     dtype = GL_DTYPES[hz.dtype]
-    with ctx.active():
+    with ctx.active(*hz.levels):
         target, result = new_planes(ctx, (planes, 1, count), dtype)
-        lease = ctx.bridge.lease(boxes.numel() * 4)
-        lease.tensor(torch.float32, tuple(boxes.shape)).copy_(boxes)
+        table = ctx.private.lease(boxes.numel() * 4).write(boxes)
         for first, texture in hz.textures(ctx):
             part = target.layers(first, texture.key.layers)
             texture.bind(ctx.gl)
-            bind_table(ctx, 1, lease)
+            bind_table(ctx, 1, table)
             for chunk in chunks(ctx, part):
                 make_words(
                     ctx,

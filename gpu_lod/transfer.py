@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_lod.bridge import SharedBuffer
+from gpu_lod.bridge import Buffer, Private
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import LimitError
@@ -40,7 +40,7 @@ class Planes:
     `owner` is what must stay alive while they are used: a lease, or a tensor over one.
     """
 
-    glo: int
+    buffer: Buffer
     offset: int
     """Of the first element, in bytes."""
     count: int
@@ -82,7 +82,7 @@ class Planes:
                 f"{end - start} bytes are needed in one storage-buffer binding, and this device allows "
                 f"{ctx.limits.storage_bytes}. Use smaller images, or backend='torch'."
             )
-        ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, end - start)
+        self.buffer.bind(binding, start, end - start)
         return (self.offset - start) // size
 
     def span_fits(self, ctx: Context, first: int, last: int) -> bool:
@@ -104,17 +104,23 @@ def planes_of(ctx: Context, tensor: torch.Tensor) -> Planes:
     dtype = GL_DTYPES[tensor.dtype]
     found = ctx.bridge.find(tensor) if dtype == tensor.dtype and tensor.is_contiguous() else None
     if found is not None:
-        return Planes(found[0].glo, found[1], count, height, width, dtype, tensor)
+        return Planes(found[0], found[1], count, height, width, dtype, tensor)
     lease = ctx.bridge.lease(tensor.numel() * dtype.itemsize)
     lease.tensor(dtype, tuple(tensor.shape)).copy_(tensor.detach())
-    return Planes(lease.glo, 0, count, height, width, dtype, lease)
+    return Planes(lease.item, 0, count, height, width, dtype, lease)
 
 
 def new_planes(ctx: Context, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Planes, torch.Tensor]:
     """Uninitialised planes in a buffer of their own, and the tensor [..., height, width] that the buffer is."""
     *outer, height, width = shape
     lease = ctx.bridge.lease(-(-math.prod(shape) * dtype.itemsize // 4) * 4)
-    return Planes(lease.glo, 0, math.prod(outer), height, width, dtype, lease), lease.tensor(dtype, shape)
+    return Planes(lease.item, 0, math.prod(outer), height, width, dtype, lease), lease.tensor(dtype, shape)
+
+
+def scratch_planes(ctx: Context, shape: tuple[int, int, int], dtype: torch.dtype) -> Planes:
+    """Uninitialised planes that no tensor sees."""
+    lease = ctx.private.lease(-(-math.prod(shape) * dtype.itemsize // 4) * 4)
+    return Planes(lease.item, 0, *shape, dtype, lease)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def chunks(ctx: Context, target: Planes, fits: Callable[[int, int], bool] | None
         at += count
 
 
-def bind_table(ctx: Context, binding: int, table: SharedBuffer) -> None:
+def bind_table(ctx: Context, binding: int, table: Private) -> None:
     """Bind a whole small buffer.
 
     Raises:
@@ -172,7 +178,7 @@ def bind_table(ctx: Context, binding: int, table: SharedBuffer) -> None:
             f"a table of {table.nbytes} bytes does not fit this device's storage-buffer bindings of "
             f"{ctx.limits.storage_bytes}. Pass fewer boxes, rings, wedges or images at once, or use backend='torch'."
         )
-    ctx.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, table.glo, 0, table.nbytes)
+    table.item.bind(binding, 0, table.nbytes)
 
 
 def make_words(

@@ -24,6 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
 @pytest.fixture(scope="session")
 def ctx() -> lod.Context:
     """The default context. No fallback: without OpenGL the parity tests fail, they do not skip."""

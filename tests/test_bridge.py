@@ -19,7 +19,7 @@ from images import noise
 import gpu_lod as lod
 from gpu_lod.bridge import HostBridge, Lease, Pool, egl
 from gpu_lod.bridge import gl as G
-from gpu_lod.bridge.host import _size_class
+from gpu_lod.bridge.pool import size_class
 from gpu_lod.errors import InputError, OutOfMemoryError, UnsupportedError
 
 
@@ -69,10 +69,10 @@ def test_lease_finalizer_is_safe_in_any_thread() -> None:
 
 def test_size_classes_waste_little() -> None:
     for nbytes in (1, 4096, 4097, 5000, 10**6, 2**20, 2**20 + 1, 3 * 2**28 + 5):
-        size = _size_class(nbytes)
+        size = size_class(nbytes)
         assert nbytes <= size <= max(4096, nbytes * 1.25)
         assert size % 1024 == 0
-    assert _size_class(2**20) == 2**20
+    assert size_class(2**20) == 2**20
 
 
 def test_tensor_memory_is_the_mapping(ctx: lod.Context) -> None:

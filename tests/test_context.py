@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import time
 
@@ -16,6 +14,7 @@ import moderngl
 import pytest
 import torch
 from images import noise
+from scripts import run, succeed
 
 import gpu_lod as lod
 from gpu_lod import context as context_module
@@ -28,25 +27,6 @@ from gpu_lod.errors import (
     GLUnavailableError,
     InputError,
 )
-
-
-def run(code: str, *, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh interpreter, away from the checkout."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd="/",
-        env={**os.environ, **environment},
-        check=False,
-    )
-
-
-def succeed(code: str, **environment: str) -> str:
-    result = run(code, **environment)
-    assert result.returncode == 0, result.stderr + result.stdout
-    return result.stdout
 
 
 def test_import_opens_nothing() -> None:
@@ -483,8 +463,8 @@ def test_contexts_may_be_nested_and_displaced() -> None:
         with lod.Context() as own:
             with mine:
                 there = egl.current()
-                seen, finish = [], own.bridge.hand_to_torch
-                own.bridge.hand_to_torch = lambda: (seen.append(egl.current().same_context(own._own)), finish())
+                seen, finish = [], own.bridge.end
+                own.bridge.end = lambda: (seen.append(egl.current().same_context(own._own)), finish())
                 again = lod.mipmap(image, generator="compute")
                 assert egl.current() == there
                 assert own.owns(again[1]) and torch.equal(again[1], inner[1])

@@ -217,7 +217,7 @@ def test_auto_never_picks_the_driver() -> None:
 
 
 BAD = {
-    "a list": ([[1.0]], "torch.from_numpy"),
+    "a list": ([[1.0]], "torch.tensor"),
     "rank 2": (torch.rand(4, 4), "unsqueeze"),
     "rank 5": (torch.rand(1, 1, 1, 4, 4), "expected"),
     "5 channels": (torch.rand(5, 4, 7), "1 to 4"),

@@ -1,0 +1,231 @@
+"""The calls of CUDA's runtime and driver that sharing GL buffers with torch takes.
+
+Registration, map and unmap go through `cuda.bindings.runtime`: it maps many buffers in one call, attaches to the
+primary context that torch uses on any thread, and reports error codes. (`cuda.core.GraphicsResource` maps one buffer a
+call, unmaps from finalizers, which run on threads where no GL context is current, and reports errors as text.)
+
+Source: CUDA Runtime API, sections "OpenGL Interoperability" and "Graphics Interoperability"; cuCtxRecordEvent of the
+Driver API (CUDA 12.5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpu_lod.errors import CaptureError, CudaUnavailableError, DeviceMismatchError
+
+from . import cuda_errors
+
+INSTALL = "pip install 'cuda-bindings>=13'"
+
+
+class _Memory:
+    """Device memory as torch takes it without a copy (__cuda_array_interface__, version 3)."""
+
+    __slots__ = ("__cuda_array_interface__", "_owner")
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def tensor_over(address: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
+    """Mapped device memory as a uint8 tensor [nbytes], which keeps `owner` alive."""
+    return torch.as_tensor(_Memory(address, nbytes, owner), device=device)
+
+
+class _Event:
+    """A CUDA event, given back to its driver's stock when nobody refers to it."""
+
+    __slots__ = ("_stock", "handle")
+
+    def __init__(self, handle: Any, stock: deque[Any]) -> None:
+        self.handle = handle
+        self._stock = stock
+
+    def __del__(self) -> None:
+        self._stock.append(self.handle)  # recording again is legal: who waited captured the event's state then
+
+
+class CudaDriver:
+    """`interop.Driver` for torch's own CUDA context.
+
+    Args:
+        ordinal: the CUDA device, as torch numbers it.
+
+    Raises:
+        CudaUnavailableError: torch sees no such device, or cuda-bindings is missing.
+    """
+
+    name = "cuda"
+
+    def __init__(self, ordinal: int) -> None:
+        check_available(ordinal)
+        try:
+            from cuda.bindings import driver, runtime
+        except ImportError as error:
+            raise CudaUnavailableError(
+                f"sharing memory between CUDA and OpenGL needs the package cuda-bindings ({error}). Install it with "
+                f"{INSTALL}, or use backend='torch'."
+            ) from None
+        self.device = torch.device("cuda", ordinal)
+        self._ordinal = ordinal
+        self._cu, self._rt = driver, runtime
+        self._success = int(runtime.cudaError_t.cudaSuccess)
+        self._events: deque[Any] = deque()
+        self._context_events = True
+        torch.cuda.init()
+
+    # -- threads and devices ------------------------------------------------------------------------------------------
+
+    def activate(self) -> int:
+        check_not_capturing()  # before any call that a capture might forbid
+        before = self._call("cudaGetDevice", self._rt.cudaGetDevice())
+        # Also where it is the device already: the first call on a thread makes the primary context current there.
+        self._call("cudaSetDevice", self._rt.cudaSetDevice(self._ordinal))
+        try:
+            check_not_capturing()
+        except BaseException:
+            self.restore(before)
+            raise
+        return int(before)
+
+    def restore(self, before: int) -> None:
+        if before != self._ordinal:
+            self._call("cudaSetDevice", self._rt.cudaSetDevice(before))
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
+
+    def check_same_gpu(self, renderer: str) -> None:
+        which = self._rt.cudaGLDeviceList.cudaGLDeviceListAll
+        result = self._rt.cudaGLGetDevices(16, which)
+        if int(result[0]) != self._success:
+            raise DeviceMismatchError(
+                f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: "
+                f"{cuda_errors.error(int(result[0]), self._error_name(int(result[0])), 'cudaGLGetDevices')}"
+            )
+        count, ordinals = result[1:]
+        if self._ordinal not in list(ordinals)[:count]:
+            raise DeviceMismatchError(
+                f"the OpenGL context ({renderer}) is on CUDA device {list(ordinals)[:count]}, and the tensor on "
+                f"{self.device}. Open the context with gpu_lod.Context({str(self.device)!r}), or move the tensor."
+            )
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def register(self, glo: int) -> Any:
+        # Read and written by both, so no usage hint: flags 0.
+        return self._call("cudaGraphicsGLRegisterBuffer", self._rt.cudaGraphicsGLRegisterBuffer(glo, 0))
+
+    def unregister(self, handle: Any) -> None:
+        self._call("cudaGraphicsUnregisterResource", self._rt.cudaGraphicsUnregisterResource(handle))
+
+    def map(self, handles: Sequence[Any], stream: int) -> None:
+        count, array = _array(handles)
+        self._call(
+            "cudaGraphicsMapResources", self._rt.cudaGraphicsMapResources(count, ctypes.addressof(array), stream)
+        )
+
+    def unmap(self, handles: Sequence[Any], stream: int) -> None:
+        count, array = _array(handles)
+        self._call(
+            "cudaGraphicsUnmapResources", self._rt.cudaGraphicsUnmapResources(count, ctypes.addressof(array), stream)
+        )
+
+    def address(self, handle: Any) -> tuple[int, int]:
+        address, nbytes = self._call(
+            "cudaGraphicsResourceGetMappedPointer", self._rt.cudaGraphicsResourceGetMappedPointer(handle)
+        )
+        return int(address), int(nbytes)
+
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        return tensor_over(address, nbytes, owner, self.device)
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def mark(self) -> _Event | None:
+        if self._context_events:
+            handle = self._events.pop() if self._events else self._call("cuEventCreate", self._cu.cuEventCreate(2))
+            event = _Event(handle, self._events)
+            try:
+                context = self._call("cuCtxGetCurrent", self._cu.cuCtxGetCurrent())
+                code = int(self._cu.cuCtxRecordEvent(context, handle)[0])
+            except (AttributeError, RuntimeError):  # bindings or a driver from before CUDA 12.5
+                code = -1
+            if code == self._success:
+                return event
+            if code not in (-1, 801):
+                raise cuda_errors.error(code, self._error_name(code), "cuCtxRecordEvent")
+            self._context_events = False
+        torch.cuda.synchronize(self._ordinal)
+        return None
+
+    def wait(self, event: _Event, stream: int) -> None:
+        self._call("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(stream, event.handle, 0))
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def release_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def poison(self, storage: int, message: str) -> None:
+        poison(storage, message)
+
+    def _call(self, name: str, result: tuple[Any, ...]) -> Any:
+        code, *values = result
+        if int(code) != self._success:
+            raise cuda_errors.error(int(code), self._error_name(int(code)), name)
+        return values[0] if len(values) == 1 else values
+
+    def _error_name(self, code: int) -> str:
+        try:
+            return str(self._rt.cudaError_t(code).name)
+        except ValueError:
+            return "unknown"
+
+
+def _array(handles: Sequence[Any]) -> tuple[int, Any]:
+    """The C array of handles that the bindings take by address."""
+    return len(handles), (ctypes.c_void_p * len(handles))(*map(int, handles))
+
+
+def check_available(ordinal: int) -> None:
+    """Raises CudaUnavailableError if torch sees no such CUDA device."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = (
+            f"torch is built for CUDA {built} and finds no device; `nvidia-smi` and CUDA_VISIBLE_DEVICES say more"
+            if built
+            else "torch is built without CUDA; pytorch.org says how to install one that has it"
+        )
+        raise CudaUnavailableError(f"no CUDA: {why}. Or use CPU tensors.")
+    if not 0 <= ordinal < torch.cuda.device_count():
+        raise CudaUnavailableError(
+            f"there is no CUDA device {ordinal}; torch sees 0 to {torch.cuda.device_count() - 1}. Look at "
+            "CUDA_VISIBLE_DEVICES."
+        )
+
+
+def check_not_capturing() -> None:
+    """Raises CaptureError if the current stream is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(f"a CUDA graph is being captured on the current stream. {cuda_errors.CAPTURE}")
+
+
+def poison(storage: int, message: str) -> None:
+    """Make every later use of a torch storage (its C++ address) raise `message`; CUDA builds of torch can."""
+    release = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if release is not None:
+        release(storage, message)

@@ -1,0 +1,184 @@
+"""The bridge for programs that live in PyCUDA: the same calls as `cuda.CudaDriver`, through `pycuda.gl`.
+
+PyCUDA and torch see each other's memory only inside one CUDA context, so PyCUDA must use the device's primary context,
+as `pycuda.autoprimaryctx` does. PyCUDA ties its objects to the thread that made its context: verbs on CUDA tensors
+must be called there. It maps one buffer a call, on CUDA's default stream, which is ordered with torch's current one by
+events.
+
+Source: PyCUDA reference, "OpenGL Interoperability" (pycuda.gl).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpu_lod.errors import (
+    ContextNotCurrentError,
+    CudaUnavailableError,
+    DeviceMismatchError,
+    InteropUnavailableError,
+)
+
+from . import cuda_errors
+from .cuda import check_available, check_not_capturing, poison, tensor_over
+
+_HOW_TO_BUILD = (
+    "PyCUDA leaves OpenGL out unless it is told: unpack its source, run `python configure.py --cuda-enable-gl` there "
+    "(it writes CUDA_ENABLE_GL = True to siteconf.py), then `pip install .`; it needs nvcc and OpenGL's headers "
+    "(Debian: libgl-dev). Or use interop='cuda'."
+)
+
+
+class _Registered:
+    """A registered buffer and, while it is mapped, its mapping."""
+
+    __slots__ = ("buffer", "mapping")
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.mapping: Any = None
+
+
+class PyCudaDriver:
+    """`interop.Driver` in the calling program's PyCUDA context.
+
+    Args:
+        ordinal: the CUDA device, as torch numbers it.
+
+    Raises:
+        CudaUnavailableError: no PyCUDA, or torch sees no such device.
+        InteropUnavailableError: PyCUDA was built without OpenGL.
+    """
+
+    name = "pycuda"
+
+    def __init__(self, ordinal: int) -> None:
+        check_available(ordinal)
+        try:
+            import pycuda.driver
+        except ImportError as error:
+            raise CudaUnavailableError(
+                f"interop='pycuda' needs PyCUDA ({error}). Install it, or use interop='cuda'. {_HOW_TO_BUILD}"
+            ) from None
+        try:
+            import pycuda.gl
+        except ImportError as error:
+            raise InteropUnavailableError(f"this PyCUDA has no OpenGL ({error}). {_HOW_TO_BUILD}") from None
+        self.device = torch.device("cuda", ordinal)
+        self._ordinal = ordinal
+        self._driver, self._gl = pycuda.driver, pycuda.gl
+
+    def activate(self) -> None:
+        current = self._driver.Context.get_current()
+        if current is None:
+            raise ContextNotCurrentError(
+                "no PyCUDA context is current on this thread. Call verbs on the thread that made it, or "
+                "`import pycuda.autoprimaryctx` there first."
+            )
+        if int(current.handle) != primary_context(self._ordinal):
+            raise DeviceMismatchError(
+                f"the current PyCUDA context is not the primary context of {self.device}, which torch uses, so neither "
+                "sees the other's memory. Use `import pycuda.autoprimaryctx` in place of pycuda.autoinit, or "
+                "Device(n).retain_primary_context().push()."
+            )
+        check_not_capturing()
+
+    def restore(self, before: None) -> None: ...
+
+    def check_same_gpu(self, renderer: str) -> None:
+        """PyCUDA cannot ask which GPU a GL context is on; registering the first buffer tells."""
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
+
+    def register(self, glo: int) -> _Registered:
+        with _named("pycuda.gl.RegisteredBuffer"):
+            return _Registered(self._gl.RegisteredBuffer(glo))
+
+    def unregister(self, handle: _Registered) -> None:
+        with _named("RegisteredBuffer.unregister"):
+            handle.buffer.unregister()
+
+    def map(self, handles: Sequence[_Registered], stream: int) -> None:
+        done: list[_Registered] = []
+        default = self._behind(stream)
+        try:
+            with _named("RegisteredBuffer.map"):
+                for handle in handles:
+                    handle.mapping = handle.buffer.map()
+                    done.append(handle)
+        except BaseException:
+            self._unmap(done)  # all or none
+            raise
+        if stream != default.cuda_stream:
+            torch.cuda.current_stream(self._ordinal).wait_stream(default)
+
+    def unmap(self, handles: Sequence[_Registered], stream: int) -> None:
+        self._behind(stream)
+        self._unmap(handles)
+
+    def _unmap(self, handles: Sequence[_Registered]) -> None:
+        with _named("RegisteredMapping.unmap"):
+            for handle in handles:
+                handle.mapping.unmap()
+                handle.mapping = None
+
+    def _behind(self, stream: int) -> torch.cuda.Stream:
+        """The default stream, ordered behind torch's current one."""
+        default = torch.cuda.default_stream(self._ordinal)
+        if stream != default.cuda_stream:
+            default.wait_stream(torch.cuda.current_stream(self._ordinal))
+        return default
+
+    def address(self, handle: _Registered) -> tuple[int, int]:
+        with _named("RegisteredMapping.device_ptr_and_size"):
+            address, nbytes = handle.mapping.device_ptr_and_size()
+        return int(address), int(nbytes)
+
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        return tensor_over(address, nbytes, owner, self.device)
+
+    def mark(self) -> None:
+        """PyCUDA has no event behind all streams, so this waits on the host."""
+        torch.cuda.synchronize(self._ordinal)
+
+    def wait(self, event: None, stream: int) -> None: ...
+
+    def release_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def poison(self, storage: int, message: str) -> None:
+        poison(storage, message)
+
+
+class _named:
+    """Turns what PyCUDA raises into gpu_lod's errors."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and "out-of-thread" in str(error):
+            raise ContextNotCurrentError(
+                f"PyCUDA's context belongs to another thread ({error}). Call verbs on the thread that made it, or use "
+                "interop='cuda', which any thread may use."
+            ) from None
+        if error is not None and type(error).__module__.startswith("pycuda"):
+            raise cuda_errors.from_text(str(error), self._where) from None
+
+
+def primary_context(ordinal: int) -> int:
+    """Handle of a device's primary context, which torch uses."""
+    lib = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(0), ctypes.c_void_p(0)
+    code = lib.cuDeviceGet(ctypes.byref(device), ordinal) or lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    if code:
+        raise cuda_errors.error(code, "unknown", "cuDevicePrimaryCtxRetain")
+    lib.cuDevicePrimaryCtxRelease_v2(device)  # torch holds it
+    return context.value or 0

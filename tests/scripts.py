@@ -1,0 +1,30 @@
+"""Scripts in interpreters of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+HERE = str(Path(__file__).resolve().parent)
+
+
+def run(code: str, *, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh interpreter, away from the checkout."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd="/",
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def succeed(code: str, **environment: str) -> str:
+    result = run(code, **environment)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return result.stdout

@@ -1,0 +1,495 @@
+"""The calls that the CUDA bridges make: checked against cuda-bindings where there is no GPU, and on stand-ins."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+
+import gpu_lod as lod
+from gpu_lod import context as context_module
+from gpu_lod import dispatch, errors
+from gpu_lod.bridge import Device, cuda_errors
+from gpu_lod.bridge import cuda as cuda_module
+from gpu_lod.bridge import pycuda as pycuda_module
+from gpu_lod.bridge.cuda import CudaDriver
+from gpu_lod.bridge.devices import Gpu
+from gpu_lod.bridge.pycuda import PyCudaDriver
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.fixture
+def torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """torch, as if it saw two GPUs."""
+    state = SimpleNamespace(stream=0x55, capturing=False, synchronised=0, emptied=0)
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "init": lambda: None,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=state.stream),
+        "is_current_stream_capturing": lambda: state.capturing,
+        "synchronize": lambda device=None: setattr(state, "synchronised", state.synchronised + 1),
+        "empty_cache": lambda: setattr(state, "emptied", state.emptied + 1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return state
+
+
+# -- the real bindings, without a driver -----------------------------------------------------------------------------
+
+
+@without_cuda
+def test_the_runtime_takes_our_arguments(torch_has_cuda: SimpleNamespace) -> None:
+    """Every call reaches CUDA, which says that there is no driver; wrong arguments would be a TypeError."""
+    driver = CudaDriver(1)
+    handles = [0x1000, 0x2000]
+    calls: dict[str, Any] = {
+        "activate": lambda: driver.activate(),
+        "restore": lambda: driver.restore(0),
+        "register": lambda: driver.register(7),
+        "unregister": lambda: driver.unregister(handles[0]),
+        "map": lambda: driver.map(handles, 0x55),
+        "unmap": lambda: driver.unmap(handles, 0),
+        "address": lambda: driver.address(handles[0]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(errors.CudaUnavailableError, match=r"35 \(cudaErrorInsufficientDriver"):
+            pytest.fail(f"{name} succeeded: {call()}")
+    with pytest.raises(errors.DeviceMismatchError, match="35"):
+        driver.check_same_gpu("a renderer")
+
+
+def test_the_driver_api_has_what_marking_uses() -> None:
+    from cuda.bindings import driver
+
+    for name in ("cuEventCreate", "cuCtxGetCurrent", "cuCtxRecordEvent", "cuStreamWaitEvent"):
+        assert callable(getattr(driver, name))
+    assert int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING) == 2
+
+
+def test_cudas_own_words() -> None:
+    """PyCUDA reports text, no numbers: the table must have CUDA's words."""
+    from cuda.bindings import runtime
+
+    for text, code in cuda_errors._TEXTS.items():
+        assert runtime.cudaGetErrorString(runtime.cudaError_t(code))[1].decode() == text
+        error = cuda_errors.from_text(f"cuGraphicsMapResources failed: {text}", "map")
+        assert type(error) is cuda_errors.known()[code]
+
+
+def test_the_table_holds_real_codes() -> None:
+    from cuda.bindings import runtime
+
+    for code in cuda_errors.known():
+        runtime.cudaError_t(code)
+
+
+# -- the driver, on stand-ins of the bindings ------------------------------------------------------------------------
+
+
+class Bindings:
+    """What cuda.bindings.runtime and .driver do, as far as the bridge uses them."""
+
+    class cudaError_t:
+        cudaSuccess = 0
+
+        def __init__(self, code: int) -> None:
+            self.name = f"name{code}"
+
+    cudaGLDeviceList = SimpleNamespace(cudaGLDeviceListAll="all")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.device = 0
+        self.codes: dict[str, int] = {}
+        self.gl_devices = [1]
+        self.events = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *args))
+            code = self.codes.get(name, 0)
+            if code:
+                return (code,)
+            return (0, *self._results(name, args))
+
+        return call
+
+    def _results(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name == "cudaGetDevice":
+            return (self.device,)
+        if name == "cudaSetDevice":
+            self.device = args[0]
+        if name == "cudaGLGetDevices":
+            return (len(self.gl_devices), self.gl_devices)
+        if name == "cudaGraphicsGLRegisterBuffer":
+            return (0xABC0 + args[0],)
+        if name in ("cudaGraphicsMapResources", "cudaGraphicsUnmapResources"):
+            array = (ctypes.c_void_p * args[0]).from_address(args[1])
+            self.calls[-1] = (name, list(array), args[2])
+        if name == "cudaGraphicsResourceGetMappedPointer":
+            return (0xF000, 4096)
+        if name == "cuEventCreate":
+            self.events += 1
+            return (f"event{self.events}",)
+        if name == "cuCtxGetCurrent":
+            return ("context",)
+        return ()
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> Bindings:
+    both = Bindings()
+    package, module = types.ModuleType("cuda"), types.ModuleType("cuda.bindings")
+    module.driver = module.runtime = both  # type: ignore[attr-defined]
+    package.bindings = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", module)
+    return both
+
+
+def test_the_callers_device_is_put_back(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    driver = CudaDriver(1)
+    before = driver.activate()
+    assert bindings.device == 1
+    driver.restore(before)
+    assert bindings.device == 0
+    torch_has_cuda.capturing = True
+    with pytest.raises(errors.CaptureError, match=r"torch\.cuda\.graph"):
+        driver.activate()
+    assert bindings.device == 0
+
+
+def test_many_buffers_are_mapped_in_one_call(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    driver = CudaDriver(0)
+    handles = [driver.register(glo) for glo in (3, 4, 5)]
+    driver.map(handles, driver.stream())
+    driver.unmap(handles[:2], 0)
+    assert bindings.calls[-2:] == [
+        ("cudaGraphicsMapResources", [0xABC3, 0xABC4, 0xABC5], 0x55),
+        ("cudaGraphicsUnmapResources", [0xABC3, 0xABC4], 0),
+    ]
+    assert driver.address(handles[0]) == (0xF000, 4096)
+    bindings.codes["cudaGraphicsMapResources"] = 219
+    with pytest.raises(errors.DeviceMismatchError, match=r"219 \(name219\) in cudaGraphicsMapResources"):
+        driver.map(handles, 0)
+
+
+def test_the_gl_context_must_be_on_the_same_gpu(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    CudaDriver(1).check_same_gpu("NVIDIA H100")
+    with pytest.raises(errors.DeviceMismatchError, match=r"on CUDA device \[1\].*cuda:0"):
+        CudaDriver(0).check_same_gpu("NVIDIA H100")
+    bindings.codes["cudaGLGetDevices"] = 100
+    with pytest.raises(errors.DeviceMismatchError, match="no GPU that CUDA can use"):
+        CudaDriver(1).check_same_gpu("llvmpipe")
+
+
+def test_events_are_used_again_once_nobody_waits(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    driver = CudaDriver(0)
+    first, second = driver.mark(), driver.mark()
+    assert first is not None and second is not None and first.handle != second.handle
+    driver.wait(first, 0x77)
+    assert bindings.calls[-1] == ("cuStreamWaitEvent", 0x77, first.handle, 0)
+    handle = first.handle
+    del first
+    third = driver.mark()
+    assert third is not None and third.handle == handle
+    assert bindings.events == 2
+    assert torch_has_cuda.synchronised == 0
+
+
+@pytest.mark.parametrize("how", ["not supported", "not in the driver"])
+def test_without_context_events_the_device_is_waited_for(
+    torch_has_cuda: SimpleNamespace, bindings: Bindings, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = CudaDriver(0)
+    if how == "not supported":
+        bindings.codes["cuCtxRecordEvent"] = 801
+    else:
+
+        def missing(*_: Any) -> Any:
+            raise RuntimeError('Function "cuCtxRecordEvent" not found')
+
+        monkeypatch.setattr(bindings, "cuCtxRecordEvent", missing, raising=False)
+    assert driver.mark() is None
+    assert driver.mark() is None
+    assert torch_has_cuda.synchronised == 2
+    assert bindings.events == 1
+
+
+def test_an_event_that_cannot_be_recorded_is_a_named_error(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    bindings.codes["cuCtxRecordEvent"] = 900
+    with pytest.raises(errors.CaptureError):
+        CudaDriver(0).mark()
+
+
+def test_memory_is_described_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(torch, "as_tensor", lambda value, device: seen.append((value, device)))
+    owner = object()
+    cuda_module.tensor_over(0xF00, 64, owner, torch.device("cuda", 1))
+    memory, device = seen[0]
+    assert memory.__cuda_array_interface__ == {
+        "shape": (64,), "typestr": "|u1", "data": (0xF00, False), "strides": None, "version": 3,
+    }  # fmt: skip
+    assert memory._owner is owner and device == torch.device("cuda", 1)
+
+
+def test_poison_uses_what_cuda_builds_of_torch_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        torch._C, "_set_storage_data_ptr_access_error_msg", lambda *args: seen.append(args), raising=False
+    )
+    cuda_module.poison(0x123, "moved")
+    assert seen == [(0x123, "moved")]
+
+
+# -- no CUDA, no bindings, no device ----------------------------------------------------------------------------------
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", torch.device("cuda")])
+def test_a_cuda_device_without_cuda(device: Any) -> None:
+    with pytest.raises(errors.CudaUnavailableError, match=r"torch is built without CUDA|finds no device"):
+        lod.Context(device)
+    lod.Context()
+
+
+@pytest.mark.parametrize(("device", "words"), [("mps", "cpu"), ("nonsense", "torch device"), (1.5, "EGL device")])
+def test_devices_that_are_none(device: Any, words: str) -> None:
+    with pytest.raises(errors.InputError, match=words):
+        lod.Context(device)
+
+
+def test_a_torch_cpu_device_is_the_default_context(ctx: lod.Context) -> None:
+    assert lod.Context("cpu") is ctx
+    assert lod.Context(torch.device("cpu")) is ctx
+    assert ctx.tensor_device == torch.device("cpu")
+
+
+def test_an_ordinal_that_torch_has_not(torch_has_cuda: SimpleNamespace) -> None:
+    with pytest.raises(errors.CudaUnavailableError, match="sees 0 to 1"):
+        lod.Context("cuda:2")
+
+
+def test_bindings_that_are_missing(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(errors.CudaUnavailableError, match="pip install 'cuda-bindings"):
+        CudaDriver(0)
+
+
+def test_interop_must_be_known() -> None:
+    with pytest.raises(errors.InputError, match="'cuda' or 'pycuda'"):
+        lod.Context("cuda", interop="vulkan")  # type: ignore[arg-type]
+
+
+# -- which context serves a CUDA device --------------------------------------------------------------------------------
+
+
+class OnGpu(FakeCuda):
+    """The fake, as if it were GPU 1. Tells candidates apart by the order in which it is asked."""
+
+    name = "cuda"
+    device = torch.device("cuda", 1)
+
+    def __init__(self, gl: Any, verdicts: list[bool]) -> None:
+        super().__init__(gl)
+        self.verdicts = verdicts
+
+    def check_same_gpu(self, renderer: str) -> None:
+        super().check_same_gpu(renderer)
+        if not self.verdicts.pop(0):
+            raise errors.DeviceMismatchError("another GPU")
+
+
+@pytest.fixture
+def gpu_machine(
+    ctx: lod.Context, torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SimpleNamespace]:
+    """llvmpipe, passed off as the OpenGL of a GPU."""
+    state = SimpleNamespace(verdicts=[True], candidates=[ctx.device], software=False)
+    monkeypatch.setattr(lod.Context, "software", property(lambda self: state.software))
+    monkeypatch.setitem(context_module._DRIVERS, "cuda", lambda ordinal: OnGpu(ctx.gl, state.verdicts))
+    monkeypatch.setattr(context_module, "gpu", lambda ordinal: Gpu(ordinal, "GPU", None, None))
+    monkeypatch.setattr(context_module, "match", lambda gpu, found: state.candidates)
+    yield state
+    ctx.interop = None
+
+
+def test_a_context_on_a_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
+    context = lod.Context("cuda:1")
+    assert context is ctx and context.interop is not None
+    assert context.tensor_device == torch.device("cuda", 1)
+    assert lod.Context(torch.device("cuda", 1)) is context
+    with pytest.raises(errors.InputError, match="through 'cuda' already"):
+        lod.Context("cuda:1", interop="pycuda")
+
+
+def test_candidates_are_tried_until_one_is_the_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
+    gpu_machine.candidates = [Device(77, (), None, None), ctx.device]  # the first does not open
+    assert lod.Context("cuda:1") is ctx
+
+
+def test_no_candidate_is_the_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
+    gpu_machine.verdicts[:] = [False]
+    gpu_machine.candidates = [Device(77, (), None, None), ctx.device]
+    with pytest.raises(errors.GLUnavailableError, match=r"opens on cuda:1: device 77: .*device 0: another"):
+        lod.Context("cuda:1")
+    assert not ctx.closed and ctx.interop is None  # it was open before, for CPU tensors
+    assert float(lod.mipmap(torch.ones(1, 8, 8), backend="gl")[3]) == 1.0
+
+
+def test_software_opengl_beside_cuda(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
+    gpu_machine.software = True
+    with pytest.raises(errors.DeviceMismatchError, match=r"software renderer.*libnvidia-gl"):
+        lod.Context("cuda:1")
+    with pytest.raises(errors.DeviceMismatchError, match="software renderer"):
+        ctx.empty(3, device="cuda:1")
+    assert ctx.empty(3).device.type == "cpu"
+
+
+def test_a_tensor_on_another_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
+    lod.Context("cuda:1")
+    with pytest.raises(errors.DeviceMismatchError, match=r"cuda:0.*shares memory with cuda:1"):
+        ctx.empty(3, device="cuda:0")
+    with pytest.raises(errors.DeviceMismatchError), ctx.active(device=torch.device("cuda", 0)):
+        raise AssertionError
+    assert ctx.empty(3, device="cpu").device.type == "cpu"
+
+
+# -- what auto says --------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_why_it_does_not_take_gl(
+    torch_has_cuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 1)
+    context_module.why_not.cache_clear()
+    monkeypatch.setattr(context_module, "gpu", lambda ordinal: Gpu(ordinal, "GPU", None, None))
+
+    def nothing(gpu: Gpu, found: Any) -> Any:
+        raise errors.GLUnavailableError("OpenGL here is software only")
+
+    monkeypatch.setattr(context_module, "match", nothing)
+    choice = dispatch.elsewhere(device)
+    assert choice.backend == "torch" and "cannot share memory with it: OpenGL here is software only" in choice.reason
+    context_module.why_not.cache_clear()
+    monkeypatch.setattr(context_module, "match", lambda gpu, found: ["one"])
+    assert "has not been measured" in dispatch.elsewhere(device).reason
+    context_module.why_not.cache_clear()
+    assert "CPU and CUDA tensors only" in dispatch.elsewhere(torch.device("mps")).reason
+
+
+# -- PyCUDA ------------------------------------------------------------------------------------------------------------
+
+
+class Mapping:
+    def __init__(self, log: list[Any], glo: int) -> None:
+        self._log, self._glo = log, glo
+
+    def unmap(self) -> None:
+        self._log.append(("unmap", self._glo))
+
+    def device_ptr_and_size(self) -> tuple[int, int]:
+        return 0xE000 + self._glo, 512
+
+
+class LogicError(Exception):
+    __module__ = "pycuda._driver"
+
+
+@pytest.fixture
+def pycuda(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """PyCUDA built with OpenGL, in torch's context."""
+    state = SimpleNamespace(log=[], fail=None, context=SimpleNamespace(handle=0x9))
+
+    class RegisteredBuffer:
+        def __init__(self, glo: int) -> None:
+            self.glo = glo
+            if state.fail == "register":
+                raise LogicError("cuGraphicsGLRegisterBuffer failed: invalid OpenGL or DirectX context")
+
+        def map(self) -> Mapping:
+            if state.fail == self.glo:
+                raise LogicError("cuGraphicsMapResources failed: mapping of buffer object failed")
+            state.log.append(("map", self.glo))
+            return Mapping(state.log, self.glo)
+
+        def unregister(self) -> None:
+            state.log.append(("unregister", self.glo))
+
+    package = types.ModuleType("pycuda")
+    driver, gl = types.ModuleType("pycuda.driver"), types.ModuleType("pycuda.gl")
+    driver.Context = SimpleNamespace(get_current=lambda: state.context)  # type: ignore[attr-defined]
+    gl.RegisteredBuffer = RegisteredBuffer  # type: ignore[attr-defined]
+    package.driver, package.gl = driver, gl  # type: ignore[attr-defined]
+    for module in (package, driver, gl):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(pycuda_module, "primary_context", lambda ordinal: 0x9)
+    default = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: state.log.append("default waits"))
+    current = SimpleNamespace(cuda_stream=0x55, wait_stream=lambda other: state.log.append("current waits"))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: default)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    return state
+
+
+def test_pycuda_maps_on_the_default_stream_in_order_with_the_current_one(pycuda: SimpleNamespace) -> None:
+    driver = PyCudaDriver(0)
+    driver.activate()
+    handles = [driver.register(glo) for glo in (3, 4)]
+    driver.map(handles, driver.stream())
+    assert pycuda.log == ["default waits", ("map", 3), ("map", 4), "current waits"]
+    assert driver.address(handles[1]) == (0xE004, 512)
+    pycuda.log.clear()
+    driver.unmap(handles, driver.stream())
+    assert pycuda.log == ["default waits", ("unmap", 3), ("unmap", 4)]
+    driver.unregister(handles[0])
+    assert pycuda.log[-1] == ("unregister", 3)
+
+
+def test_pycuda_maps_all_or_none(pycuda: SimpleNamespace) -> None:
+    driver = PyCudaDriver(0)
+    handles = [driver.register(glo) for glo in (3, 4)]
+    pycuda.fail = 4
+    with pytest.raises(errors.MappingError, match="mapping of buffer object failed"):
+        driver.map(handles, 0)
+    assert pycuda.log == [("map", 3), ("unmap", 3)]
+
+
+def test_pycuda_errors_are_named(pycuda: SimpleNamespace) -> None:
+    pycuda.fail = "register"
+    with pytest.raises(errors.DeviceMismatchError, match="219"):
+        PyCudaDriver(0).register(3)
+
+
+def test_pycuda_without_a_context_or_in_one_of_its_own(pycuda: SimpleNamespace) -> None:
+    driver = PyCudaDriver(0)
+    pycuda.context = None
+    with pytest.raises(errors.ContextNotCurrentError, match="autoprimaryctx"):
+        driver.activate()
+    pycuda.context = SimpleNamespace(handle=0x8)
+    with pytest.raises(errors.DeviceMismatchError, match="primary context"):
+        driver.activate()
+
+
+def test_pycuda_built_without_gl_says_how_to_build_it(pycuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda.gl", None)
+    monkeypatch.delattr(sys.modules["pycuda"], "gl")
+    with pytest.raises(errors.InteropUnavailableError, match="CUDA_ENABLE_GL"):
+        PyCudaDriver(0)
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)
+    with pytest.raises(errors.CudaUnavailableError, match="needs PyCUDA"):
+        PyCudaDriver(0)

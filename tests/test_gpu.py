@@ -1,0 +1,428 @@
+"""The bridge on a real GPU: shaders and torch on one memory. `make gpu-check` runs these."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from images import DTYPES, SIZES, noise
+from oracle import extreme_chain, mean_chain
+from oracle import log_polar as polar_oracle
+from scripts import HERE, succeed
+
+import gpu_lod as lod
+from gpu_lod import errors
+from gpu_lod.bridge.devices import gpu
+from gpu_lod.bridge.interop import InteropBridge
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda:0"
+
+
+@pytest.fixture(scope="module")
+def gl() -> Iterator[lod.Context]:
+    yield lod.Context(CUDA)
+
+
+def bridge_of(context: lod.Context) -> InteropBridge:
+    assert context.interop is not None
+    return context.interop
+
+
+def on_host(levels: Any) -> list[torch.Tensor]:
+    return [level.cpu() for level in levels]
+
+
+def resident(context: lod.Context, tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in GL memory."""
+    result = context.empty(tensor.shape, dtype=tensor.dtype)
+    result.copy_(tensor)
+    return result
+
+
+# -- the right device -----------------------------------------------------------------------------------------------
+
+
+def test_the_context_is_hardware_on_torchs_gpu(gl: lod.Context) -> None:
+    assert not gl.software
+    assert gl.tensor_device == torch.device(CUDA)
+    device, wanted = gl.device, gpu(0)
+    assert device is not None
+    if device.uuid is not None and wanted.uuid is not None:
+        assert device.uuid == wanted.uuid
+    with gl.active(device=torch.device(CUDA)):
+        bridge_of(gl).driver.check_same_gpu(gl.renderer)
+
+
+def test_a_permuted_mask_is_no_trouble() -> None:
+    """Every GPU alone, and all of them backwards, each in a process of its own."""
+    count = torch.cuda.device_count()
+    for mask in [*(str(i) for i in range(count)), ",".join(map(str, reversed(range(count))))]:
+        succeed(
+            """
+            import torch, gpu_lod as lod
+            for i in range(torch.cuda.device_count()):
+                x = torch.rand(1, 8, 8, device=f"cuda:{i}")
+                level = lod.mipmap(x, backend="gl")[3]
+                assert level.device == x.device
+                assert torch.allclose(level, x.mean((1, 2), keepdim=True), atol=1e-6)
+            """,
+            CUDA_VISIBLE_DEVICES=mask,
+        )
+
+
+# -- every verb against the float64 oracle ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_gl", [False, True], ids=["ordinary", "in GL memory"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("generator", ["compute", "fragment"])
+def test_mean_chains(gl: lod.Context, generator: Any, dtype: torch.dtype, in_gl: bool) -> None:
+    for height, width in [*SIZES, (1001, 777)]:
+        image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
+        source = resident(gl, image) if in_gl and dtype != torch.bfloat16 else image
+        pyramid = lod.mipmap(source, generator=generator)
+        for level, truth in zip(on_host(pyramid), mean_chain(image.cpu()), strict=True):
+            assert_matches(level, truth, "box", where=f"{height} x {width}")
+        assert torch.equal(source, image)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("generator", ["compute", "fragment", "sampler"])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_hiz(gl: lod.Context, generator: Any, dtype: torch.dtype, reduce: Any) -> None:
+    for height, width in SIZES:
+        image = noise(2, 5, height, width, dtype=dtype).to(CUDA)
+        pyramid = lod.hiz(image, reduce=reduce, generator=generator)
+        for level, truth in zip(on_host(pyramid), extreme_chain(image.cpu(), reduce), strict=True):
+            assert_matches(level, truth, "exact", where=f"{height} x {width}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("generator", ["compute", "fragment"])
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+def test_log_polar(gl: lod.Context, generator: Any, dtype: torch.dtype, border: Any) -> None:
+    pyramid = lod.mipmap(noise(3, 3, 97, 140, dtype=dtype).to(CUDA), backend="torch")
+    fixation = torch.rand(3, 2)
+    found = lod.log_polar(pyramid, fixation, 17, 40, border=border, generator=generator)
+    truth, texels, blend = polar_oracle(on_host(pyramid), fixation, 17, 40, border=border)
+    slack = 2 * HARDWARE_WEIGHT_ERROR * texels + HARDWARE_WEIGHT_ERROR * blend
+    assert found.device == torch.device(CUDA)
+    assert_matches(found.cpu(), truth, "trilinear", slack=slack)
+    again = lod.log_polar(pyramid, fixation.to(CUDA), 17, 40, border=border, generator=generator)
+    assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cull_and_region(gl: lod.Context, dtype: torch.dtype) -> None:
+    hz = lod.hiz(noise(2, 2, 61, 90, dtype=dtype).to(CUDA), backend="gl")
+    threshold = 200 if dtype == torch.uint8 else 0.75
+    found, expected = lod.cull(hz, threshold, backend="gl"), lod.cull(hz, threshold, backend="torch")
+    assert torch.equal(found.mask, expected.mask) and torch.equal(found.indices, expected.indices)
+    assert torch.equal(found.pruned, expected.pruned) and found.tested == expected.tested
+    assert found.mask.device == found.pruned.device == torch.device(CUDA)
+    corner = torch.rand(2, 50, 2)
+    boxes = torch.cat([corner, (corner + torch.rand(2, 50, 2)).clamp(max=1)], dim=-1).to(CUDA)
+    assert torch.equal(lod.region_max(hz, boxes, backend="gl"), lod.region_max(hz, boxes, backend="torch"))
+
+
+def test_strides_views_and_inference(gl: lod.Context) -> None:
+    image = torch.rand(2, 70, 50, 3, device=CUDA).permute(0, 3, 1, 2)
+    for view in (image, image[:, :, 5:, 3:], image[..., ::2], image.half(), image[1]):
+        for one, two in zip(lod.mipmap(view, backend="gl"), lod.mipmap(view, backend="torch"), strict=True):
+            assert torch.allclose(one.float(), two.float(), atol=2e-3)
+    with torch.inference_mode():
+        assert torch.allclose(lod.mipmap(image, backend="gl")[6], image.mean((2, 3), keepdim=True), atol=1e-5)
+
+
+# -- one memory ------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_the_mapped_buffers(gl: lod.Context) -> None:
+    image = resident(gl, torch.rand(3, 64, 64, device=CUDA))
+    pyramid = lod.mipmap(image, backend="gl")
+    assert pyramid[0].data_ptr() == image.data_ptr()
+    bridge = bridge_of(gl)
+    with gl.active(device=torch.device(CUDA)):
+        for level in pyramid:
+            found = bridge.find(level)
+            assert found is not None
+            address, _ = bridge.driver.address(found[0].handle)
+            assert level.data_ptr() == address + found[1]
+    assert bridge.find(torch.rand(4, device=CUDA)) is None
+
+
+def test_nothing_is_copied_on_the_way_out(gl: lod.Context) -> None:
+    image = resident(gl, torch.rand(3, 512, 512, device=CUDA))
+    lod.mipmap(image, backend="gl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the profiler's own
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            control = image.clone()
+            lod.mipmap(image, backend="gl")
+            torch.cuda.synchronize()
+    copies = [event for event in seen.key_averages() if "emcpy" in event.key]
+    assert sum(event.count for event in copies) == 1, "only the control's"
+    assert torch.equal(control, image)
+
+
+def test_a_counter_goes_to_and_fro_ten_thousand_times(gl: lod.Context) -> None:
+    """Shader writes, torch reads, torch writes, shader reads, on two streams in turn; no stale byte, nothing grows."""
+    image = gl.empty(1, 64, 64)
+    wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
+    streams = [torch.cuda.Stream(CUDA), torch.cuda.Stream(CUDA)]
+    before: tuple[int, ...] | None = None
+    for count in range(10_000):
+        stream, last = streams[count % 2], streams[1 - count % 2]
+        stream.wait_stream(last)
+        with torch.cuda.stream(stream):
+            image.fill_(float(count))
+            pyramid = lod.mipmap(image, generator="compute")
+            for level in (pyramid[1], pyramid[6]):
+                wrong += (level != count).sum()
+            wrong += (image != count).sum()
+        if count == 100:
+            before = _usage(gl)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert before is not None
+    after = _usage(gl)
+    assert after[:3] == before[:3], "registered buffers and pools"
+    assert after[3] - before[3] < 2**21, "device memory"
+
+
+def _usage(context: lod.Context) -> tuple[int, int, int, int]:
+    gc.collect()
+    torch.cuda.synchronize()
+    bridge = bridge_of(context)
+    with context.active(device=torch.device(CUDA)):
+        free, total = torch.cuda.mem_get_info(0)
+        return len(bridge._by_address), bridge.pool.leased, bridge.pool.idle, total - free
+
+
+def test_a_buffer_waits_for_the_stream_that_still_reads_it(gl: lod.Context) -> None:
+    """The tensor dies while work that reads it is queued on a second stream; the next result must not overwrite it."""
+    side = torch.cuda.Stream(CUDA)
+    for _ in range(20):
+        level = lod.mipmap(torch.full((1, 512, 512), 1.0, device=CUDA), generator="compute")[1]
+        side.wait_stream(torch.cuda.current_stream(CUDA))
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)  # about ten milliseconds
+            total = level.sum()
+        del level
+        for value in (2.0, 3.0):  # takes the same buffers from the pool
+            lod.mipmap(torch.full((1, 512, 512), value, device=CUDA), generator="compute")
+        torch.cuda.synchronize()
+        assert float(total) == 256 * 256
+
+
+def test_work_queued_before_a_verb_is_seen_by_it(gl: lod.Context) -> None:
+    image = gl.empty(1, 512, 512)
+    for value in range(10):
+        torch.cuda._sleep(20_000_000)
+        image.fill_(float(value))
+        level = lod.mipmap(image, generator="compute")[9]
+        assert float(level) == value
+
+
+# -- threads, contexts, autograd ---------------------------------------------------------------------------------------
+
+
+def test_two_contexts(gl: lod.Context) -> None:
+    import moderngl
+
+    from gpu_lod.bridge import egl
+
+    here = egl.current()
+    assert gl.device is not None
+    other = moderngl.create_context(standalone=True, backend="egl", device_index=gl.device.index)
+    mine = egl.current()
+    try:
+        adopted = lod.Context.adopt(other)
+        with adopted:
+            first = lod.mipmap(torch.full((1, 16, 16), 2.0, device=CUDA), backend="gl")
+            assert adopted.owns(first[1]) and not gl.owns(first[1])
+        with gl:
+            second = lod.mipmap(torch.full((1, 16, 16), 3.0, device=CUDA), backend="gl")
+            assert gl.owns(second[1]) and not adopted.owns(second[1])
+        assert float(first[4]) == 2.0 and float(second[4]) == 3.0
+        del first
+        adopted.close()
+    finally:
+        egl.switch(mine, here)
+    assert float(second[4]) == 3.0
+
+
+def test_threads_and_pools(gl: lod.Context) -> None:
+    def work(value: int) -> float:
+        stream = torch.cuda.Stream(CUDA)
+        with torch.cuda.stream(stream):
+            image = torch.full((1, 64, 64), float(value), device=CUDA)
+            return float(lod.mipmap(image, backend="gl")[6])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(200))) == [float(value) for value in range(200)]
+    seen: list[float] = []
+    thread = threading.Thread(target=lambda: seen.append(work(7)))
+    thread.start()
+    thread.join()
+    assert seen == [7.0]
+
+
+def test_calls_from_the_backward_thread(gl: lod.Context) -> None:
+    """autograd runs CUDA backward on a thread of its own."""
+    threads: list[int] = []
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.get_ident())
+            return gradient * lod.mipmap(torch.full((1, 8, 8), 5.0, device=CUDA), backend="gl")[3]
+
+    x = torch.ones(1, 1, 1, device=CUDA, requires_grad=True)
+    Inside.apply(x).sum().backward()
+    assert x.grad is not None and float(x.grad) == 5.0
+    assert threads and threads[0] != threading.get_ident()
+
+
+def test_gradients(gl: lod.Context) -> None:
+    image = torch.rand(2, 3, 37, 53, device=CUDA)
+    found: list[torch.Tensor] = []
+    for backend in ("gl", "torch"):
+        x = image.clone().requires_grad_()
+        polar = lod.log_polar(lod.mipmap(x, backend=backend), (0.4, 0.6), 9, 14, backend=backend)  # type: ignore[arg-type]
+        polar.square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.allclose(found[0], found[1], atol=2e-2)
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_data_loader_workers(way: str) -> None:
+    """CUDA does not survive a fork, and says so; spawned workers have contexts of their own."""
+    out = succeed(
+        f"""
+        import torch, gpu_lod as lod
+        from workers import Levels
+        from torch.utils.data import DataLoader
+        if __name__ == "__main__":
+            lod.mipmap(torch.rand(1, 8, 8, device="cuda"), backend="gl")
+            loader = DataLoader(Levels("cuda"), num_workers=2, multiprocessing_context="{way}")
+            try:
+                print(sorted(float(value) for value in loader))
+            except Exception as error:
+                print(type(error).__name__, error)
+        """,
+        PYTHONPATH=HERE,
+    )
+    if way == "spawn":
+        assert out.split("\n")[0] == "[0.0, 1.0, 2.0, 3.0]"
+    else:
+        assert "fork" in out
+
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+
+def test_cupy_in_and_out(gl: lod.Context) -> None:
+    import cupy
+
+    array = cupy.asarray(np.random.default_rng(0).random((3, 40, 50), np.float32))
+    pyramid = lod.mipmap(array, backend="gl")  # type: ignore[arg-type]
+    out = lod.to_cupy(pyramid[1])
+    assert out.data.ptr == pyramid[1].data_ptr()
+    expected = cupy.asnumpy(out)
+    del pyramid
+    gc.collect()
+    for _ in range(3):  # the array keeps the buffer
+        lod.mipmap(torch.zeros(3, 40, 50, device=CUDA), backend="gl")
+    assert np.array_equal(cupy.asnumpy(out), expected)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_capture_is_refused_and_harmless(gl: lod.Context) -> None:
+    image = resident(gl, torch.ones(1, 16, 16, device=CUDA))
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(4, device=CUDA)
+    with torch.cuda.graph(graph):
+        y = x + 1
+        with pytest.raises(errors.CaptureError):
+            lod.mipmap(image, backend="gl")
+    graph.replay()
+    assert float(y.sum()) == 4.0
+    assert float(lod.mipmap(image, backend="gl")[4]) == 1.0
+
+
+def test_out_of_memory(gl: lod.Context) -> None:
+    _, total = torch.cuda.mem_get_info(0)
+    with pytest.raises(errors.OutOfMemoryError):
+        kept = [gl.empty(2**30, dtype=torch.uint8) for _ in range(total // 2**30 + 1)]
+        del kept
+    gc.collect()
+    gl.trim()
+    assert float(lod.mipmap(torch.ones(1, 16, 16, device=CUDA), backend="gl")[4]) == 1.0
+
+
+def test_torchs_cache_makes_room(gl: lod.Context) -> None:
+    """Memory that torch has cached, and does not use, is given back when OpenGL needs it."""
+    free, _ = torch.cuda.mem_get_info(0)
+    block = torch.empty(free - 2**30, dtype=torch.uint8, device=CUDA)
+    del block
+    tensor = gl.empty(4 * 2**30, dtype=torch.uint8)
+    tensor[-1] = 1
+    del tensor
+    gl.trim()
+    torch.cuda.empty_cache()
+
+
+def test_closing_leaves_tensors_valid() -> None:
+    succeed(
+        """
+        import gc, torch, gpu_lod as lod
+        context = lod.Context("cuda")
+        level = lod.mipmap(torch.full((1, 64, 64), 4.0, device="cuda"), backend="gl")[2]
+        context.close()
+        assert float(level.sum()) == 4 * 256
+        again = lod.mipmap(torch.full((1, 64, 64), 5.0, device="cuda"), backend="gl")[2]
+        assert float(level.sum()) == 4 * 256 and float(again.sum()) == 5 * 256
+        del level
+        gc.collect()
+        """
+    )
+
+
+def test_exit_with_tensors_alive_is_quiet() -> None:
+    succeed(
+        """
+        import torch, gpu_lod as lod
+        kept = lod.mipmap(torch.rand(1, 64, 64, device="cuda"), backend="gl")
+        also = lod.Context("cuda").empty(100)
+        """
+    )
+
+
+def test_host_tensors_in_the_same_context(gl: lod.Context) -> None:
+    image = noise(3, 37, 53)
+    for one, two in zip(lod.mipmap(image, backend="gl"), mean_chain(image), strict=True):
+        assert_matches(one, two, "box")
+    on_cpu = gl.empty(3, 5, device="cpu")
+    assert on_cpu.device.type == "cpu" and gl.owns(on_cpu)
+
+
+def test_explain_says_what_auto_does(gl: lod.Context) -> None:
+    choice = lod.explain(lod.mipmap, torch.rand(1, 8, 8, device=CUDA))
+    assert choice.backend == "torch" and CUDA in choice.reason

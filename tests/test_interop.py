@@ -1,0 +1,452 @@
+"""The CUDA bridge's state machine, on a fake of CUDA's calls that checks their order.
+
+These tests prove what the bridge asks of CUDA and when; that CUDA does what it is asked is for the tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import RUBBISH, FakeCuda
+from images import noise
+from scripts import HERE, succeed
+
+import gpu_lod as lod
+from gpu_lod import errors
+from gpu_lod.bridge import InteropBridge, cuda_errors
+from gpu_lod.bridge.interop import InteropBuffer
+
+
+@pytest.fixture
+def cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """The context, sharing "CUDA" memory: verbs on CPU tensors run over the fake. GL must not touch mapped buffers."""
+    fake = FakeCuda(ctx.gl)
+    ctx.interop = InteropBridge(ctx.gl, fake)
+    bind = ctx.gl.BindBufferRange
+
+    def guarded(target: int, binding: int, glo: int, start: int, size: int) -> None:
+        assert glo not in fake.mapped, f"GL buffer {glo} is bound while it is CUDA's"
+        bind(target, binding, glo, start, size)
+
+    monkeypatch.setattr(ctx.gl, "BindBufferRange", guarded)
+    yield fake
+    bridge, ctx.interop = ctx.interop, None
+    assert not fake.active
+    gc.collect()
+    with ctx.active():
+        fake.fail.clear()
+        fake.capturing = False
+        bridge.trim()
+
+
+def bridge_of(ctx: lod.Context) -> InteropBridge:
+    assert ctx.interop is not None
+    return ctx.interop
+
+
+def buffer_of(ctx: lod.Context, tensor: torch.Tensor) -> InteropBuffer:
+    found = bridge_of(ctx).find(tensor)
+    assert found is not None
+    return found[0]
+
+
+# -- every verb, over the fake ---------------------------------------------------------------------------------------
+
+VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "compute": lambda x: list(lod.mipmap(x, generator="compute")),
+    "fragment": lambda x: list(lod.mipmap(x, generator="fragment")),
+    "hiz": lambda x: list(lod.hiz(x, generator="compute")),
+    "sampler": lambda x: list(lod.hiz(x, generator="sampler")),
+    "log_polar": lambda x: [lod.log_polar(lod.mipmap(x, backend="torch"), (0.4, 0.6), 13, 21, backend="gl")],
+    "log_polar fragment": lambda x: [lod.log_polar(x, (0.4, 0.6), 13, 21, generator="fragment")],
+    "cull": lambda x: [*_parts(lod.cull(lod.hiz(x, backend="gl"), 0.7, backend="gl"))],
+    "region_max": lambda x: [
+        lod.region_max(lod.hiz(x, backend="gl"), torch.tensor([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]]), backend="gl")
+    ],
+}
+
+
+def _parts(culled: lod.Culled) -> list[torch.Tensor]:
+    return [culled.mask, culled.indices, culled.pruned, torch.tensor(culled.tested)]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("dtype", "resident"),
+    [
+        (dtype, resident)
+        for dtype in (torch.float32, torch.float16, torch.uint8, torch.bfloat16)
+        for resident in (False, True)
+        if not (resident and dtype == torch.bfloat16)  # GL buffers hold none
+    ],
+    ids=str,
+)
+def test_every_verb_gives_what_the_host_bridge_gives(
+    ctx: lod.Context, cuda: FakeCuda, verb: str, dtype: torch.dtype, resident: bool
+) -> None:
+    """No buffer is used by the side that does not own it: such a use would read rubbish, or fail."""
+    image = (noise(2, 3, 37, 53) * (255 if dtype == torch.uint8 else 1)).to(dtype)
+    interop, ctx.interop = ctx.interop, None
+    expected = VERBS[verb](image)
+    ctx.interop = interop
+    source = image
+    if resident:
+        source = ctx.empty(image.shape, dtype=dtype)
+        source.copy_(image)
+    cuda.calls.clear()
+    found = VERBS[verb](source)
+    assert len(found) == len(expected)
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(source, image), "the input came back changed"
+    assert cuda.mapped == set(cuda.resources), "between verbs every buffer is CUDA's"
+
+
+def test_one_unmap_and_one_map_a_verb(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(3, 64, 48)
+    image.copy_(noise(3, 64, 48))
+    lod.mipmap(image, generator="compute")  # registers its buffers
+    cuda.calls.clear()
+    pyramid = lod.mipmap(image, generator="compute")
+    glos = {buffer_of(ctx, image).glo, buffer_of(ctx, pyramid[1]).glo}
+    calls = [call for call in cuda.calls if call[0] in ("map", "unmap", "register")]
+    assert [call[0] for call in calls] == ["unmap", "map"]
+    assert set(calls[0][1]) == set(calls[1][1]) == glos
+    assert calls[0][2] == calls[1][2] == cuda.stream_now
+
+
+def test_an_ordinary_tensor_is_copied_before_gl_begins(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = noise(3, 64, 48)
+    lod.mipmap(image, generator="compute")
+    cuda.calls.clear()
+    pyramid = lod.mipmap(image, generator="compute")
+    assert cuda.names() == ["mark", "wait", "unmap", "map"]  # the last call's buffer, behind its last use
+    assert torch.equal(pyramid[0], image)
+    assert pyramid[0].data_ptr() != image.data_ptr()
+
+
+def test_tensors_are_rubbish_while_gl_owns_them(ctx: lod.Context, cuda: FakeCuda) -> None:
+    """The fake does what it is there for."""
+    tensor = ctx.empty(4, 4)
+    tensor.fill_(1.0)
+    with ctx.active(tensor, device=cuda.device):
+        buffer = buffer_of(ctx, tensor)
+        buffer.bind(0, 0, 64)
+        assert bytes(tensor.numpy().tobytes()) == bytes([RUBBISH]) * 64
+    assert bool((tensor == 1.0).all())
+
+
+def test_the_stream_of_the_call_is_used(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(1, 32, 32)
+    image.zero_()
+    for stream in (11, 13):
+        cuda.stream_now = stream
+        cuda.calls.clear()
+        lod.mipmap(image, generator="compute")
+        assert {call[2] for call in cuda.calls if call[0] in ("map", "unmap", "wait")} == {stream}
+
+
+def test_a_counter_goes_to_and_fro_and_is_never_stale(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(1, 8, 8)
+    for count in range(200):
+        image.fill_(float(count))
+        pyramid = lod.mipmap(image, generator="compute")
+        assert float(pyramid[3]) == count
+        assert float(image[0, 7, 7]) == count
+
+
+# -- lives of buffers ------------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_registered_once_and_reused_behind_their_last_use(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = noise(3, 64, 64)
+    for _ in range(5):
+        lod.mipmap(image, generator="compute")
+    cuda.calls.clear()
+    cuda.waited.clear()
+    for _ in range(50):
+        lod.mipmap(image, generator="compute")
+    assert "register" not in cuda.names()
+    assert len(cuda.resources) <= 2
+    # Each time: an event behind all streams' work when the buffer comes back, and its next user waits for it.
+    assert cuda.names() == ["mark", "wait", "unmap", "map"] * 50
+    assert [event for event, _ in cuda.waited] == sorted({event for event, _ in cuda.waited})
+
+
+def test_an_alias_keeps_its_buffer(ctx: lod.Context, cuda: FakeCuda) -> None:
+    pyramid = lod.mipmap(noise(3, 64, 64), generator="compute")
+    alias = pyramid[3][1:, 2:]
+    kept, glo = alias.clone(), buffer_of(ctx, alias).glo
+    del pyramid
+    gc.collect()
+    for _ in range(3):
+        other = lod.mipmap(noise(3, 64, 64), generator="compute")
+        assert buffer_of(ctx, other[0]).glo != glo
+    assert torch.equal(alias, kept)
+
+
+def test_pool_exhaustion_trims_and_tries_again(ctx: lod.Context, cuda: FakeCuda) -> None:
+    idle = ctx.empty(2**16)
+    del idle
+    cuda.calls.clear()
+    cuda.fail["register"] = 2
+    tensor = ctx.empty(2**18)  # another size class
+    assert cuda.names() == ["mark", "register", "wait", "unmap", "unregister", "register", "map"]
+    tensor.fill_(3)
+
+
+def test_out_of_memory_gives_torchs_cache_back_and_then_says_so(
+    ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def register(glo: int) -> Any:
+        cuda.calls.append(("register", glo))
+        raise cuda_errors.error(2, "cudaErrorMemoryAllocation", "register")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "register", register)
+        with pytest.raises(errors.OutOfMemoryError, match="empty_cache"):
+            ctx.empty(2**18)
+    assert [name for name in cuda.names() if name in ("register", "release_cache")] == [
+        "register", "register", "release_cache", "register",
+    ]  # fmt: skip
+    ctx.empty(2**18).fill_(1)
+
+
+def test_trim_and_close_unmap_and_unregister(cuda: FakeCuda, ctx: lod.Context) -> None:
+    tensor = ctx.empty(100)
+    pyramid = lod.mipmap(noise(3, 64, 64), generator="compute")
+    assert len(cuda.resources) == 2
+    del pyramid
+    gc.collect()
+    ctx.trim()
+    assert list(cuda.resources) == [buffer_of(ctx, tensor).glo]
+    tensor.fill_(2.0)
+    assert float(tensor.sum()) == 200.0
+    del tensor
+    ctx.trim()
+    assert not cuda.resources and not bridge_of(ctx)._by_address
+
+
+def test_closing_with_live_aliases_keeps_them_valid() -> None:
+    """What is idle is freed at once, the rest with its last tensor."""
+    succeed(
+        """
+        import gc, torch, gpu_lod as lod
+        from fake_cuda import FakeCuda
+        from gpu_lod.bridge import InteropBridge
+        ctx = lod.Context()
+        fake = FakeCuda(ctx.gl)
+        ctx.interop = InteropBridge(ctx.gl, fake)
+        level = lod.mipmap(torch.rand(1, 32, 32), generator="compute")[2]
+        idle = ctx.empty(2**16)
+        expected = level.clone()
+        assert len(fake.resources) == 2
+        del idle
+        ctx.close()
+        assert torch.equal(level, expected)
+        assert len(fake.resources) == 1 and fake.mapped, fake.resources
+        try:
+            ctx.empty(4)
+        except lod.GpuLodError as error:
+            assert type(error).__name__ == "ContextClosedError"
+        else:
+            raise AssertionError
+        del level
+        gc.collect()
+        lod.Context()  # frees what is left
+        assert not fake.resources
+        """,
+        PYTHONPATH=HERE,
+    )
+
+
+def test_many_calls_leave_nothing_behind(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(3, 40, 40)
+    image.zero_()
+
+    def counts() -> tuple[int, ...]:
+        bridge = bridge_of(ctx)
+        with ctx.active(device=cuda.device):
+            return len(cuda.resources), bridge.pool.leased, bridge.pool.idle, len(bridge._by_address)
+
+    for _ in range(3):
+        lod.log_polar(lod.mipmap(image, backend="gl"), (0.5, 0.5), 8, 8, backend="gl")
+    before = counts()
+    for _ in range(100):
+        lod.log_polar(lod.mipmap(image, backend="gl"), (0.5, 0.5), 8, 8, backend="gl")
+    assert counts() == before
+
+
+def test_threads_take_turns(ctx: lod.Context, cuda: FakeCuda) -> None:
+    wrong: list[int] = []
+
+    def work(value: int) -> None:
+        for _ in range(10):
+            pyramid = lod.mipmap(torch.full((1, 16, 16), float(value)), generator="compute")
+            if float(pyramid[4]) != value:
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert cuda.mapped == set(cuda.resources)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_inside_a_verb_gives_the_buffers_back(ctx: lod.Context, cuda: FakeCuda) -> None:
+    tensor = ctx.empty(4, 4)
+    tensor.fill_(5.0)
+    with pytest.raises(ZeroDivisionError), ctx.active(tensor, device=cuda.device):
+        buffer_of(ctx, tensor).bind(0, 0, 64)
+        raise ZeroDivisionError
+    assert bool((tensor == 5.0).all())
+    assert cuda.active == 0
+
+
+def test_a_moved_buffer_is_an_error_and_its_tensors_are_poisoned(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(1, 16, 16)
+    image.fill_(1.0)
+    alias = image[:, 2:]
+    storage = image.untyped_storage()._cdata
+    cuda.move = True
+    with pytest.raises(errors.BufferMovedError, match="another CUDA address"):
+        lod.mipmap(image, generator="compute")
+    cuda.move = False
+    assert storage in [one for one, _ in cuda.poisoned]
+    assert "no longer valid" in cuda.poisoned[0][1]
+    del image, alias
+    again = ctx.empty(1, 16, 16)
+    again.fill_(2.0)
+    assert float(lod.mipmap(again, generator="compute")[4]) == 2.0
+
+
+def test_a_buffer_that_cannot_be_mapped_again_poisons_its_tensors(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(1, 16, 16)
+    image.fill_(1.0)
+    lod.mipmap(image, generator="compute")  # so that the next call makes no new buffer, and maps once, when it ends
+    storage = image.untyped_storage()._cdata
+    cuda.fail["map"] = 999
+    with pytest.raises(errors.InteropUnavailableError):
+        lod.mipmap(image, generator="compute")
+    assert storage in [one for one, _ in cuda.poisoned]
+    assert "could not be mapped" in cuda.poisoned[0][1]
+    del image
+    gc.collect()
+    again = ctx.empty(1, 16, 16)
+    again.fill_(2.0)
+    assert float(lod.mipmap(again, generator="compute")[4]) == 2.0
+    assert cuda.mapped == set(cuda.resources)
+
+
+@pytest.mark.parametrize("stage", ["register", "map", "unmap", "address", "mark", "wait"])
+@pytest.mark.parametrize("code", [2, 219, 304, 700, 900, 999])
+def test_an_error_anywhere_leaves_the_context_usable(ctx: lod.Context, cuda: FakeCuda, stage: str, code: int) -> None:
+    """Whatever CUDA says, and wherever."""
+    lod.mipmap(noise(1, 24, 24), generator="compute")  # so that there is something to mark and to wait for
+    kind = cuda_errors.known()[code]
+    cuda.fail[stage] = code
+    size = 96 if stage == "register" else 24
+    if (stage, code) == ("register", 2):  # is tried again, with success
+        lod.mipmap(noise(1, size, size), generator="compute")
+        return
+    with pytest.raises(kind) as caught:
+        lod.mipmap(noise(1, size, size), generator="compute")
+    assert str(code) in str(caught.value)
+    cuda.fail.clear()
+    del caught
+    gc.collect()
+    assert cuda.active == 0
+    assert float(lod.mipmap(torch.full((1, 24, 24), 0.5), generator="compute")[4]) == 0.5
+    assert cuda.mapped == set(cuda.resources)
+
+
+@pytest.mark.parametrize("code", sorted(cuda_errors.known()))
+def test_every_error_code_is_a_named_error_with_a_remedy(code: int) -> None:
+    error = cuda_errors.error(code, "cudaErrorSomething", "cudaGraphicsMapResources")
+    assert isinstance(error, errors.GpuLodError) and type(error) is not errors.GpuLodError
+    assert f"error {code} (cudaErrorSomething) in cudaGraphicsMapResources. " in str(error)
+    assert len(str(error).split("cudaGraphicsMapResources. ", 1)[1]) > 20
+    if isinstance(error, errors.InteropError):
+        assert error.code == code
+
+
+def test_an_unknown_code_is_reported_as_such() -> None:
+    error = cuda_errors.error(12345, "cudaErrorNew", "cudaGraphicsMapResources")
+    assert type(error) is errors.InteropError
+    assert error.code == 12345
+    assert "cudaErrorNew" in str(error) and "report" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (2, errors.OutOfMemoryError),
+        (100, errors.CudaUnavailableError),
+        (101, errors.DeviceMismatchError),
+        (208, errors.MappingError),
+        (211, errors.MappingError),
+        (219, errors.DeviceMismatchError),
+        (304, errors.InteropUnavailableError),
+        (700, errors.DeviceLostError),
+        (900, errors.CaptureError),
+        (999, errors.InteropUnavailableError),
+    ],
+)
+def test_which_error_a_code_becomes(code: int, kind: type[Exception]) -> None:
+    assert cuda_errors.known()[code] is kind
+
+
+def test_double_map_and_unmap_without_map_are_refused(ctx: lod.Context, cuda: FakeCuda) -> None:
+    tensor = ctx.empty(16)
+    buffer, bridge = buffer_of(ctx, tensor), bridge_of(ctx)
+    with ctx.active(tensor, device=cuda.device):
+        before = len(cuda.calls)
+        with pytest.raises(errors.MappingError, match="CUDA's already"):
+            bridge._map([buffer])
+        bridge._unmap([buffer])
+        with pytest.raises(errors.MappingError, match="GL's already"):
+            bridge._unmap([buffer])
+        assert [call[0] for call in cuda.calls[before:]] == ["unmap"]  # the misuse never reached CUDA
+    assert buffer.mapped
+
+
+def test_verbs_refuse_to_be_captured(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(1, 16, 16)
+    image.fill_(1.0)
+    cuda.calls.clear()
+    cuda.capturing = True
+    with pytest.raises(errors.CaptureError):
+        lod.mipmap(image, generator="compute")
+    assert cuda.names() == []  # nothing was unmapped
+    cuda.capturing = False
+    assert float(lod.mipmap(image, generator="compute")[4]) == 1.0
+
+
+def test_a_failed_unmap_leaves_the_input_as_it_was(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image = ctx.empty(1, 16, 16)
+    image.fill_(4.0)
+    cuda.fail["unmap"] = 219
+    with pytest.raises(errors.DeviceMismatchError, match="software renderer"):
+        lod.mipmap(image, generator="compute")
+    assert bool((image == 4.0).all())
+    assert cuda.mapped == set(cuda.resources)
+
+
+def test_buffers_that_came_back_smaller_are_refused(
+    ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "address", lambda handle: (handle.memory.ctypes.data, 16))
+        with pytest.raises(errors.MappingError, match="16 bytes"):
+            ctx.empty(2**15)
+    assert not cuda.resources  # and no half-made buffer stays

@@ -1,0 +1,62 @@
+"""Verbs where other people's threads and processes call them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from typing import Any
+
+import pytest
+import torch
+from scripts import HERE, succeed
+
+import gpu_lod as lod
+
+LOADER = """
+    import torch, gpu_lod as lod
+    from workers import Levels
+    from torch.utils.data import DataLoader
+    if {opened}:
+        lod.mipmap(torch.rand(1, 8, 8), backend="gl")
+    loader = DataLoader(Levels("cpu"), num_workers=2, multiprocessing_context="{way}")
+    try:
+        print(sorted(float(value) for value in loader))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("way", "opened"), [("fork", False), ("spawn", False), ("spawn", True)])
+def test_data_loader_workers(way: str, opened: bool) -> None:
+    out = succeed(LOADER.format(way=way, opened=opened), PYTHONPATH=HERE)
+    assert out.strip() == "[0.0, 1.0, 2.0, 3.0]"
+
+
+def test_forked_workers_of_a_parent_that_opened_opengl_say_what_to_do() -> None:
+    out = succeed(LOADER.format(way="fork", opened=True), PYTHONPATH=HERE)
+    assert "ForkedContextError" in out and "spawn" in out
+
+
+def test_a_thread_pool() -> None:
+    def work(value: int) -> float:
+        return float(lod.mipmap(torch.full((1, 16, 16), float(value)), backend="gl")[4])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(64))) == [float(value) for value in range(64)]
+
+
+def test_calls_inside_backward_on_any_thread() -> None:
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * lod.mipmap(torch.full((1, 8, 8), 5.0), backend="gl")[3]
+
+    x = torch.ones(1, 1, 1, requires_grad=True)
+    thread = threading.Thread(target=lambda: Inside.apply(x).sum().backward())
+    thread.start()
+    thread.join()
+    assert x.grad is not None and float(x.grad) == 5.0
