@@ -17,7 +17,7 @@ from images import noise
 from scripts import run, succeed
 
 import gpu_lod as lod
-from gpu_lod import context as context_module
+from gpu_lod import turns
 from gpu_lod.bridge import Device, choose, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.errors import (
@@ -125,7 +125,7 @@ def test_a_pinned_context_makes_others_wait_and_then_says_so(ctx: lod.Context, m
             time.sleep(0.1)
             assert not waiting.done()
         assert len(waiting.result(timeout=30)) == 4
-        monkeypatch.setattr(context_module, "LOCK_TIMEOUT", 0.05)
+        monkeypatch.setattr(turns, "LOCK_TIMEOUT", 0.05)
         with ctx, pytest.raises(ContextBusyError, match="pins"):
             pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)
         assert len(pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)) == 4

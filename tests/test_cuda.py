@@ -15,7 +15,7 @@ from fake_cuda import FakeCuda
 
 import gpu_lod as lod
 from gpu_lod import context as context_module
-from gpu_lod import dispatch, errors
+from gpu_lod import dispatch, errors, sharing
 from gpu_lod.bridge import Device, cuda_errors
 from gpu_lod.bridge import cuda as cuda_module
 from gpu_lod.bridge import pycuda as pycuda_module
@@ -321,7 +321,7 @@ def gpu_machine(
     """llvmpipe, passed off as the OpenGL of a GPU."""
     state = SimpleNamespace(verdicts=[True], candidates=[ctx.device], software=False)
     monkeypatch.setattr(lod.Context, "software", property(lambda self: state.software))
-    monkeypatch.setitem(context_module._DRIVERS, "cuda", lambda ordinal: OnGpu(ctx.gl, state.verdicts))
+    monkeypatch.setitem(sharing.DRIVERS, "cuda", lambda ordinal: OnGpu(ctx.gl, state.verdicts))
     monkeypatch.setattr(context_module, "gpu", lambda ordinal: Gpu(ordinal, "GPU", None, None))
     monkeypatch.setattr(context_module, "match", lambda gpu, found: state.candidates)
     yield state
