@@ -166,8 +166,18 @@ def test_the_callers_device_is_put_back(torch_has_cuda: SimpleNamespace, binding
     assert bindings.device == 1
     driver.restore(before)
     assert bindings.device == 0
+
+
+def test_capture_is_refused_on_either_device(
+    torch_has_cuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = CudaDriver(1)
     torch_has_cuda.capturing = True
     with pytest.raises(errors.CaptureError, match=r"torch\.cuda\.graph"):
+        driver.activate()
+    assert bindings.calls == []  # no call that the capture might forbid
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bindings.device == 1)
+    with pytest.raises(errors.CaptureError):
         driver.activate()
     assert bindings.device == 0
 
@@ -366,7 +376,8 @@ def test_a_tensor_on_another_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace)
         ctx.empty(3, device="cuda:0")
     with pytest.raises(errors.DeviceMismatchError), ctx.active(device=torch.device("cuda", 0)):
         raise AssertionError
-    assert ctx.empty(3, device="cpu").device.type == "cpu"
+    on_cpu = ctx.empty(3, device="cpu")
+    assert ctx.host.find(on_cpu) is not None and ctx.owns(on_cpu)
 
 
 # -- what auto says --------------------------------------------------------------------------------------------------

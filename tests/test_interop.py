@@ -19,6 +19,7 @@ from scripts import HERE, succeed
 import gpu_lod as lod
 from gpu_lod import errors
 from gpu_lod.bridge import InteropBridge, cuda_errors
+from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.interop import InteropBuffer
 
 
@@ -118,6 +119,20 @@ def test_one_unmap_and_one_map_a_verb(ctx: lod.Context, cuda: FakeCuda) -> None:
     assert [call[0] for call in calls] == ["unmap", "map"]
     assert set(calls[0][1]) == set(calls[1][1]) == glos
     assert calls[0][2] == calls[1][2] == cuda.stream_now
+
+
+def test_gls_writes_are_flushed_before_the_buffers_are_mapped(
+    ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = ctx.empty(1, 16, 16)
+    image.zero_()
+    barrier = ctx.gl.MemoryBarrier
+    monkeypatch.setattr(ctx.gl, "MemoryBarrier", lambda bits: (cuda.calls.append(("barrier", bits)), barrier(bits)))
+    lod.mipmap(image, generator="compute")
+    cuda.calls.clear()
+    lod.mipmap(image, generator="compute")
+    last = [call for call in cuda.calls if call[0] in ("barrier", "map")][-2:]
+    assert last[0] == ("barrier", G.ALL_BARRIER_BITS) and last[1][0] == "map"
 
 
 def test_an_ordinary_tensor_is_copied_before_gl_begins(ctx: lod.Context, cuda: FakeCuda) -> None:
@@ -301,6 +316,23 @@ def test_threads_take_turns(ctx: lod.Context, cuda: FakeCuda) -> None:
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_whose_memory_was_taken_away(
+    ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What poisoning makes of a tensor: asking for its memory raises, and the verb says why."""
+    image = ctx.empty(1, 16, 16)
+
+    def gone(self: torch.Tensor) -> Any:
+        raise RuntimeError("this tensor is no longer valid: its GL buffer came back at another address.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "untyped_storage", gone)
+        with pytest.raises(errors.BufferMovedError, match="no longer valid"):
+            lod.mipmap(image, generator="compute")
+    image.zero_()
+    lod.mipmap(image, generator="compute")
 
 
 def test_an_exception_inside_a_verb_gives_the_buffers_back(ctx: lod.Context, cuda: FakeCuda) -> None:
