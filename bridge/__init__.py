@@ -26,6 +26,9 @@ class Buffer(Protocol):
     def glo(self) -> int:
         """Its GL name."""
 
+    def take(self) -> None:
+        """Note that the running verb will bind it."""
+
     def bind(self, binding: int, start: int, size: int) -> None:
         """Bind a range to a storage-buffer binding; a shared buffer is GL's from now until the verb ends."""
 

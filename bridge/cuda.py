@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from gpu_lod.errors import CaptureError, CudaUnavailableError, DeviceMismatchError
+from gpu_lod.errors import CaptureError, CudaUnavailableError, DeviceLostError, DeviceMismatchError
 
 from . import cuda_errors
 
-INSTALL = "pip install 'cuda-bindings>=13'"
+# Of torch's CUDA version: bindings of a newer one may ask for a newer driver.
+INSTALL = f"pip install 'cuda-bindings=={(torch.version.cuda or '13').split('.')[0]}.*'"
 
 
 class _Memory:
@@ -41,8 +42,18 @@ class _Memory:
 
 
 def tensor_over(address: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
-    """Mapped device memory as a uint8 tensor [nbytes], which keeps `owner` alive."""
-    return torch.as_tensor(_Memory(address, nbytes, owner), device=device)
+    """Mapped device memory as a uint8 tensor [nbytes], which keeps `owner` alive.
+
+    Raises:
+        DeviceMismatchError: torch finds the memory elsewhere.
+    """
+    try:
+        tensor = torch.as_tensor(_Memory(address, nbytes, owner), device=device)
+    except RuntimeError as error:
+        raise DeviceMismatchError(f"torch cannot use mapped memory of a GL buffer on {device}: {error}") from None
+    if tensor.data_ptr() != address:  # it was copied, to another device
+        raise DeviceMismatchError(f"torch finds the mapped memory of a GL buffer on another device than {device}.")
+    return tensor
 
 
 class _Event:
@@ -89,21 +100,34 @@ class CudaDriver:
 
     # -- threads and devices ------------------------------------------------------------------------------------------
 
-    def activate(self) -> int:
+    def activate(self) -> tuple[int, Any]:
         check_not_capturing()  # before any call that a capture might forbid
         before = self._call("cudaGetDevice", self._rt.cudaGetDevice())
         # Also where it is the device already: the first call on a thread makes the primary context current there.
         self._call("cudaSetDevice", self._rt.cudaSetDevice(self._ordinal))
         try:
             check_not_capturing()
+            # A capture on another thread forbids unsafe calls to all threads but those that say this.
+            mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+            mode = self._call("cudaThreadExchangeStreamCaptureMode", self._rt.cudaThreadExchangeStreamCaptureMode(mode))
         except BaseException:
-            self.restore(before)
+            self._put_back(before)
             raise
-        return int(before)
+        return int(before), mode
 
-    def restore(self, before: int) -> None:
-        if before != self._ordinal:
-            self._call("cudaSetDevice", self._rt.cudaSetDevice(before))
+    def restore(self, before: tuple[int, Any]) -> None:
+        device, mode = before
+        self._put_back(device)
+        self._call("cudaThreadExchangeStreamCaptureMode", self._rt.cudaThreadExchangeStreamCaptureMode(mode))
+
+    def _put_back(self, device: int) -> None:
+        if device != self._ordinal:
+            # Unlike cudaSetDevice it makes no context on a device that this process has not used.
+            torch.cuda._maybe_exchange_device(device)
+
+    @property
+    def memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self._ordinal).total_memory)
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
@@ -166,8 +190,9 @@ class CudaDriver:
                 code = -1
             if code == self._success:
                 return event
-            if code not in (-1, 801):
-                raise cuda_errors.error(code, self._error_name(code), "cuCtxRecordEvent")
+            error = cuda_errors.error(code, self._error_name(code), "cuCtxRecordEvent")
+            if isinstance(error, (CaptureError, DeviceLostError)):
+                raise error
             self._context_events = False
         torch.cuda.synchronize(self._ordinal)
         return None
@@ -176,6 +201,9 @@ class CudaDriver:
         self._call("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(stream, event.handle, 0))
 
     # -- memory -------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self._ordinal).synchronize()
 
     def release_cache(self) -> None:
         torch.cuda.empty_cache()

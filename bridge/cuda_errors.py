@@ -34,8 +34,8 @@ _REPORT = "This is a bug in gpu_lod: please report it with the traceback."
 _LOST = "The CUDA context is unusable from now on: start a new process. If it happens again, look at `dmesg` for Xid."
 _DRIVER = "Install or update the NVIDIA driver; `nvidia-smi` must list the GPU."
 CAPTURE = (
-    "OpenGL cannot be recorded into a CUDA graph: call the verb outside torch.cuda.graph(), or use backend='torch' "
-    "inside."
+    "OpenGL cannot be recorded into a CUDA graph, and shares no memory while one is recorded: call the verb before or "
+    "after torch.cuda.graph(), on whatever thread that is. Inside, mipmap and hiz with backend='torch' can be captured."
 )
 
 _Row = tuple[type[GpuLodError], str]

@@ -59,6 +59,9 @@ class MappedBuffer:
     def key(self) -> int:
         return self.nbytes
 
+    def take(self) -> None:
+        """Nothing to hand over."""
+
     def bind(self, binding: int, start: int, size: int) -> None:
         """Bind a range to a storage-buffer binding."""
         self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)

@@ -26,11 +26,14 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpu_lod.errors import BufferMovedError, GpuLodError, MappingError, OutOfMemoryError
+from gpu_lod.errors import BufferMovedError, InteropUnavailableError, MappingError, OutOfMemoryError
 
 from . import gl as G
 from .gl import GL
 from .pool import Lease, Pool, size_class, storage_start
+
+# GL may find the memory only when CUDA asks for it, and what CUDA then reports is not always that there is none.
+_MAY_BE_SHORTAGE = (OutOfMemoryError, InteropUnavailableError, MappingError)
 
 
 class Driver(Protocol):
@@ -42,6 +45,10 @@ class Driver(Protocol):
     @property
     def device(self) -> torch.device:
         """Where its tensors live."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that the device has."""
 
     def activate(self) -> Any:
         """Make the CUDA context current on this thread; returns what `restore` takes.
@@ -80,6 +87,9 @@ class Driver(Protocol):
     def wait(self, event: Any, stream: int) -> None:
         """Let later work on the stream wait for the event."""
 
+    def synchronize(self) -> None:
+        """Wait on the host for torch's current stream."""
+
     def release_cache(self) -> None:
         """Give memory that torch caches back to the device."""
 
@@ -108,9 +118,13 @@ class InteropBuffer:
     def key(self) -> int:
         return self.nbytes
 
+    def take(self) -> None:
+        """Note that the running verb will bind the buffer, so that it becomes GL's together with the others."""
+        self._bridge.take(self)
+
     def bind(self, binding: int, start: int, size: int) -> None:
         """Bind a range to a storage-buffer binding; the buffer is GL's from now until the verb ends."""
-        self._bridge.give_to_gl(self)
+        self._bridge.give_to_gl(self, binding)
         self._bridge.gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
 
     def delete(self) -> None:
@@ -145,12 +159,14 @@ class InteropLease(Lease[InteropBuffer]):
 class InteropBridge:
     """Makes, pools and recognises shared buffers of one GL context, and hands them to and fro."""
 
-    def __init__(self, gl: GL, driver: Driver, max_idle_bytes: int = 512 * 2**20) -> None:
+    def __init__(self, gl: GL, driver: Driver, max_idle_bytes: int | None = None) -> None:
         self.gl = gl
         self.driver = driver
-        self.pool: Pool[InteropBuffer] = Pool(max_idle_bytes)
+        # A quarter of the device: registering costs far more than keeping, and a shortage trims.
+        self.pool: Pool[InteropBuffer] = Pool(driver.memory // 4 if max_idle_bytes is None else max_idle_bytes)
         self._by_address: dict[int, InteropBuffer] = {}
         self._taken: dict[int, InteropBuffer] = {}  # by the running verb, by GL name
+        self._bindings: set[int] = set()  # where they are bound
         self._stream = 0
         self._before: Any = None
 
@@ -195,9 +211,14 @@ class InteropBridge:
         self._taken[buffer.glo] = buffer
         return lease
 
-    def give_to_gl(self, buffer: InteropBuffer) -> None:
-        """Unmap a buffer, and with it all that the running verb has taken so far, in one call."""
+    def take(self, buffer: InteropBuffer) -> None:
+        """Note a buffer that the running verb will bind."""
         self._taken[buffer.glo] = buffer
+
+    def give_to_gl(self, buffer: InteropBuffer, binding: int) -> None:
+        """Unmap a buffer that is about to be bound, and with it all that the verb has taken so far, in one call."""
+        self.take(buffer)
+        self._bindings.add(binding)
         if buffer.mapped:
             self._unmap([one for one in self._taken.values() if one.mapped])
 
@@ -218,9 +239,12 @@ class InteropBridge:
         if not buffers:
             return
         self.gl.MemoryBarrier(G.ALL_BARRIER_BITS)
+        for binding in self._bindings:  # no later command of GL's may even refer to what is CUDA's
+            self.gl.BindBufferBase(G.SHADER_STORAGE_BUFFER, binding, 0)
+        self._bindings.clear()
         try:
             self._map(buffers)
-        except GpuLodError as error:
+        except BaseException as error:
             for buffer in buffers:
                 self._poison(buffer, f"its GL buffer could not be mapped again: {error}")
             raise
@@ -244,10 +268,11 @@ class InteropBridge:
 
     def drain(self) -> None:
         """Take back the buffers whose tensors have died, each behind the work that may still use it."""
-        if self.pool.returned:
+        # Counted first: what dies on another thread from now on may have been used after the event.
+        count = len(self.pool.returned)
+        if count:
             event = self.driver.mark()
-            # A tensor may die on another thread meanwhile; it is behind no event yet, so it waits for the next drain.
-            returned = [self.pool.returned.popleft() for _ in range(len(self.pool.returned))]
+            returned = [self.pool.returned.popleft() for _ in range(count)]
             for buffer in returned:
                 buffer.event = event
             self.pool.take_back(returned)
@@ -269,6 +294,7 @@ class InteropBridge:
             buffer.event = None
         if buffer.mapped:
             self._unmap([buffer])
+        self.driver.synchronize()  # nothing says that unregistering waits
         self._forget(buffer)
         self.driver.unregister(buffer.handle)
         self.gl.delete("Buffers", buffer.glo)
@@ -276,11 +302,11 @@ class InteropBridge:
     def _make(self, nbytes: int) -> InteropBuffer:
         try:
             return self._create(nbytes)
-        except OutOfMemoryError:
+        except _MAY_BE_SHORTAGE:
             self.pool.trim()
         try:
             return self._create(nbytes)
-        except OutOfMemoryError:
+        except _MAY_BE_SHORTAGE:
             self.driver.release_cache()  # GL cannot use what torch keeps for itself
         return self._create(nbytes)
 

@@ -88,11 +88,12 @@ class Pool(Generic[T]):
         """Delete idle objects, least recently used first, until at most `keep_bytes` are idle."""
         while self._idle and self.idle_bytes > keep_bytes:
             key, bucket = next(iter(self._idle.items()))
-            item = bucket.pop(0)
+            item = bucket[0]
+            item.delete()  # one that cannot be deleted now stays
+            del bucket[0]
             if not bucket:
                 del self._idle[key]
             self.idle_bytes -= item.nbytes
-            item.delete()
 
     @property
     def idle(self) -> int:

@@ -35,6 +35,9 @@ class PrivateBuffer:
     def key(self) -> int:
         return self.nbytes
 
+    def take(self) -> None:
+        """Nothing to hand over."""
+
     def bind(self, binding: int, start: int, size: int) -> None:
         """Bind a range to a storage-buffer binding."""
         self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
@@ -71,7 +74,7 @@ class Private(Lease[PrivateBuffer]):
 
     def read(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """The first `count` elements, on the host. Waits for the GL commands given so far."""
-        values = torch.empty(count, dtype=dtype)
+        values = torch.empty(count, dtype=dtype, device="cpu")
         self._gl.MemoryBarrier(G.BUFFER_UPDATE_BARRIER_BIT)
         self._gl.BindBuffer(G.COPY_READ_BUFFER, self.glo)
         self._gl.GetBufferSubData(G.COPY_READ_BUFFER, 0, values.nbytes, ctypes.c_void_p(values.data_ptr()))

@@ -148,6 +148,13 @@ class PyCudaDriver:
 
     def wait(self, event: None, stream: int) -> None: ...
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._ordinal)
+
+    @property
+    def memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self._ordinal).total_memory)
+
     def release_cache(self) -> None:
         torch.cuda.empty_cache()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack
 
 from gpu_lod.errors import InputError, UnsupportedError
-from gpu_lod.pyramid import Pyramid
+from gpu_lod.pyramid import Pyramid, level_sizes
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 _DTYPE_NAMES = "uint8, float16, bfloat16 or float32"
@@ -93,9 +93,11 @@ def number(value: Any, name: str) -> float:
     return result
 
 
-def levels(value: Any, height: int, width: int) -> int:
-    """A number of levels; None is the full chain down to 1 x 1."""
-    most = max(height, width).bit_length()
+def levels(
+    value: Any, height: int, width: int, sizes: Callable[[int, int], list[tuple[int, int]]] = level_sizes
+) -> int:
+    """A number of levels; None is the full chain down to 1 x 1, whose sizes `sizes` tells."""
+    most = len(sizes(height, width))
     if value is None:
         return most
     if isinstance(value, int) and not isinstance(value, bool) and value > most:
@@ -128,7 +130,9 @@ def _points(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout is not torch.strided):
         raise InputError(f"fixation is a {value.layout} {value.dtype} tensor; expected (x, y) or a dense [B, 2].")
     try:
-        return torch.as_tensor(value, dtype=torch.float32)
+        # On the CPU whatever the default device, but where it is if it is an array.
+        where = None if hasattr(value, "__dlpack__") else torch.device("cpu")
+        return torch.as_tensor(value, dtype=torch.float32, device=where)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from contextlib import suppress
 from typing import Any
 
 import moderngl
@@ -253,17 +254,17 @@ class Context(Sharing):
     def close(self) -> None:
         """Free everything that is not in use by tensors; later use raises `ContextClosedError`. Idempotent.
 
-        Tensors stay valid. The GL context itself goes when the last of them has died.
+        Tensors stay valid. The GL context itself goes when a context is opened or closed after the last of them died.
         """
         if self._closed or self._pid != os.getpid():
             return
         # The context's lock before the registry's, as for a thread that has pinned the context and opens another one.
         with Shield(), self.active(), _registry_lock:
             self._mark_closed()
+            _lingering.append(self)  # first: whatever fails below is tried again then
             self.programs.clear()
             self.constants.clear()
             self._trim()
-            _lingering.append(self)
         _reap()
 
     def _mark_closed(self) -> None:
@@ -298,7 +299,10 @@ class Context(Sharing):
 
 def _reap() -> None:
     with Shield(), _registry_lock:
-        _lingering[:] = [context for context in _lingering if context._pid == os.getpid() and not context._reap()]
+        for context in tuple(_lingering):
+            with suppress(GpuLodError):  # a lost device, or one that is being captured: it stays for the next time
+                if context._pid != os.getpid() or context._reap():
+                    _lingering.remove(context)
 
 
 def _after_fork() -> None:

@@ -84,7 +84,8 @@ def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
     if isinstance(threshold, torch.Tensor) and (threshold.is_complex() or threshold.layout is not torch.strided):
         raise InputError(f"threshold is a {threshold.layout} {threshold.dtype} tensor; expected real numbers, dense.")
     try:
-        values = torch.as_tensor(threshold, dtype=torch.float64).detach()
+        where = None if hasattr(threshold, "__dlpack__") else torch.device("cpu")
+        values = torch.as_tensor(threshold, dtype=torch.float64, device=where).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"threshold is {threshold!r}; expected a number or a tensor [B] ({error}).") from None
     if values.ndim > 1 or (values.ndim == 1 and values.shape[0] != hz.batch):
@@ -199,9 +200,9 @@ def _descend(
     mask = mask_lease.tensor(torch.bool, (elements,))
     nodes = nodes_lease.tensor(torch.int32, (elements, 2))
     lists = [ctx.private.lease(4 * elements), ctx.private.lease(4 * elements)]
-    lists[levels % 2].write(torch.arange(top.elements, dtype=torch.int32))
+    lists[levels % 2].write(torch.arange(top.elements, dtype=torch.int32, device="cpu"))
     # Four words a level (workgroups in x, y and z, and nodes to test), the number of pruned nodes, the thresholds.
-    words = torch.zeros(4 * (levels + 1) + 1 + hz.batch, dtype=torch.int32)
+    words = torch.zeros(4 * (levels + 1) + 1 + hz.batch, dtype=torch.int32, device="cpu")
     groups = words[: 4 * (levels + 1)].view(-1, 4)
     groups[:, 1:3] = 1
     groups[levels, 0], groups[levels, 3] = min(-(-top.elements // LOCAL_SIZE), MAX_GROUPS), top.elements
@@ -237,7 +238,7 @@ def _descend(
 
 def _decode(hz: Pyramid, nodes: torch.Tensor, first: int) -> torch.Tensor:
     """(level, flat index) of planes from `first` on, in any order, to sorted (b, c, level, y, x)."""
-    sizes = torch.tensor([level.shape[-2:] for level in hz.levels])
+    sizes = torch.tensor([level.shape[-2:] for level in hz.levels], device="cpu")
     level, flat = nodes.long().unbind(dim=1)
     height, width = sizes[level].unbind(dim=1)
     # Coarse first, then row-major: the order in which invocations append is not defined.

@@ -216,9 +216,9 @@ def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | 
 @functools.lru_cache(maxsize=4)
 def _offsets(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Positions relative to the fixation, [rings, wedges, 2], in units of the longer side."""
-    angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64) + 0.5) / rule.wedges
+    angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
     directions = torch.stack([angle.cos(), angle.sin()], dim=-1)
-    radii = torch.tensor(rule.radii, dtype=torch.float64)
+    radii = torch.tensor(rule.radii, dtype=torch.float64, device="cpu")
     return (radii[:, None, None] * directions).to(device, dtype)
 
 
@@ -324,8 +324,8 @@ def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, 
     """What does not depend on the image, computed in double precision, kept in GL memory."""
 
     def make() -> tuple[Private, Private]:
-        values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64).T
-        angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64) + 0.5) / rule.wedges
+        values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64, device="cpu").T
+        angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
         directions = torch.stack([angle.cos(), angle.sin()], dim=-1)
         return (
             ctx.private.lease(rule.rings * 8).write(values.float()),

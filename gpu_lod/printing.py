@@ -123,11 +123,12 @@ def show_findings(findings: list[Finding]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        text = Text(finding.found)
-        if finding.fix:
-            text.append("\n→ ", style="bold").append(finding.fix, style="bold")
-        table.add_row(Text(*_MARKS[finding.status]), Text(finding.name, style="bold"), text)
-    _console().print(table)
+        table.add_row(Text(*_MARKS[finding.status]), Text(finding.name, style="bold"), Text(finding.found))
+    console = _console()
+    console.print(table)
+    for finding in findings:
+        if finding.fix:  # below the table and unbroken, so that it can be copied
+            console.print(Text(f"\n{finding.name}:\n  → ").append(finding.fix, style="bold"), soft_wrap=True)
 
 
 def show_rows(rows: list[Row]) -> None:

@@ -135,13 +135,13 @@ class Sharing(Turns):
     def _work(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[Self]:
         if self._unfinished:  # a signal cut the last verb short: its work may still use what comes back now
             self._finish()
-        self.bridge = bridge = self._bridge_for(device)
+        bridge = self._bridge_for(device)
         bridge.begin(tensors)
-        self._unfinished = True
-        self.textures.drain()
-        self.private.drain()
-        self.gl.clear_errors()
+        self.bridge, self._unfinished = bridge, True
         try:
+            self.textures.drain()
+            self.private.drain()
+            self.gl.clear_errors()
             yield self
             self.gl.check("this call")
         finally:

@@ -41,18 +41,20 @@ class FakeCuda:
 
     Attributes:
         calls: what was called, in order: ("map", (glo, ...), stream) and so on.
-        fail: name of a call to the error code that it gives, once.
+        fail, always: name of a call to the error code that it gives, once or whenever.
         stream_now: torch's current stream.
         move: addresses change at the next map.
     """
 
     name = "fake"
     device = torch.device("cpu")
+    memory = 2**31
 
     def __init__(self, gl: GL) -> None:
         self.gl = gl
         self.calls: list[tuple[Any, ...]] = []
         self.fail: dict[str, int] = {}
+        self.always: dict[str, int] = {}
         self.resources: dict[int, _Resource] = {}
         self.stream_now = 7
         self.capturing = False
@@ -65,6 +67,8 @@ class FakeCuda:
     def _call(self, name: str, *what: Any) -> None:
         assert self.active or name in ("activate", "restore"), f"{name} without the CUDA context"
         self.calls.append((name, *what))
+        if name in self.always:
+            raise cuda_errors.error(self.always[name], "fake", name)
         if name in self.fail:
             raise cuda_errors.error(self.fail.pop(name), "fake", name)
 
@@ -150,6 +154,9 @@ class FakeCuda:
     def wait(self, event: int, stream: int) -> None:
         self._call("wait", event, stream)
         self.waited.append((event, stream))
+
+    def synchronize(self) -> None:
+        self._call("synchronize")
 
     def release_cache(self) -> None:
         self._call("release_cache")

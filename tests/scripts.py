@@ -12,14 +12,17 @@ HERE = str(Path(__file__).resolve().parent)
 
 
 def run(code: str, *, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh interpreter, away from the checkout."""
+    """A script in a fresh interpreter, away from the checkout. A PYTHONPATH goes before the one that is set."""
+    path = {}
+    if "PYTHONPATH" in environment:
+        path["PYTHONPATH"] = os.pathsep.join(filter(None, [environment["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd="/",
-        env={**os.environ, **environment},
+        env={**os.environ, **environment, **path},
         check=False,
     )
 

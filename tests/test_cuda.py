@@ -29,7 +29,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 @pytest.fixture
 def torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """torch, as if it saw two GPUs."""
-    state = SimpleNamespace(stream=0x55, capturing=False, synchronised=0, emptied=0)
+    state = SimpleNamespace(stream=0x55, capturing=False, synchronised=0, emptied=0, exchanged=[])
     for name, value in {
         "is_available": lambda: True,
         "device_count": lambda: 2,
@@ -38,6 +38,7 @@ def torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "current_stream": lambda device=None: SimpleNamespace(cuda_stream=state.stream),
         "is_current_stream_capturing": lambda: state.capturing,
         "synchronize": lambda device=None: setattr(state, "synchronised", state.synchronised + 1),
+        "_maybe_exchange_device": lambda device: state.exchanged.append(device),
         "empty_cache": lambda: setattr(state, "emptied", state.emptied + 1),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -50,11 +51,13 @@ def torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @without_cuda
 def test_the_runtime_takes_our_arguments(torch_has_cuda: SimpleNamespace) -> None:
     """Every call reaches CUDA, which says that there is no driver; wrong arguments would be a TypeError."""
+    from cuda.bindings import runtime
+
     driver = CudaDriver(1)
     handles = [0x1000, 0x2000]
     calls: dict[str, Any] = {
         "activate": lambda: driver.activate(),
-        "restore": lambda: driver.restore(0),
+        "restore": lambda: driver.restore((1, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)),
         "register": lambda: driver.register(7),
         "unregister": lambda: driver.unregister(handles[0]),
         "map": lambda: driver.map(handles, 0x55),
@@ -106,6 +109,7 @@ class Bindings:
             self.name = f"name{code}"
 
     cudaGLDeviceList = SimpleNamespace(cudaGLDeviceListAll="all")
+    cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal="this thread's")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -130,6 +134,8 @@ class Bindings:
     def _results(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if name == "cudaGetDevice":
             return (self.device,)
+        if name == "cudaThreadExchangeStreamCaptureMode":
+            return ("the former",)
         if name == "cudaSetDevice":
             self.device = args[0]
         if name == "cudaGLGetDevices":
@@ -164,8 +170,13 @@ def test_the_callers_device_is_put_back(torch_has_cuda: SimpleNamespace, binding
     driver = CudaDriver(1)
     before = driver.activate()
     assert bindings.device == 1
+    assert bindings.calls[-1] == ("cudaThreadExchangeStreamCaptureMode", "this thread's")
     driver.restore(before)
-    assert bindings.device == 0
+    assert torch_has_cuda.exchanged == [0]
+    assert bindings.calls[-1] == ("cudaThreadExchangeStreamCaptureMode", "the former")
+    bindings.device = 1
+    driver.restore(driver.activate())
+    assert torch_has_cuda.exchanged == [0]  # nothing to put back
 
 
 def test_capture_is_refused_on_either_device(
@@ -179,7 +190,7 @@ def test_capture_is_refused_on_either_device(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bindings.device == 1)
     with pytest.raises(errors.CaptureError):
         driver.activate()
-    assert bindings.device == 0
+    assert torch_has_cuda.exchanged == [0]
 
 
 def test_many_buffers_are_mapped_in_one_call(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
@@ -220,13 +231,15 @@ def test_events_are_used_again_once_nobody_waits(torch_has_cuda: SimpleNamespace
     assert torch_has_cuda.synchronised == 0
 
 
-@pytest.mark.parametrize("how", ["not supported", "not in the driver"])
+@pytest.mark.parametrize("how", ["not supported", "refused", "not in the driver"])
 def test_without_context_events_the_device_is_waited_for(
     torch_has_cuda: SimpleNamespace, bindings: Bindings, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = CudaDriver(0)
     if how == "not supported":
         bindings.codes["cuCtxRecordEvent"] = 801
+    elif how == "refused":
+        bindings.codes["cuCtxRecordEvent"] = 400
     else:
 
         def missing(*_: Any) -> Any:
@@ -247,7 +260,15 @@ def test_an_event_that_cannot_be_recorded_is_a_named_error(torch_has_cuda: Simpl
 
 def test_memory_is_described_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(torch, "as_tensor", lambda value, device: seen.append((value, device)))
+    where = SimpleNamespace(address=0xF00)
+
+    def as_tensor(value: Any, device: torch.device) -> Any:
+        if where.address is None:
+            raise RuntimeError("The specified pointer resides on host memory")
+        seen.append((value, device))
+        return SimpleNamespace(data_ptr=lambda: where.address)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
     owner = object()
     cuda_module.tensor_over(0xF00, 64, owner, torch.device("cuda", 1))
     memory, device = seen[0]
@@ -255,6 +276,10 @@ def test_memory_is_described_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) 
         "shape": (64,), "typestr": "|u1", "data": (0xF00, False), "strides": None, "version": 3,
     }  # fmt: skip
     assert memory._owner is owner and device == torch.device("cuda", 1)
+    for elsewhere, words in ((0xE00, "another device"), (None, "resides on host memory")):
+        where.address = elsewhere
+        with pytest.raises(errors.DeviceMismatchError, match=words):
+            cuda_module.tensor_over(0xF00, 64, owner, torch.device("cuda", 1))
 
 
 def test_poison_uses_what_cuda_builds_of_torch_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,3 +158,16 @@ def test_tensor_thresholds_compare_as_torch_compares(dtype: torch.dtype) -> None
             expected = relevance.double() >= threshold.view(1, 1, 1, 1)
             for way in WAYS:
                 assert torch.equal(lod.cull(lod.hiz(relevance), threshold, backend=way).mask, expected), (base, step)
+
+
+def test_the_default_device_changes_nothing(ctx: lod.Context) -> None:
+    """Tables are made on the CPU wherever torch makes tensors by default."""
+    hz = lod.hiz(torch.rand(1, 20, 30, device="cpu"), backend="gl")
+    pyramid = lod.mipmap(torch.rand(1, 20, 30, device="cpu"), backend="gl")
+    expected, polar = lod.cull(hz, 0.5, backend="gl"), lod.log_polar(pyramid, (0.5, 0.5), 7, 9, backend="gl")
+    ctx.constants.clear()
+    with torch.device("meta"):
+        found = lod.cull(hz, 0.5, backend="gl")
+        again = lod.log_polar(pyramid, (0.5, 0.5), 7, 9, backend="gl")
+    assert torch.equal(found.pruned, expected.pruned) and torch.equal(found.mask, expected.mask)
+    assert torch.equal(again, polar)
