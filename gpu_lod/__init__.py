@@ -4,7 +4,9 @@ from gpu_lod.context import Context
 from gpu_lod.cull import Culled, cull
 from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
+from gpu_lod.gaussian import gaussian
 from gpu_lod.hiz import hiz
+from gpu_lod.laplacian import collapse, laplacian
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
 from gpu_lod.pyramid import Pyramid
@@ -20,9 +22,12 @@ __all__ = [
     "GpuLodError",
     "Pyramid",
     "__version__",
+    "collapse",
     "cull",
     "explain",
+    "gaussian",
     "hiz",
+    "laplacian",
     "log_polar",
     "mipmap",
     "region_max",

@@ -16,11 +16,11 @@ from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Reduce, check_texture_size, level_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
-    ALIGNMENT,
     Planes,
     chunks,
     layer_groups,
     make_words,
+    packed_planes,
     planes_to_texture,
     scratch_planes,
     texture_to_planes,
@@ -32,34 +32,19 @@ GENERATORS = ("compute", "fragment", "driver", "sampler")
 class Chain:
     """The levels of a chain in GL memory, as planes and as tensors [B, C, h, w]."""
 
-    def __init__(self, ctx: Context, image: torch.Tensor, levels: int) -> None:
+    def __init__(self, ctx: Context, image: torch.Tensor, sizes: list[tuple[int, int]]) -> None:
         batch, channels, height, width = image.shape
-        size, dtype = image.dtype.itemsize, image.dtype
-        sizes = level_sizes(height, width, levels)
+        dtype = image.dtype
         found = ctx.bridge.find(image) if image.is_contiguous() else None
         self.channels = channels
-        self.planes: list[Planes] = []
-        self.tensors: list[torch.Tensor] = []
-        if found is not None:  # the image is in GL memory already: it is level 0 as it stands
-            self.planes.append(Planes(found[0], found[1], batch * channels, height, width, dtype, image))
-            self.tensors.append(image)
-            sizes = sizes[1:]
-        offsets, end = [], 0
-        for h, w in sizes:
-            offsets.append(end)
-            end += -(-batch * channels * h * w * size // ALIGNMENT) * ALIGNMENT
-        if not sizes:
-            return
-        lease = ctx.bridge.lease(end)
-        flat = lease.tensor(dtype, (end // size,))
-        for (h, w), offset in zip(sizes, offsets, strict=True):
-            self.planes.append(Planes(lease.item, offset, batch * channels, h, w, dtype, lease))
-            self.tensors.append(
-                flat.as_strided((batch, channels, h, w), (channels * h * w, h * w, w, 1), offset // size)
-            )
         if found is None:
+            self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes, dtype)
             with torch.inference_mode(False), torch.no_grad():
                 self.tensors[0].copy_(image)  # the one copy that an ordinary tensor needs
+        else:  # the image is in GL memory already: it is level 0 as it stands
+            self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes[1:], dtype)
+            self.planes.insert(0, Planes(found[0], found[1], batch * channels, height, width, dtype, image))
+            self.tensors.insert(0, image)
 
 
 def build(
@@ -82,7 +67,8 @@ def build(
             "the image holds NaN, which the texture unit's min/max filter leaves undefined. Use another generator; "
             "they give NaN wherever the footprint holds one."
         )
-    chain = Chain(ctx, image, levels)
+    height, width = image.shape[-2:]
+    chain = Chain(ctx, image, level_sizes(height, width, levels))
     textures = None
     if levels > 1 or generator == "driver":
         if generator == "compute":

@@ -15,6 +15,9 @@ from gpu_lod.texture import Texture
 from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, planes_to_texture
 
 Reduce = Literal["mean", "max", "min"]
+Kind = Literal["mean", "max", "min", "gaussian", "laplacian"]
+BURT = ("gaussian", "laplacian")
+"""Kinds with Burt and Adelson's sizes: sides halve and round up."""
 
 
 def level_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:
@@ -23,11 +26,18 @@ def level_sizes(height: int, width: int, levels: int | None = None) -> list[tupl
     return [(max(1, height >> level), max(1, width >> level)) for level in range(count)]
 
 
+def burt_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:
+    """(h, w) of each level of a Gaussian or Laplacian pyramid: ceil(n / 2^l). None: down to 1 x 1."""
+    count = (max(height, width) - 1).bit_length() + 1 if levels is None else levels
+    return [(-(-height >> level), -(-width >> level)) for level in range(count)]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Pyramid:
     """Mip levels of an image or map, finest first.
 
-    Shape: `levels[l]` is [B, C, h_l, w_l], or [C, h_l, w_l] for an unbatched source, with h_l = max(1, H >> l).
+    Shape: `levels[l]` is [B, C, h_l, w_l], or [C, h_l, w_l] for an unbatched source, with h_l = max(1, H >> l); for
+        Gaussian and Laplacian pyramids h_l = ceil(H / 2^l).
     Convention: level 0 is full resolution. It is the source tensor itself where that needs no copy; the levels below it
         lie one behind the other in one buffer if a shader made them. `packed` gives all of them in one tensor.
     Frozen: writing to a level, or to the source, after the pyramid was built makes every later use raise
@@ -38,7 +48,8 @@ class Pyramid:
     """
 
     levels: tuple[torch.Tensor, ...]
-    reduce: Reduce = "mean"
+    reduce: Kind = "mean"
+    """What the levels hold: "mean", "max" or "min" of footprints, "gaussian" or "laplacian"."""
     generator: str = "torch"
     """What made it: "torch" or the name of a GL generator."""
     _versions: tuple[int, ...] = field(default=(), init=False)
@@ -47,17 +58,19 @@ class Pyramid:
     def __post_init__(self) -> None:
         if not self.levels or not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in self.levels):
             raise InputError("a Pyramid is made of tensors [B, C, h, w] or [C, h, w], finest first; see mipmap().")
-        if self.reduce not in ("mean", "max", "min"):
-            raise InputError(f"reduce is {self.reduce!r}; expected 'mean', 'max' or 'min'.")
+        if self.reduce not in ("mean", "max", "min", *BURT):
+            raise InputError(f"reduce is {self.reduce!r}; expected 'mean', 'max', 'min', 'gaussian' or 'laplacian'.")
         top = self.levels[0]
-        if len(self.levels) > max(top.shape[-2:]).bit_length():
+        rule = burt_sizes if self.reduce in BURT else level_sizes
+        if len(self.levels) > len(rule(*top.shape[-2:])):
             raise InputError(f"{len(self.levels)} levels are more than {tuple(top.shape)} has down to 1 x 1.")
-        sizes = level_sizes(top.shape[-2], top.shape[-1], len(self.levels))
+        sizes = rule(top.shape[-2], top.shape[-1], len(self.levels))
         for level, size in zip(self.levels, sizes, strict=True):
             if level.shape != (*top.shape[:-2], *size) or level.dtype != top.dtype or level.device != top.device:
                 raise InputError(
                     f"a level is {level.dtype} {tuple(level.shape)} on {level.device}; expected {top.dtype} "
-                    f"{(*top.shape[:-2], *size)} on {top.device}: sides halve and round down, as mipmap() makes them."
+                    f"{(*top.shape[:-2], *size)} on {top.device}: sides halve and round "
+                    + ("up, as gaussian() makes them." if self.reduce in BURT else "down, as mipmap() makes them.")
                 )
         object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
 
@@ -103,6 +116,17 @@ class Pyramid:
         height, width = self.levels[0].shape[-2:]
         return height, width
 
+    def position(self, level: int) -> tuple[float, float]:
+        """(x, y) of the centre of sample 0 of a level, in pixels of level 0 (the first texel's centre is at 1/2).
+
+        Samples of mean, max and min pyramids stand in the middle of what they cover; those of Gaussian and Laplacian
+        ones stand on every 2^level-th texel, the first on the first.
+        """
+        if self.reduce in BURT:
+            return 0.5, 0.5
+        height, width = self.levels[level].shape[-2:]
+        return self.size[1] / width / 2, self.size[0] / height / 2
+
     @property
     def packed(self) -> torch.Tensor:
         """All levels in one flat tensor, finest first, without gaps. A copy, and differentiable."""
@@ -126,6 +150,7 @@ class Pyramid:
         if key not in self._cache:
             self._cache[key] = (ctx, planes_of(ctx, self.levels[level]))
         planes: Planes = self._cache[key][1]
+        planes.buffer.take()
         return planes
 
     def texture_context(self) -> Context | None:
@@ -164,6 +189,11 @@ class Pyramid:
         return textures
 
     def _make_textures(self, ctx: Context, channels: int, *, filtered: bool) -> list[tuple[int, Texture]]:
+        if self.reduce in BURT:
+            raise InputError(
+                f"a {self.reduce} pyramid cannot be a texture: its samples do not stand at texel centres. Samplers "
+                "take mipmap() and hiz()."
+            )
         if channels > 4:
             raise InputError(f"the pyramid has {channels} channels; textures hold 1 to 4. Use backend='torch'.")
         height, width = self.size

@@ -7,7 +7,7 @@ A storage-buffer binding has a largest size and an offset alignment, so nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,6 +115,26 @@ def new_planes(ctx: Context, shape: tuple[int, ...], dtype: torch.dtype) -> tupl
     *outer, height, width = shape
     lease = ctx.bridge.lease(-(-math.prod(shape) * dtype.itemsize // 4) * 4)
     return Planes(lease.item, 0, math.prod(outer), height, width, dtype, lease), lease.tensor(dtype, shape)
+
+
+def packed_planes(
+    ctx: Context, batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[list[Planes], list[torch.Tensor]]:
+    """Uninitialised levels [batch, channels, h, w], one behind the other in one buffer: as planes and as tensors."""
+    size = dtype.itemsize
+    offsets, end = [], 0
+    for h, w in sizes:
+        offsets.append(end)
+        end += -(-batch * channels * h * w * size // ALIGNMENT) * ALIGNMENT
+    if not sizes:
+        return [], []
+    lease = ctx.bridge.lease(end)
+    flat = lease.tensor(dtype, (end // size,))
+    planes, tensors = [], []
+    for (h, w), offset in zip(sizes, offsets, strict=True):
+        planes.append(Planes(lease.item, offset, batch * channels, h, w, dtype, lease))
+        tensors.append(flat.as_strided((batch, channels, h, w), (channels * h * w, h * w, w, 1), offset // size))
+    return planes, tensors
 
 
 def scratch_planes(ctx: Context, shape: tuple[int, int, int], dtype: torch.dtype) -> Planes:

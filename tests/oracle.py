@@ -52,6 +52,50 @@ def _footprints(n: int) -> list[tuple[int, int]]:
     return [(2 * i, 2 * i + 2 + n % 2) for i in range(n // 2)]
 
 
+def binomial_matrix(n: int) -> torch.Tensor:
+    """[ceil(n/2), n] float64: every other sample of the 5-tap binomial, mirrored about the outermost samples."""
+    weights = torch.zeros(-(-n // 2), n, dtype=torch.float64)
+    for i in range(weights.shape[0]):
+        for k, weight in zip(range(-2, 3), (1, 4, 6, 4, 1), strict=True):
+            weights[i, _mirrored(2 * i + k, n)] += weight / 16
+    return weights
+
+
+def _mirrored(i: int, n: int) -> int:
+    while not 0 <= i < n:
+        i = 0 if n == 1 else -i if i < 0 else 2 * (n - 1) - i
+    return i
+
+
+def expansion_matrix(n: int) -> torch.Tensor:
+    """[n, ceil(n/2)] float64: zeros between the samples, twice the binomial; mirrored before, repeated after."""
+    m = -(-n // 2)
+    weights = torch.zeros(n, m, dtype=torch.float64)
+    for i in range(n):
+        for j in range(-1, m + 1):
+            k = i - 2 * j
+            if -2 <= k <= 2:
+                source = min(1, m - 1) if j == -1 else min(j, m - 1)
+                weights[i, source] += (1, 4, 6, 4, 1)[k + 2] / 8
+    return weights
+
+
+def gaussian_chain(image: torch.Tensor, levels: int | None = None) -> list[torch.Tensor]:
+    chain = [image.double()]
+    while chain[-1].shape[-2:] != (1, 1) if levels is None else len(chain) < levels:
+        above = chain[-1]
+        chain.append(binomial_matrix(above.shape[-2]) @ above @ binomial_matrix(above.shape[-1]).T)
+    return chain
+
+
+def laplacian_chain(image: torch.Tensor, levels: int | None = None) -> list[torch.Tensor]:
+    chain = gaussian_chain(image, levels)
+    for level in range(len(chain) - 1):
+        height, width = chain[level].shape[-2:]
+        chain[level] = chain[level] - expansion_matrix(height) @ chain[level + 1] @ expansion_matrix(width).T
+    return chain
+
+
 def log_polar(
     levels: list[torch.Tensor],
     fixation: torch.Tensor,

@@ -1,0 +1,167 @@
+"""Gaussian pyramids."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_lod import checks, dispatch
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.generators import Chain
+from gpu_lod.mipmap import stored
+from gpu_lod.pyramid import Pyramid, burt_sizes
+from gpu_lod.transfer import Planes, chunks, make_words, scratch_planes
+
+BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
+
+
+def gaussian(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Pyramid:
+    """A Gaussian pyramid: each level is every other sample of the one above, smoothed.
+
+    Shape: image [B, C, H, W] or [C, H, W], any number of channels and any sides from 1; `levels[l]` is
+        [..., ceil(H / 2^l), ceil(W / 2^l)].
+    Units: uint8 0..255, float16, bfloat16 or float32; the pyramid has the image's dtype. Small dtypes are carried in
+        fp32 between levels and rounded once.
+    Convention: Burt and Adelson's, and OpenCV's `pyrDown`: 5-tap binomial (1 4 6 4 1) / 16 along each side, border
+        mirrored about the outermost sample (reflect-101), sides rounded up. So sample i of level l stands on texel
+        2^l i, not in the middle of a footprint (`Pyramid.position`), and samplers do not take it. kornia's `pyrdown`
+        has the same filter and another grid: it resamples bilinearly.
+
+    Args:
+        levels: how many, level 0 included; None goes down to 1 x 1.
+        backend: "gl", "torch" or "auto"; `explain(gaussian, image)` says why. Both give gradients.
+
+    Returns:
+        A `Pyramid` with `reduce == "gaussian"`. Its level 0 is `image` itself where that needs no copy.
+
+    Raises:
+        InputError: wrong rank, dtype, an empty side, too many levels.
+        UnsupportedError: a backend that is not available.
+        LimitError: larger than the device allows.
+
+    Source: Burt and Adelson, "The Laplacian Pyramid as a Compact Image Code" (1983).
+    """
+    image = checks.tensor(image, "image")
+    chosen = _choose(image, levels, backend)
+    height, width = image.shape[-2:]
+    count = checks.levels(levels, height, width, burt_sizes)
+    if chosen.backend == "torch":
+        return Pyramid(tuple(reference(image, count)), "gaussian")
+    ctx = context_for(image)
+    kept: list[torch.Tensor] = []
+
+    def below(source: torch.Tensor) -> list[torch.Tensor]:
+        result = _gl(ctx, source, count)
+        kept[:] = result[:1]
+        return result[1:]
+
+    result = dispatch.run_gl(below, lambda x: reference(x, count)[1:], image)
+    top = image if dispatch.needs_grad(image) else kept[0]
+    return Pyramid((top, *result), "gaussian", "compute")
+
+
+def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Choice:
+    return choose(checks.image(image, max_channels=None), backend)
+
+
+def choose(image: torch.Tensor, backend: Backend) -> Choice:
+    """Shared with the Laplacian pyramid."""
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    if backend == "gl":
+        checks.gl_input(image)
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    if image.device.type != "cpu":
+        return dispatch.elsewhere(image.device)
+    return Choice("torch", "on a CPU torch's strided sums measure faster than the shader at every size")
+
+
+dispatch.register(gaussian, _choose)
+
+
+def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
+    """The pyramid in plain torch, each side by itself. Takes float64 too. Differentiable."""
+    wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
+    result = [image]
+    for _ in range(levels - 1):
+        wide = reduce(wide)
+        result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
+    return result
+
+
+def reduce(x: torch.Tensor) -> torch.Tensor:
+    """One level down: [..., h, w] to [..., ceil(h / 2), ceil(w / 2)]. Rows first: whole rows vectorise."""
+    return _reduce_side(_reduce_side(x, -2), -1)
+
+
+def _reduce_side(x: torch.Tensor, dim: int) -> torch.Tensor:
+    n = x.shape[dim]
+    if n == 1:
+        return x  # every tap falls on the one sample, and the weights sum to 1
+    x = mirror(x, dim)
+    count = -(-n // 2)
+
+    def tap(k: int) -> torch.Tensor:
+        window = x.narrow(dim, k, 2 * count - 1)
+        return window[..., ::2] if dim == -1 else window[..., ::2, :]
+
+    side, near, middle = BINOMIAL[:3]
+    # Strided sums: three to eight times as fast on a CPU as any convolution with stride 2.
+    result = torch.add(tap(2) * middle, tap(1) + tap(3), alpha=near)
+    return torch.add(result, tap(0) + tap(4), alpha=side)
+
+
+def mirror(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Two samples more on both sides, mirrored about the outermost ones; sides from 2 up."""
+    n = x.shape[dim]
+    outside = []
+    for i in (-2, -1, n, n + 1):
+        i %= 2 * n - 2
+        outside.append(x.narrow(dim, min(i, 2 * n - 2 - i), 1))
+    return torch.cat([*outside[:2], x, *outside[2:]], dim=dim)
+
+
+def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
+    batched = image if image.ndim == 4 else image[None]
+    bfloat = image.dtype == torch.bfloat16
+    height, width = image.shape[-2:]
+    with ctx.active(image):
+        chain = Chain(ctx, batched.float() if bfloat else batched, burt_sizes(height, width, levels))
+        wide = chain.planes[0].dtype != torch.float32
+        source = chain.planes[0]
+        for level, target in enumerate(chain.planes[1:], start=1):
+            scratch = None
+            if wide and level < levels - 1:
+                scratch = scratch_planes(ctx, (target.count, target.height, target.width), torch.float32)
+            reduce_level(ctx, source, target, scratch)
+            source = scratch or target
+    result = [batched, *(level.bfloat16() for level in chain.tensors[1:])] if bfloat else chain.tensors
+    return [level[0] for level in result] if image.ndim == 3 else result
+
+
+def reduce_level(ctx: Context, source: Planes, target: Planes, scratch: Planes | None = None) -> None:
+    """One level of planes from the one above, and into `scratch` the same in fp32."""
+
+    def span(first: int, last: int) -> tuple[int, int]:
+        """Elements of the source that these elements of the target rest on."""
+        plane, row = divmod(first // target.width, target.height)
+        last_plane, last_row = divmod(last // target.width, target.height)
+        begin = plane * source.area + max(2 * row - 2, 0) * source.width
+        return begin, last_plane * source.area + min(2 * last_row + 3, source.height) * source.width - 1
+
+    def fits(first: int, last: int) -> bool:
+        return source.span_fits(ctx, *span(first, last)) and (scratch is None or scratch.span_fits(ctx, first, last))
+
+    defines = {"SOURCE_WIDE": source.dtype != target.dtype, "KEEP_WIDE": scratch is not None}
+    for chunk in chunks(ctx, target, fits):
+        last = chunk.first + chunk.elements - 1
+        origin = source.bind(ctx, 1, *span(chunk.first, last))
+        if scratch is not None:
+            scratch.bind(ctx, 2, chunk.first, last)
+        uniforms = {
+            "u_source_size": (source.width, source.height),
+            "u_source_first": origin + chunk.plane * source.area,
+        }
+        make_words(ctx, "gaussian_level.comp", target, chunk, uniforms=uniforms, defines=defines)
+    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)

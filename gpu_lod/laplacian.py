@@ -1,0 +1,206 @@
+"""Laplacian pyramids: what each level adds to the next coarser one, and the way back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from gpu_lod import checks, dispatch
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.errors import InputError
+from gpu_lod.gaussian import choose, reduce_level
+from gpu_lod.gaussian import reference as gaussian_chain
+from gpu_lod.pyramid import Pyramid, burt_sizes
+from gpu_lod.transfer import GL_DTYPES, Planes, chunks, make_words, packed_planes, planes_of, scratch_planes
+
+
+def laplacian(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Pyramid:
+    """A Laplacian pyramid: the Gaussian pyramid as differences, and its last level as it is.
+
+    Shape: image [B, C, H, W] or [C, H, W], any number of channels and any sides from 1; `levels[l]` is
+        [..., ceil(H / 2^l), ceil(W / 2^l)].
+    Units: the image's; float dtypes keep theirs, uint8 images give float32 counts, since differences are negative.
+    Convention: L_l = G_l - up(G_(l+1)), the last level is G. `up` puts zeros between the samples and applies four
+        times the binomial of `gaussian`, to the finer level's size; borders are those of OpenCV's `pyrUp`: mirrored
+        before the first sample, repeated after the last. Levels are carried in fp32 and rounded once. `collapse` is
+        the inverse.
+
+    Args:
+        levels: how many, the last Gaussian level included; None goes down to 1 x 1.
+        backend: "gl", "torch" or "auto"; `explain(laplacian, image)` says why. Both give gradients.
+
+    Returns:
+        A `Pyramid` with `reduce == "laplacian"`.
+
+    Raises:
+        InputError: wrong rank, dtype, an empty side, too many levels.
+        UnsupportedError: a backend that is not available.
+        LimitError: larger than the device allows.
+
+    Source: Burt and Adelson, "The Laplacian Pyramid as a Compact Image Code" (1983).
+    """
+    image = checks.tensor(image, "image")
+    chosen = _choose(image, levels, backend)
+    height, width = image.shape[-2:]
+    count = checks.levels(levels, height, width, burt_sizes)
+    if chosen.backend == "torch":
+        return Pyramid(tuple(reference(image, count)), "laplacian")
+    ctx = context_for(image)
+    result = dispatch.run_gl(lambda x: _gl(ctx, x, count), lambda x: reference(x, count), image)
+    return Pyramid(result, "laplacian", "compute")
+
+
+def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Choice:
+    return choose(checks.image(image, max_channels=None), backend)
+
+
+dispatch.register(laplacian, _choose)
+
+
+def collapse(pyramid: Pyramid, backend: Backend = "auto") -> torch.Tensor:
+    """The image that a Laplacian pyramid was made of.
+
+    Shape: [B, C, H, W] or [C, H, W], of level 0.
+    Units: the pyramid's. In fp32 the image comes back within 1e-6 of its range.
+    Convention: from the coarsest level up, G_l = L_l + up(G_(l+1)), with `laplacian`'s `up`; carried in fp32.
+
+    Args:
+        backend: "gl", "torch" or "auto"; both give gradients.
+
+    Raises:
+        InputError: not a Laplacian pyramid.
+        UnsupportedError: a backend that is not available.
+        PyramidChangedError: a level was written to since the pyramid was built.
+
+    Source: Burt and Adelson (1983).
+    """
+    chosen = _choose_collapse(pyramid, backend)
+    pyramid.check_unchanged()
+    if chosen.backend == "torch":
+        return collapse_reference(list(pyramid.levels))
+    ctx = context_for(*pyramid.levels)
+    (result,) = dispatch.run_gl(
+        lambda *levels: (_gl_collapse(ctx, levels),),
+        lambda *levels: (collapse_reference(list(levels)),),
+        *pyramid.levels,
+    )
+    return result
+
+
+def _choose_collapse(pyramid: Pyramid, backend: Backend = "auto") -> Choice:
+    if not isinstance(pyramid, Pyramid) or pyramid.reduce != "laplacian":
+        what = f"a {pyramid.reduce} pyramid" if isinstance(pyramid, Pyramid) else f"a {type(pyramid).__name__}"
+        raise InputError(f"collapse takes what laplacian() gives, and this is {what}.")
+    return choose(checks.image(pyramid.levels[0], "level 0", max_channels=None), backend)
+
+
+dispatch.register(collapse, _choose_collapse)
+
+
+def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
+    """The pyramid in plain torch. Takes float64 too. Differentiable."""
+    dtype = torch.float32 if image.dtype == torch.uint8 else image.dtype
+    wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
+    chain = gaussian_chain(wide, levels)
+    result = [fine - expand(coarse, *fine.shape[-2:]) for fine, coarse in pairwise(chain)]
+    return [level.to(dtype) for level in (*result, chain[-1])]
+
+
+def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
+    """The image in plain torch. Differentiable."""
+    dtype = levels[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    result = levels[-1].to(wide)
+    for level in reversed(levels[:-1]):
+        result = level.to(wide) + expand(result, *level.shape[-2:])
+    return result.to(dtype)
+
+
+def expand(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """A level [..., ceil(height / 2), ceil(width / 2)] brought to the size of the next finer one."""
+    return _expand_side(_expand_side(x, -1, width), -2, height)
+
+
+def _expand_side(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    n = x.shape[dim]
+    if size == 1:
+        return x
+    before = torch.cat([x.narrow(dim, min(1, n - 1), 1), x.narrow(dim, 0, n - 1)], dim=dim)
+    after = torch.cat([x.narrow(dim, 1, n - 1), x.narrow(dim, n - 1, 1)], dim=dim)
+    on = (before + after) * 0.125 + x * 0.75
+    between = (x + after) * 0.5
+    axis = x.ndim + dim
+    return torch.stack([on, between], dim=axis + 1).flatten(axis, axis + 1).narrow(dim, 0, size)
+
+
+def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
+    batched = (image if image.ndim == 4 else image[None]).float()
+    stored = torch.float32 if image.dtype == torch.uint8 else image.dtype
+    if levels == 1:
+        result = [batched.to(stored)]
+        return [level[0] for level in result] if image.ndim == 3 else result
+    batch, channels, height, width = batched.shape
+    sizes = burt_sizes(height, width, levels)
+    with ctx.active(batched):
+        targets, result = packed_planes(ctx, batch, channels, sizes, GL_DTYPES[stored])
+        source = planes_of(ctx, batched)
+        for level in range(levels - 1):
+            last = level == levels - 2
+            below = scratch_planes(ctx, (source.count, *sizes[level + 1]), torch.float32)
+            if last:
+                reduce_level(ctx, source, targets[-1], below)
+            else:
+                reduce_level(ctx, source, below)
+            _expand(ctx, source, below, targets[level], -1)
+            source = below
+    result = [level.to(stored) for level in result]
+    return [level[0] for level in result] if image.ndim == 3 else result
+
+
+def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    top = levels[0]
+    if len(levels) == 1:
+        return top.clone()
+    wide = [(level if level.ndim == 4 else level[None]).float() for level in levels]
+    batch, channels, height, width = wide[0].shape
+    with ctx.active(*wide):
+        sources = [planes_of(ctx, level) for level in wide]
+        targets, tensors = packed_planes(ctx, batch, channels, [(height, width)], GL_DTYPES[top.dtype])
+        result = sources[-1]
+        for level in range(len(levels) - 2, -1, -1):
+            fine = sources[level]
+            shape = (fine.count, fine.height, fine.width)
+            target = targets[0] if level == 0 else scratch_planes(ctx, shape, torch.float32)
+            _expand(ctx, fine, result, target, 1)
+            result = target
+    image = tensors[0].to(top.dtype)
+    return image if top.ndim == 4 else image[0]
+
+
+def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: int) -> None:
+    """`target` = `fine` + `sign` times `coarse` at its size; both sources are fp32."""
+
+    def span(first: int, last: int) -> tuple[int, int]:
+        """Elements of the coarse level that these elements rest on."""
+        plane, row = divmod(first // fine.width, fine.height)
+        last_plane, last_row = divmod(last // fine.width, fine.height)
+        begin = plane * coarse.area + max(row // 2 - 1, 0) * coarse.width
+        return begin, last_plane * coarse.area + min(last_row // 2 + 2, coarse.height) * coarse.width - 1
+
+    def fits(first: int, last: int) -> bool:
+        return coarse.span_fits(ctx, *span(first, last)) and fine.span_fits(ctx, first, last)
+
+    wide = target.dtype != torch.float32
+    defines = {"FINE_WIDE": wide, "COARSE_WIDE": wide, "SIGN": f"{sign}.0"}
+    for chunk in chunks(ctx, target, fits):
+        last = chunk.first + chunk.elements - 1
+        uniforms = {
+            "u_coarse_size": (coarse.width, coarse.height),
+            "u_fine_first": fine.bind(ctx, 1, chunk.first, last) + chunk.first,
+            "u_coarse_first": coarse.bind(ctx, 2, *span(chunk.first, last)) + chunk.plane * coarse.area,
+        }
+        make_words(ctx, "expand.comp", target, chunk, uniforms=uniforms, defines=defines)
+    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)

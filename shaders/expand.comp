@@ -1,0 +1,66 @@
+#version 430
+// A level of a pyramid plus, or minus, the next coarser one brought to its size: zeros between the samples, and four times
+// the binomial. Borders as OpenCV's pyrUp has them: mirrored before the first sample, repeated after the last.
+//
+// PER_WORD      elements in an output word (words.glsl); WHOLE_ROWS (place.glsl)
+// FINE_WIDE, COARSE_WIDE   that source is fp32 whatever PER_WORD says
+// SIGN          1.0 to rebuild (collapse), -1.0 to take away (Laplacian)
+#include "words.glsl"
+#include "place.glsl"
+
+layout(local_size_x = LOCAL_SIZE) in;
+layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
+layout(std430, binding = 1) readonly buffer Fine { uint b_fine[]; };
+layout(std430, binding = 2) readonly buffer Coarse { uint b_coarse[]; };
+
+uniform ivec2 u_coarse_size;
+uniform int u_fine_first;    // index in b_fine of the chunk's first element
+uniform int u_coarse_first;  // index in b_coarse of texel 0 of that plane; negative if bound from a later row
+
+#ifdef FINE_WIDE
+#define LOAD_FINE(index_) uintBitsToFloat(b_fine[index_])
+#else
+#define LOAD_FINE(index_) to_float(ELEMENT(b_fine, index_))
+#endif
+#ifdef COARSE_WIDE
+#define LOAD_COARSE(index_) uintBitsToFloat(b_coarse[index_])
+#else
+#define LOAD_COARSE(index_) to_float(ELEMENT(b_coarse, index_))
+#endif
+
+// The three coarse samples that a fine one rests on, and their weights: 1 6 1 on a sample, 0 4 4 between two, over 8.
+ivec3 taps(int at, int n) {
+    int i = at >> 1;
+    int before = i == 0 ? min(1, n - 1) : i - 1;
+    return ivec3(before, i, min(i + 1, n - 1));
+}
+vec3 weights(int at) { return (at & 1) == 0 ? vec3(0.125, 0.75, 0.125) : vec3(0.0, 0.5, 0.5); }
+
+float expanded(int origin, ivec2 at) {
+    ivec3 columns = taps(at.x, u_coarse_size.x), rows = taps(at.y, u_coarse_size.y);
+    vec3 wx = weights(at.x), wy = weights(at.y);
+    float sum = 0.0;
+    for (int y = 0; y < 3; ++y) {
+        int row = origin + rows[y] * u_coarse_size.x;
+        float part = 0.0;
+        for (int x = 0; x < 3; ++x) part += wx[x] * LOAD_COARSE(uint(row + columns[x]));
+        sum += wy[y] * part;
+    }
+    return sum;
+}
+
+void main() {
+    Place p = place();
+    if (!p.inside) return;
+    int coarse_plane = u_coarse_size.x * u_coarse_size.y;
+    float result[PER_WORD];
+    for (int k = 0; k < PER_WORD; ++k) {
+        result[k] = 0.0;
+        if (holds(p, k)) {
+            float fine = LOAD_FINE(uint(u_fine_first + int(p.first) + k));
+            result[k] = fine + SIGN * expanded(u_coarse_first + int(p.plane) * coarse_plane, p.at);
+        }
+        advance(p);
+    }
+    b_target[p.word] = pack(VALUES_OF(result));
+}
