@@ -174,6 +174,30 @@ def hiz(
     _report("hiz", image, [path], pyramid.levels, choice, as_json)
 
 
+@app.command()
+def laplacian(
+    image: Picture,
+    levels: Annotated[int | None, typer.Option(help="How many bands and the rest. (default: all)")] = None,
+    gain: Annotated[float, typer.Option(min=0.0, help="Contrast of the differences, which are drawn about grey.")] = 4,
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the Laplacian pyramid of a picture as an atlas: each band about grey, and the last Gaussian level as it is."""
+    path = _path(image, "laplacian", output)
+    with _on(device), printing.busy("laplacian"):
+        picture = images.load(image)
+        arguments: dict[str, Any] = {"levels": levels, "backend": _backend(backend, device)}
+        choice = lod.explain(lod.laplacian, picture, **arguments)
+        pyramid = lod.laplacian(picture, **arguments)
+        white = 255.0 if picture.dtype == torch.uint8 else 1.0
+        bands = [(white / 2 + gain * band.float()) for band in pyramid.levels[:-1]]
+        drawn = images.atlas([*bands, pyramid[-1].float()], background=white / 2).clamp(0, white)
+        images.save(drawn.round().byte() if picture.dtype == torch.uint8 else drawn.to(picture.dtype), path)
+    _report("laplacian", image, [path], pyramid.levels, choice, as_json)
+
+
 @app.command("log-polar")
 def log_polar(
     image: Picture,

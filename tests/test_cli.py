@@ -117,7 +117,7 @@ def test_as_a_module(tmp_path: Path) -> None:
 def test_help_and_version(tmp_path: Path) -> None:
     assert done(tmp_path, "--version") == f"gpu-lod {lod.__version__}\n"
     text = done(tmp_path, "--help")
-    for command in ("info", "doctor", "demo", "mipmap", "hiz", "log-polar"):
+    for command in ("info", "doctor", "demo", "mipmap", "hiz", "laplacian", "log-polar"):
         assert command in text
 
 
@@ -155,6 +155,15 @@ def test_demo(tmp_path: Path, picture: Path) -> None:
     assert found == json.loads((tmp_path / "there" / "table.json").read_text())
     with Image.open(tmp_path / "there" / "cat.png") as sheet:
         assert sheet.width > 1500
+
+
+def test_laplacian(tmp_path: Path, picture: Path) -> None:
+    found = json.loads(done(tmp_path, "laplacian", "cat.png", "--levels", "3", "--gain", "2", "--json"))
+    assert found["output"] == ["out/cat.laplacian.png"] and found["backend"] == "torch"
+    pyramid = lod.laplacian(load(picture), 3)
+    bands = [(127.5 + 2 * band).clamp(0, 255) for band in pyramid.levels[:-1]]
+    expected = atlas([*bands, pyramid[-1]], background=127.5).clamp(0, 255).round().byte()
+    assert torch.equal(load(tmp_path / "out" / "cat.laplacian.png"), expected)
 
 
 def test_mipmap(tmp_path: Path, picture: Path) -> None:
