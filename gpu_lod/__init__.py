@@ -1,6 +1,7 @@
 """Level of detail on graphics hardware for PyTorch. `import gpu_lod as lod`; importing opens nothing."""
 
 from gpu_lod.context import Context
+from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import Culled, cull
 from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
@@ -23,6 +24,7 @@ __all__ = [
     "Pyramid",
     "__version__",
     "collapse",
+    "cortical_sites",
     "cull",
     "explain",
     "gaussian",

@@ -112,18 +112,26 @@ def fixation(value: Any, batch: int) -> torch.Tensor:
 
     They are read on the host: on a GPU that waits for the work that makes them.
     """
+    points, _ = fixations(value, f"[2], or [{batch}, 2] for this batch of {batch}", (1, batch))
+    return points.expand(batch, 2)
+
+
+def fixations(
+    value: Any, expected: str = "[2] or [B, 2]", counts: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, bool]:
+    """Fixations as fp32 [B, 2], and whether it was a single one [2]."""
     points = value if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else _points(value)
-    if points.ndim not in (1, 2) or points.shape[-1] != 2 or (points.ndim == 2 and points.shape[0] not in (1, batch)):
-        raise InputError(
-            f"fixation has shape {tuple(points.shape)}; expected [2], or [{batch}, 2] for this batch of {batch}."
-        )
-    for coordinate in points.detach().flatten().tolist():
+    single = points.ndim == 1
+    rows = points[None] if single else points
+    if rows.ndim != 2 or rows.shape[1] != 2 or rows.shape[0] < 1 or (counts and rows.shape[0] not in counts):
+        raise InputError(f"fixation has shape {tuple(points.shape)}; expected {expected}.")
+    for coordinate in rows.detach().flatten().tolist():
         if not 0.0 <= coordinate <= 1.0:  # also NaN
             raise InputError(
                 f"fixation holds {coordinate}; expected finite (x, y) in [0, 1], y down. Divide pixel positions by "
                 "(width, height)."
             )
-    return points.expand(batch, 2) if points.ndim == 2 else points[None].expand(batch, 2)
+    return rows, single
 
 
 def _points(value: Any) -> torch.Tensor:

@@ -184,7 +184,7 @@ def laplacian(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the Laplacian pyramid of a picture as an atlas: each band about grey, and the last Gaussian level as it is."""
+    """Write the Laplacian pyramid of a picture as an atlas: bands about grey, the last Gaussian level as it is."""
     path = _path(image, "laplacian", output)
     with _on(device), printing.busy("laplacian"):
         picture = images.load(image)

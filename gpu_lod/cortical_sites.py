@@ -1,0 +1,118 @@
+"""Sites for a fixed number of tokens about a fixation, as dense as the visual cortex magnifies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.errors import InputError
+
+_GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
+
+
+def cortical_sites(
+    fixation: Any, budget: int = 273, size: tuple[int, int] = (1024, 1024), patch: int = 14, e0: float = 0.05
+) -> torch.Tensor:
+    """Exactly `budget` sites round each fixation, all inside the image: a golden-angle spiral whose density falls with
+    the square of cortical magnification, M(e) = M0 / (e + e0).
+
+    Shape: fixation [2] or [B, 2] gives [K, 3] or [B, K, 3]: (x, y, level), innermost first.
+    Units: x and y in [0, 1] of width and height, y down; eccentricity e in units of the longer side; level 0 is full
+        resolution and each 1 more halves the sampling rate.
+    Convention: site i of the spiral stands at angle i pi (3 - sqrt 5), from +x towards +y, and at the eccentricity
+        within which c N(e) = i + 1/2 sites lie, where N(e) = ln(1 + e/e0) + e0/(e + e0) - 1 integrates M^2 over a disc.
+        The density c is the one at which exactly K sites of the spiral are inside the image, so no site is moved.
+        Neighbours are (e + e0) sqrt(2 pi / c) apart in every direction (rings x wedges, by contrast, stretch their
+        cells), and a patch of `patch` samples covers that distance: level = max(0, log2(longer px * spacing / patch)).
+
+    Args:
+        fixation: (x, y) in [0, 1], or a tensor of them; gradients pass to it.
+        budget: K, at least 1.
+        size: (height, width) of the image in pixels.
+        patch: P, samples along a patch's side.
+        e0: eccentricity of half magnification.
+
+    Returns:
+        fp32, on the fixation's device.
+
+    Raises:
+        InputError: a fixation outside [0, 1] or not finite, a budget, size, patch or e0 that is not positive.
+
+    Source: Vogel, "A Better Way to Construct the Sunflower Head" (1979), for the spiral; Schwartz (1980) for M.
+    """
+    checks.integer(budget, "budget", at_least=1, at_most=2**20)
+    checks.integer(patch, "patch", at_least=1)
+    height, width = _size(size)
+    e0 = checks.number(e0, "e0")
+    if e0 <= 0:
+        raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
+    points, single = checks.fixations(fixation)
+    sites = _sites(points.double(), budget, height, width, patch, e0).float()
+    return sites[0] if single else sites
+
+
+def _size(size: Any) -> tuple[int, int]:
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        raise InputError(f"size is {size!r}; expected (height, width) in pixels.")
+    return checks.integer(size[0], "height", at_least=1), checks.integer(size[1], "width", at_least=1)
+
+
+def _sites(points: torch.Tensor, budget: int, height: int, width: int, patch: int, e0: float) -> torch.Tensor:
+    """[B, K, 3] in float64."""
+    longer = max(height, width)
+    box = points.new_tensor([width / longer, height / longer])  # the image, in units of its longer side
+    candidates = 2 * budget + 16
+    while True:
+        index = torch.arange(candidates, dtype=torch.float64, device=points.device)
+        angle = index * _GOLDEN_ANGLE
+        direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
+        with torch.no_grad():
+            # A site is inside the image once the density is large enough; rays that leave at once never are.
+            order = _enters(points, index, direction[None], box, e0).argsort(dim=1, stable=True)
+        # Between the last site that is let in and the next. Only these two carry a gradient.
+        edge = order[:, budget - 1 : budget + 1]
+        density = _enters(points, index[edge], direction[edge], box, e0).mean(dim=1)
+        # No later site may be inside: the image's farthest point bounds them.
+        farthest = torch.maximum(points, 1 - points) * box
+        needed = density * magnified(farthest.norm(dim=1), e0) + 1
+        if bool(torch.isfinite(needed).all()) and float(needed.detach().max()) <= candidates:
+            break
+        candidates *= 2
+    chosen = order[:, :budget].sort(dim=1).values
+    radius = eccentricity((chosen + 0.5) / density[:, None], e0)
+    at = points[:, None] + radius[..., None] * direction[chosen] / box
+    spacing = (radius + e0) * (2 * math.pi / density[:, None]).sqrt()
+    level = (longer * spacing / patch).log2().clamp(min=0)
+    return torch.cat([at.clamp(0, 1), level[..., None]], dim=-1)  # rounding may step over the edge
+
+
+def _enters(
+    points: torch.Tensor, index: torch.Tensor, direction: torch.Tensor, box: torch.Tensor, e0: float
+) -> torch.Tensor:
+    """[B, N] the density from which on a site of the spiral is inside the image; direction is [B or 1, N, 2]."""
+    at = (points * box)[:, None]
+    room = torch.where(direction > 0, box - at, at)
+    reach = (room / direction.abs().clamp(min=1e-300)).amin(dim=-1)
+    return (index + 0.5) / magnified(reach, e0)
+
+
+def magnified(e: torch.Tensor, e0: float) -> torch.Tensor:
+    """N(e): the integral of M^2 over the disc of eccentricity e, up to a factor."""
+    u = e / e0
+    # Near 0 the terms cancel: u^2 / 2 - 2 u^3 / 3 + ...
+    return torch.where(u < 1e-4, u * u * (0.5 - u * (2 / 3)), u.log1p() - u / (1 + u))
+
+
+def eccentricity(n: torch.Tensor, e0: float) -> torch.Tensor:
+    """The inverse of `magnified`, for n > 0. Differentiable."""
+    with torch.no_grad():
+        # Newton on s = ln(1 + u), in which N is s + exp(-s) - 1: convex, so that it falls to the root from the right.
+        s = n + (2 * n).sqrt()
+        for _ in range(40):
+            s = s - (s + (-s).exp() - 1 - n) / -torch.expm1(-s)
+    # One more step carries the gradient.
+    s = s - (s + (-s).exp() - 1 - n) / -torch.expm1(-s)
+    return e0 * torch.expm1(s)

@@ -1,0 +1,149 @@
+"""Cortical sites: how many, where, how dense, and how round."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpu_lod as lod
+from gpu_lod.cortical_sites import eccentricity, magnified
+from gpu_lod.errors import InputError
+
+unit = st.floats(0, 1)
+
+
+@given(unit, unit, st.integers(1, 500), st.integers(1, 3000), st.integers(1, 3000), st.floats(0.005, 2))
+def test_exactly_k_inside_the_image(x: float, y: float, budget: int, height: int, width: int, e0: float) -> None:
+    sites = lod.cortical_sites((x, y), budget, (height, width), e0=e0)
+    assert sites.shape == (budget, 3) and sites.dtype == torch.float32
+    assert bool(torch.isfinite(sites).all())
+    assert float(sites[:, :2].min()) >= 0 and float(sites[:, :2].max()) <= 1
+    assert float(sites[:, 2].min()) >= 0
+    assert len(sites[:, :2].unique(dim=0)) == budget
+    assert torch.equal(sites, lod.cortical_sites((x, y), budget, (height, width), e0=e0))
+
+
+@pytest.mark.parametrize("corner", [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.0), (1.0, 0.5)])
+@pytest.mark.parametrize("size", [(1024, 1024), (300, 900), (900, 20), (1, 1)])
+def test_corners_and_edges(corner: tuple[float, float], size: tuple[int, int]) -> None:
+    sites = lod.cortical_sites(corner, 273, size)
+    assert sites.shape == (273, 3)
+    assert float(sites[:, :2].min()) >= 0 and float(sites[:, :2].max()) <= 1
+
+
+@pytest.mark.parametrize("fixation", [(0.5, 0.5), (0.2, 0.7), (0.0, 0.0), (1.0, 0.4)])
+@pytest.mark.parametrize("size", [(1024, 1024), (600, 1000)])
+def test_density_follows_the_integral_of_magnification(fixation: tuple[float, float], size: tuple[int, int]) -> None:
+    """The share of sites within an eccentricity is M^2's share there, within 2% of K, over the image that there is."""
+    height, width = size
+    longer, e0 = max(size), 0.05
+    sites = lod.cortical_sites(fixation, 273, size, e0=e0).double()
+    y, x = torch.meshgrid(
+        (torch.arange(2 * height) + 0.5) / (2 * height), (torch.arange(2 * width) + 0.5) / (2 * width), indexing="ij"
+    )
+    e = _eccentricities(torch.stack([x, y], dim=-1).double(), fixation, size)
+    weight = 1 / (e + e0) ** 2
+    mine = _eccentricities(sites[:, :2], fixation, size)
+    for radius in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8):
+        share = float(weight[e < radius].sum() / weight.sum())
+        assert float((mine < radius).double().mean()) == pytest.approx(share, abs=0.02), radius
+    assert longer == max(size)
+
+
+def _eccentricities(at: torch.Tensor, fixation: tuple[float, float], size: tuple[int, int]) -> torch.Tensor:
+    height, width = size
+    delta = (at - at.new_tensor(fixation)) * at.new_tensor([width, height]) / max(size)
+    return delta.norm(dim=-1)
+
+
+def _nearest(at: torch.Tensor) -> torch.Tensor:
+    """The nearest other site of each: distance in multiples of the local spacing, [N], and angle to the radius."""
+    distance = torch.cdist(at, at)
+    distance.fill_diagonal_(math.inf)
+    return distance.min(dim=1).values
+
+
+def test_neighbours_are_as_far_in_every_direction() -> None:
+    """The nearest neighbour is 0.75 to 1.15 spacings away, wherever; a ring's cells stretch far more."""
+    size, e0, patch = (1024, 1024), 0.05, 14
+    sites = lod.cortical_sites((0.5, 0.5), 273, size, patch, e0).double()
+    spacing = patch * 2 ** sites[:, 2] / 1024
+    ratio = (_nearest(sites[:, :2] - 0.5) / spacing)[(sites[:, 2] > 0) & (torch.arange(273) >= 20)]
+    assert len(ratio) > 200  # the levels of the innermost are clamped to 0, and tell no spacing
+    assert float(ratio.min()) > 0.75 and float(ratio.max()) < 1.15
+    # 13 rings x 21 wedges = 273 cells, the same cortical law: side along the ring over side across it.
+    t = (torch.arange(13, dtype=torch.float64) + 0.5) / 13
+    e = e0 * torch.expm1(t * math.log1p(0.7 / e0))
+    aspect = (2 * math.pi * e / 21) / ((e + e0) * math.log1p(0.7 / e0) / 13)
+    assert float(aspect.max() / aspect.min()) > 9
+
+
+def test_levels_cover_the_spacing() -> None:
+    """A patch is as wide as its neighbours are far; next to the fixation, no finer than the pixels."""
+    sites = lod.cortical_sites((0.5, 0.5), 273, (2048, 2048), patch=14)
+    coarse = lod.cortical_sites((0.5, 0.5), 273, (2048, 2048), patch=28)
+    finer = lod.cortical_sites((0.5, 0.5), 273, (1024, 1024), patch=14)
+    outside = sites[:, 2] > 1
+    assert torch.allclose(sites[outside, 2] - 1, coarse[outside, 2], atol=1e-4)
+    assert torch.allclose(sites[outside, 2] - 1, finer[outside, 2], atol=1e-4)
+    assert bool((sites[1:, 2] >= sites[:-1, 2]).all())  # innermost first
+
+
+def test_convention_the_spiral_turns_from_x_towards_y_down() -> None:
+    """Site 0 on +x; site 1 at 137.5 degrees, so below the fixation."""
+    sites = lod.cortical_sites((0.5, 0.5), 100, (100, 100))
+    assert float(sites[0, 1]) == 0.5 and float(sites[0, 0]) > 0.5
+    angle = math.atan2(float(sites[1, 1]) - 0.5, float(sites[1, 0]) - 0.5)
+    assert angle == pytest.approx(math.pi * (3 - math.sqrt(5)), abs=1e-4)
+
+
+def test_batches_are_their_images() -> None:
+    fixation = torch.rand(5, 2)
+    together = lod.cortical_sites(fixation, 64, (480, 640))
+    assert together.shape == (5, 64, 3)
+    for one, sites in zip(fixation, together, strict=True):
+        assert torch.equal(lod.cortical_sites(one, 64, (480, 640)), sites)
+
+
+def test_the_inverse() -> None:
+    n = torch.logspace(-9, 2, 200, dtype=torch.float64)
+    for e0 in (0.01, 0.05, 1.0):
+        assert torch.allclose(magnified(eccentricity(n, e0), e0), n, rtol=1e-6)
+
+
+def test_gradients_pass_to_the_fixation() -> None:
+    fixation = torch.tensor([[0.43, 0.61], [0.0, 0.0]], requires_grad=True)
+    sites = lod.cortical_sites(fixation, 20, (60, 80))
+    (gradient,) = torch.autograd.grad(sites[..., :2].sum(), fixation)
+    assert bool(torch.isfinite(gradient).all())
+    step = 1e-4  # the sites move along, by finite differences
+    with torch.no_grad():
+        moved = fixation.double() + step * torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+        after, before = (lod.cortical_sites(f, 20, (60, 80)) for f in (moved, fixation))
+        numeric = float((after[0, :, :2] - before[0, :, :2]).double().sum()) / step
+    assert float(gradient[0, 0]) == pytest.approx(numeric, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"fixation": (1.5, 0.5)}, "1.5"),
+        ({"fixation": (0.5, math.nan)}, "nan"),
+        ({"fixation": (0.5, 0.5, 0.5)}, "shape"),
+        ({"fixation": torch.zeros(0, 2)}, "shape"),
+        ({"budget": 0}, "budget"),
+        ({"size": 1024}, "height, width"),
+        ({"size": (0, 5)}, "height"),
+        ({"patch": 0}, "patch"),
+        ({"e0": 0.0}, "e0"),
+        ({"e0": math.inf}, "finite"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        lod.cortical_sites(**{"fixation": (0.5, 0.5), **arguments})
