@@ -7,6 +7,7 @@ from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
 from gpu_lod.gaussian import gaussian
 from gpu_lod.hiz import hiz
+from gpu_lod.inverse_log_polar import inverse_log_polar
 from gpu_lod.laplacian import collapse, laplacian
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
@@ -29,6 +30,7 @@ __all__ = [
     "explain",
     "gaussian",
     "hiz",
+    "inverse_log_polar",
     "laplacian",
     "log_polar",
     "mipmap",

@@ -107,6 +107,13 @@ def levels(
     return integer(value, "levels", at_least=1)
 
 
+def size(value: Any) -> tuple[int, int]:
+    """(height, width) in pixels."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InputError(f"size is {value!r}; expected (height, width) in pixels.")
+    return integer(value[0], "height", at_least=1), integer(value[1], "width", at_least=1)
+
+
 def fixation(value: Any, batch: int) -> torch.Tensor:
     """Fixations as fp32 [B, 2], where they are; one fixation serves the whole batch. Inside [0, 1].
 

@@ -45,19 +45,13 @@ def cortical_sites(
     """
     checks.integer(budget, "budget", at_least=1, at_most=2**20)
     checks.integer(patch, "patch", at_least=1)
-    height, width = _size(size)
+    height, width = checks.size(size)
     e0 = checks.number(e0, "e0")
     if e0 <= 0:
         raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
     points, single = checks.fixations(fixation)
     sites = _sites(points.double(), budget, height, width, patch, e0).float()
     return sites[0] if single else sites
-
-
-def _size(size: Any) -> tuple[int, int]:
-    if not isinstance(size, (tuple, list)) or len(size) != 2:
-        raise InputError(f"size is {size!r}; expected (height, width) in pixels.")
-    return checks.integer(size[0], "height", at_least=1), checks.integer(size[1], "width", at_least=1)
 
 
 def _sites(points: torch.Tensor, budget: int, height: int, width: int, patch: int, e0: float) -> torch.Tensor:

@@ -253,11 +253,11 @@ def reference(
         while last < rule.rings and int(ring_levels[last]) == fine:
             last += 1
         rows = grid[:, first:last]
-        part = _bilinear(levels[fine], rows, work, parts)
+        part = bilinear(levels[fine], rows, work, parts)
         blend = [level - fine for level in ring_levels[first:last]]
         if any(blend):
             weights = torch.tensor(blend, dtype=work, device=top.device)[:, None]
-            part = torch.lerp(part, _bilinear(levels[fine + 1], rows, work, parts), weights)
+            part = torch.lerp(part, bilinear(levels[fine + 1], rows, work, parts), weights)
         bands.append(part)
         first = last
     result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]
@@ -268,7 +268,8 @@ def reference(
     return result if batched else result[0]
 
 
-def _bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts: int | None) -> torch.Tensor:
+def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts: int | None = None) -> torch.Tensor:
+    """Bilinear samples of a level at `grid` [B, rows, columns, 2], counted as grid_sample does; edges repeat."""
     image = (level if level.ndim == 4 else level[None]).to(dtype)
     parts = torch.get_num_threads() if parts is None else parts
     rows, wedges = grid.shape[1:3]

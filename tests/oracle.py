@@ -161,3 +161,45 @@ def _bilinear(
         stacked = torch.stack(taps)
         spread = torch.where(mine, stacked.amax(0) - stacked.amin(0), spread)
     return value, spread
+
+
+def inverse_log_polar(
+    polar: torch.Tensor,
+    fixation: torch.Tensor,
+    size: tuple[int, int],
+    r_min: float | None = None,
+    r_max: float = 0.7,
+    spacing: str = "log",
+    e0: float = 0.05,
+    border: str = "zero",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, C, H, W] in float64, and the spread of the four texels that each pixel is blended from."""
+    polar = polar.double()
+    batch, channels, rings, wedges = polar.shape
+    height, width = size
+    result = torch.zeros(batch, channels, height, width, dtype=torch.float64)
+    spread = torch.zeros_like(result)
+    start = 0.01 if r_min is None else r_min
+    for image in range(batch):
+        fx, fy = (float(value) for value in fixation[image])
+        for row in range(height):
+            for column in range(width):
+                dx = ((column + 0.5) / width - fx) * width / max(size)
+                dy = ((row + 0.5) / height - fy) * height / max(size)
+                r = math.hypot(dx, dy)
+                if border == "zero" and r > r_max:
+                    continue
+                if spacing == "log":
+                    k = rings * math.log(max(r, 1e-30) / start) / math.log(r_max / start) - 0.5
+                else:
+                    k = rings * math.log(1 + r / e0) / math.log(1 + r_max / e0) - 0.5
+                j = wedges * (math.atan2(dy, dx) % (2 * math.pi)) / (2 * math.pi) - 0.5
+                k = min(max(k, 0.0), rings - 1)
+                k0, j0 = min(int(k), rings - 1), math.floor(j)
+                k1 = min(k0 + 1, rings - 1)
+                taps = [polar[image, :, a, b % wedges] for a in (k0, k1) for b in (j0, j0 + 1)]
+                near, far = taps[0] + (taps[1] - taps[0]) * (j - j0), taps[2] + (taps[3] - taps[2]) * (j - j0)
+                result[image, :, row, column] = near + (far - near) * (k - k0)
+                stacked = torch.stack(taps)
+                spread[image, :, row, column] = stacked.amax(0) - stacked.amin(0)
+    return result, spread
