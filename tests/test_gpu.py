@@ -14,7 +14,7 @@ import pytest
 import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
 from images import DTYPES, SIZES, noise
-from oracle import extreme_chain, mean_chain
+from oracle import extreme_chain, gaussian_chain, mean_chain
 from oracle import log_polar as polar_oracle
 from scripts import HERE, succeed
 
@@ -119,6 +119,21 @@ def test_log_polar(gl: lod.Context, generator: Any, dtype: torch.dtype, border: 
     assert_matches(found.cpu(), truth, "trilinear", slack=slack)
     again = lod.log_polar(pyramid, fixation.to(CUDA), 17, 40, border=border, generator=generator)
     assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_burt_pyramids_and_the_inverse(gl: lod.Context, dtype: torch.dtype) -> None:
+    for height, width in [(1, 1), (2, 5), (37, 53), (101, 77)]:
+        image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
+        for level, truth in zip(on_host(lod.gaussian(image, backend="gl")), gaussian_chain(image.cpu()), strict=True):
+            assert_matches(level, truth, "binomial", where=f"{height} x {width}")
+        back = lod.collapse(lod.laplacian(image, backend="gl"), "gl")
+        worst = {torch.float32: 1e-6, torch.uint8: 255e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        assert float((back.double() - image.double()).abs().max()) <= worst
+    polar, fixation = noise(2, 3, 24, 40, dtype=dtype).to(CUDA), torch.rand(2, 2)
+    found = lod.inverse_log_polar(polar, fixation, (37, 53), border="clamp", backend="gl")
+    expected = lod.inverse_log_polar(polar, fixation, (37, 53), border="clamp", backend="torch")
+    assert float((found.float() - expected.float()).abs().max()) <= (1 if dtype == torch.uint8 else 1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
