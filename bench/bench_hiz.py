@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bench_mipmap import _chain
 from inputs import inputs_for, job, picture, pyramid_bytes
 from rows import Row
-from timer import race
+from timer import Race, race
 
 import gpu_lod as lod
 
@@ -30,35 +30,43 @@ def _four(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
     return torch.maximum(top, torch.maximum(x[..., 1 : 2 * h : 2, : 2 * w : 2], x[..., 1 : 2 * h : 2, 1 : 2 * w : 2]))
 
 
+def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tensor], object]], tuple[str, ...]]:
+    """Ways to make the pyramid of a map of this size in plain torch, and which of them do another job."""
+    ways: dict[str, Callable[[torch.Tensor], object]] = {
+        "torch max_pool2d": partial(_chain, _max_pool),
+        "torch adaptive_max_pool2d": partial(_chain, _adaptive),
+        "torch maximum of 4": partial(_chain, _four),
+        "torch rows then columns": partial(lod.hiz, backend="torch"),
+    }
+    powers = all(side & (side - 1) == 0 for side in (height, width))
+    return ways, () if powers else ("torch max_pool2d", "torch maximum of 4")  # they drop the last row or column
+
+
 def rows(sizes: list[tuple[int, int, int]], caches: list[str], seconds: float) -> Iterator[Row]:
     """Single-channel fp32 maps."""
     for height, width, batch in sizes:
         for cache in caches:
             relevance = picture(height, width, batch=batch, channels=1)
-            powers = all(side & (side - 1) == 0 for side in (height, width))
+            ways, other = torch_ways(height, width)
             inputs = inputs_for(relevance, cache, lambda x: x)
             sides: dict[str, Callable[[], object]] = {
                 "auto": job(lod.hiz, inputs),
                 "gl compute": job(partial(lod.hiz, generator="compute"), inputs),
                 "gl fragment": job(partial(lod.hiz, generator="fragment"), inputs),
                 "gl sampler": job(partial(lod.hiz, generator="sampler"), inputs),
-                "torch max_pool2d": job(lambda x: _chain(_max_pool, x), inputs),
-                "torch adaptive_max_pool2d": job(lambda x: _chain(_adaptive, x), inputs),
-                "torch maximum of 4": job(lambda x: _chain(_four, x), inputs),
-                "torch rows then columns": job(partial(lod.hiz, backend="torch"), inputs),
+                **{name: job(way, inputs) for name, way in ways.items()},
             }
-            other = () if powers else ("torch max_pool2d", "torch maximum of 4")  # they drop the last row or column
             yield Row(
                 "hiz", "end to end", height, width, batch, 1, "float32", cache, pyramid_bytes(relevance),
                 race(sides, seconds=seconds), other_job=other,
             )  # fmt: skip
 
 
-def readers(seconds: float) -> Iterator[Row]:
+def readers(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
     """Of a pyramid that is there: a sparse map in which culling has something to prune."""
-    relevance = picture(1024, 1024, channels=1) ** 8
+    relevance = picture(1024, 1024, channels=1).to(device) ** 8
     hz = lod.hiz(relevance, backend="gl")
-    lod.region_max(hz, torch.zeros(1, 4), backend="gl")
+    lod.region_max(hz, torch.zeros(1, 4, device=device), backend="gl")
     for share in (0.2, 0.01):
         threshold = float(relevance.flatten().quantile(1 - share))
         culled = lod.cull(hz, threshold)
@@ -74,7 +82,7 @@ def readers(seconds: float) -> Iterator[Row]:
             note=f"{share:.0%} kept, {culled.tested} of {relevance.numel()} texels tested",
             other_job=("torch one comparison", "torch comparison and nonzero"),
         )  # fmt: skip
-    boxes = torch.rand(1, 4096, 2, 2).sort(dim=2).values.flatten(2)
+    boxes = torch.rand(1, 4096, 2, 2).sort(dim=2).values.flatten(2).to(device)
     sides = {
         "auto": lambda: lod.region_max(hz, boxes),
         "gl": lambda: lod.region_max(hz, boxes, backend="gl"),

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 
-import cv2
 import torch
 import torch.nn.functional as F
-from inputs import inputs_for, job, picture
+from inputs import inputs_for, job, optional, picture
 from rows import Row
-from timer import race
+from timer import Race, race
 
 import gpu_lod as lod
 from gpu_lod.log_polar import reference, ring_rule
 
+cv2 = optional("cv2")
 RINGS, WEDGES = 256, 512
 
 
@@ -24,14 +24,16 @@ def _all_levels(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
     """The way one writes it first: sample every level everywhere, blend by weight."""
     height, width = pyramid.size
     longer = max(height, width)
-    t = (torch.arange(RINGS) + 0.5) / RINGS
+    fixation = fixation.to(pyramid.device)
+    t = (torch.arange(RINGS, device=pyramid.device) + 0.5) / RINGS
     radius = 0.01 * 70**t
     footprint = torch.maximum(2 * math.pi * radius / WEDGES, radius * math.log(70) / RINGS)
     level = (longer * footprint).log2().clamp(0, len(pyramid) - 1)[:, None]
-    theta = 2 * math.pi * (torch.arange(WEDGES) + 0.5) / WEDGES
+    theta = 2 * math.pi * (torch.arange(WEDGES, device=pyramid.device) + 0.5) / WEDGES
     ring = radius[:, None, None] * torch.stack([theta.cos(), theta.sin()], -1)
-    grid = 2 * (fixation[:, None, None] + ring * torch.tensor([longer / width, longer / height])) - 1
-    total = torch.zeros(())
+    aspect = torch.tensor([longer / width, longer / height], device=pyramid.device)
+    grid = 2 * (fixation[:, None, None] + ring * aspect) - 1
+    total = torch.zeros((), device=pyramid.device)
     for index, image in enumerate(pyramid):
         weight = (1 - (level - index).abs()).clamp(min=0)
         if weight.any():
@@ -71,7 +73,7 @@ def rows(
                     "torch every level": job(partial(at, _all_levels), pyramids),
                 }
                 other: tuple[str, ...] = ()
-                if batch == 1 and dtype != torch.float16:
+                if cv2 and batch == 1 and dtype != torch.float16:
                     arrays = inputs_for(image, cache, lambda x: x[0].permute(1, 2, 0).contiguous().numpy())
                     sides["opencv warpPolar (no LOD, HWC)"] = job(partial(at, _warp_polar), arrays)
                     other = ("opencv warpPolar (no LOD, HWC)",)
@@ -82,9 +84,9 @@ def rows(
                 )  # fmt: skip
 
 
-def whole_calls(seconds: float) -> Iterator[Row]:
+def whole_calls(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
     """From an image, the chain included; and the least that a call costs."""
-    image = picture(1024, 1024)
+    image = picture(1024, 1024).to(device)
     ours = partial(lod.log_polar, image, (0.4, 0.6), RINGS, WEDGES)
     sides: dict[str, Callable[[], object]] = {
         "auto": ours,
@@ -96,14 +98,14 @@ def whole_calls(seconds: float) -> Iterator[Row]:
         race(sides, seconds=seconds),
         note="from an image: builds the chain too",
     )  # fmt: skip
-    small = lod.mipmap(picture(64, 64), backend="gl").upload()
+    small = lod.mipmap(picture(64, 64).to(device), backend="gl").upload()
     tiny = partial(lod.log_polar, small, (0.4, 0.6), 4, 8)
     out = tiny(generator="compute")
     yield Row(
         "bridge", "fixed cost", 64, 64, 1, 3, "float32", "warm", 4 * 3 * 4 * 8,
         race({"gl compute": partial(tiny, generator="compute")}, seconds=seconds, most=400),
         note="a log-polar map of 4 x 8: everything but the work",
-        extra={"copied_out_bytes": 0 if lod.Context().owns(out) else out.nbytes},
+        extra={"copied_out_bytes": 0 if lod.Context(device).owns(out) else out.nbytes},
     )  # fmt: skip
 
 
@@ -111,4 +113,4 @@ def _warp_polar(image: object, fixation: torch.Tensor) -> object:
     height, width = image.shape[:2]  # type: ignore[attr-defined]
     centre = (float(fixation[0, 0]) * width, float(fixation[0, 1]) * height)
     flags = cv2.WARP_POLAR_LOG | cv2.INTER_LINEAR
-    return cv2.warpPolar(image, (RINGS, WEDGES), centre, 0.7 * max(height, width), flags)  # type: ignore[call-overload]
+    return cv2.warpPolar(image, (RINGS, WEDGES), centre, 0.7 * max(height, width), flags)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import cv2
 import torch
 import torch.nn.functional as F
-from inputs import inputs_for, job, picture, pyramid_bytes
-from kornia.geometry.transform import build_pyramid
+from inputs import inputs_for, job, optional, picture, pyramid_bytes
 from rows import Row
 from timer import race
 
 import gpu_lod as lod
+
+cv2 = optional("cv2")
+kornia = optional("kornia.geometry.transform")
 
 
 def _chain(step: Callable[[torch.Tensor, int, int], torch.Tensor], image: torch.Tensor) -> list[torch.Tensor]:
@@ -57,8 +58,26 @@ def _opencv(image: object) -> list[object]:
     while max(levels[-1].shape[:2]) > 1:  # type: ignore[attr-defined]
         h, w = levels[-1].shape[:2]  # type: ignore[attr-defined]
         half = max(1, w // 2), max(1, h // 2)
-        levels.append(cv2.resize(levels[-1], half, interpolation=cv2.INTER_AREA))  # type: ignore[call-overload]
+        levels.append(cv2.resize(levels[-1], half, interpolation=cv2.INTER_AREA))
     return levels
+
+
+def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tensor], object]], list[str]]:
+    """Ways to make the chain of an image of this size in plain torch, and which of them do another job."""
+    ways: dict[str, Callable[[torch.Tensor], object]] = {
+        "torch interpolate bilinear": partial(_stored_chain, _interpolate),
+        "torch interpolate area": partial(_stored_chain, _area),
+        "torch avg_pool2d": partial(_stored_chain, _avg_pool),
+    }
+    if all(side & (side - 1) == 0 for side in (height, width)):
+        return ways | {"torch reshape mean": partial(_stored_chain, _reshape_mean)}, []
+    # Nobody else has the exact filter for odd sides: our own torch path is the opponent.
+    return ways | {"torch polyphase": partial(lod.mipmap, backend="torch")}, list(ways)
+
+
+def depth_of(height: int, width: int) -> int:
+    """Levels of kornia's pyramid: its blur needs a few pixels."""
+    return min(height, width).bit_length() - 2
 
 
 def rows(
@@ -69,31 +88,26 @@ def rows(
         for dtype in dtypes:
             for cache in caches:
                 image = picture(height, width, batch=batch, dtype=dtype)
-                powers = all(side & (side - 1) == 0 for side in (height, width))
+                ways, other = torch_ways(height, width)
                 inputs = inputs_for(image, cache, lambda x: x)
                 sides: dict[str, Callable[[], object]] = {
                     "auto": job(lod.mipmap, inputs),
                     "gl compute": job(partial(lod.mipmap, generator="compute"), inputs),
                     "gl fragment": job(partial(lod.mipmap, generator="fragment"), inputs),
                     "gl driver": job(partial(lod.mipmap, generator="driver"), inputs),
-                    "torch interpolate bilinear": job(partial(_stored_chain, _interpolate), inputs),
-                    "torch interpolate area": job(partial(_stored_chain, _area), inputs),
-                    "torch avg_pool2d": job(partial(_stored_chain, _avg_pool), inputs),
+                    **{name: job(way, inputs) for name, way in ways.items()},
                 }
-                other = [] if powers else ["torch interpolate bilinear", "torch interpolate area", "torch avg_pool2d"]
-                if not powers:  # nobody else has the exact filter for odd sides: our own torch path is the opponent
-                    sides["torch polyphase"] = job(partial(lod.mipmap, backend="torch"), inputs)
+                if other:
                     other.append("gl driver")
                 else:
-                    sides["torch reshape mean"] = job(partial(_stored_chain, _reshape_mean), inputs)
                     last = inputs_for(image, cache, lambda x: _float(x).to(memory_format=torch.channels_last))
                     sides["torch channels_last bilinear"] = job(lambda x: _chain(_interpolate, x), last)
-                if batch == 1 and dtype != torch.float16:
+                if cv2 and batch == 1 and dtype != torch.float16:
                     arrays = inputs_for(image, cache, lambda x: x[0].permute(1, 2, 0).contiguous().numpy())
                     sides["opencv INTER_AREA (HWC)"] = job(_opencv, arrays)
-                if dtype == torch.float32:
-                    depth = min(height, width).bit_length() - 2  # its blur needs a few pixels
-                    sides["kornia build_pyramid (Gaussian)"] = job(partial(build_pyramid, max_level=depth), inputs)
+                if kornia and dtype == torch.float32:
+                    build = partial(kornia.build_pyramid, max_level=depth_of(height, width))
+                    sides["kornia build_pyramid (Gaussian)"] = job(build, inputs)
                     other.append("kornia build_pyramid (Gaussian)")
                 if dtype == torch.uint8:
                     other.append("gl driver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any, TypeVar
@@ -12,6 +13,14 @@ from skimage import data
 T = TypeVar("T")
 COLD_BYTES = 96 * 2**20
 """Inputs of a cold row together: beyond any cache that a CPU of this class has."""
+
+
+def optional(name: str) -> Any:
+    """A module of another library, or None where it cannot be imported: the rows then do without its sides."""
+    try:
+        return importlib.import_module(name)
+    except Exception:  # not ImportError alone: a broken install raises anything
+        return None
 
 
 def picture(
@@ -33,9 +42,11 @@ def job(function: Callable[[Any], object], inputs: list[Any]) -> Callable[[], ob
     return lambda: function(next(following))
 
 
-def inputs_for(image: torch.Tensor, cache: str, prepare: Callable[[torch.Tensor], T]) -> list[T]:
+def inputs_for(
+    image: torch.Tensor, cache: str, prepare: Callable[[torch.Tensor], T], cold_bytes: int = COLD_BYTES
+) -> list[T]:
     """One prepared input for a warm row, as many as leave no cache warm for a cold one."""
-    count = 1 if cache == "warm" else max(2, -(-COLD_BYTES // image.nbytes))
+    count = 1 if cache == "warm" else max(2, -(-cold_bytes // image.nbytes))
     return [prepare(image.clone() if count > 1 else image) for _ in range(count)]
 
 

@@ -28,14 +28,22 @@ def _job(row: dict[str, Any]) -> str:
     height, width = row["size"]
     batch = "" if row["batch"] == 1 else f"{row['batch']} x "
     note = f"; {row['note']}" if row["note"] else ""
-    if row["verb"] == "cull":  # the honest opponent, which gives the mask alone
+    if "torch one comparison" in row["sides"]:  # the honest opponent of cull, which gives the mask alone
         note += f"; for the mask alone one torch comparison takes {_ms(row, 'torch one comparison')}"
+    if row.get("dropped"):  # of no machine's OpenGL, or of this machine's compiler: the file says why
+        note += f"; without {', '.join(sorted(row['dropped']))}"
     return f"{batch}{row['channels']} x {height} x {width} {row['dtype']}, {row['cache']}{note}"
 
 
 def _ms(row: dict[str, Any], side: str) -> str:
     timing = row["sides"][side]
     return f"{timing['median_ms']:.3g} ± {timing['iqr_ms'] / 2:.2g}"
+
+
+def _best(row: dict[str, Any], prefix: str) -> str | None:
+    """The fastest side that does the row's job; files name it where both OpenGL and torch have one."""
+    names = [name for name in row["sides"] if name.startswith(prefix) and name not in row.get("other_job", [])]
+    return row.get(f"best_{prefix}") or min(names, key=lambda name: row["sides"][name]["median_ms"], default=None)
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -46,13 +54,12 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    gl = row.get("best_gl") or next(iter(name for name in row["sides"] if name.startswith("gl")))
-    best = row.get("best_torch")
+    gl, best = _best(row, "gl"), _best(row, "torch")
     auto = "auto" in row["sides"]
     return [
         row["verb"],
         _job(row),
-        f"{gl.removeprefix('gl').strip() or 'gl'}: {_ms(row, gl)}",
+        f"{gl.removeprefix('gl').strip() or 'gl'}: {_ms(row, gl)}" if gl else "",
         f"{best.removeprefix('torch ')}: {_ms(row, best)}" if best else "",
         _verdict(row),
         f"{_ms(row, 'auto')}{'' if row.get('auto_ok', True) else ' (behind)'}" if auto else "",
@@ -63,10 +70,30 @@ def _cells(row: dict[str, Any]) -> list[str]:
 HEADINGS = ["verb", "job", "best GL, ms", "best torch, ms", "GL against torch", "auto, ms", "floor, ms"]
 
 
+def on_cuda(data: dict[str, Any]) -> bool:
+    return bool(data.get("tensors") == "cuda")
+
+
+def _machine(data: dict[str, Any]) -> str:
+    if on_cuda(data):
+        return f"{data['device']}, CUDA tensors, driver {data['cuda_driver']}, CUDA {data['cuda']}"
+    return f"{data['device']}, {data['cpu']}, {data['threads']} cores"
+
+
+def _left_out(data: dict[str, Any]) -> str:
+    """What the file says is missing."""
+    parts = []
+    if data.get("left_out"):
+        parts.append(f"Left out for lack of time: {', '.join(data['left_out'])}.")
+    if data.get("failures"):
+        parts.append(f"Failed: {', '.join(dict.fromkeys(one['name'] for one in data['failures']))}.")
+    return " ".join(parts)
+
+
 def table(path: Path) -> Table:
     """Every row, for a terminal."""
     data = load(path)
-    result = Table(*HEADINGS, title=f"{data['device']}, {data['cpu']}, {data['threads']} threads, {data['date']}")
+    result = Table(*HEADINGS, title=f"{_machine(data)}, {data['date']}", caption=_left_out(data) or None)
     for row in data["rows"]:
         style = "" if row.get("gl_speedup", 1) >= 1 else "dim"
         result.add_row(*_cells(row), style=style)
@@ -76,9 +103,10 @@ def table(path: Path) -> Table:
 def markdown(path: Path) -> str:
     """The rows of the README: warm fp32 at the common sizes, and everything that is not a plain mip chain or Hi-Z."""
     data = load(path)
+    clock = " of the wall clock, with a synchronise behind every call" if on_cuda(data) else ""
     lines = [
-        f"Measured on {data['device']}, {data['cpu']}, {data['threads']} cores, torch {data['versions']['torch']}, "
-        f"{data['date']} ([file](bench/results/{path.name})). Median ± half the interquartile range, milliseconds.",
+        f"Measured on {_machine(data)}, torch {data['versions']['torch']}, {data['date']} "
+        f"([file](bench/results/{path.name})). Median ± half the interquartile range{clock}, milliseconds.",
         "",
         "| " + " | ".join(HEADINGS) + " |",
         "|" + " --- |" * len(HEADINGS),
@@ -89,6 +117,8 @@ def markdown(path: Path) -> str:
         ):
             continue
         lines.append("| " + " | ".join(_cells(row)) + " |")
+    if missing := _left_out(data):
+        lines += ["", missing]
     return "\n".join(lines)
 
 
@@ -117,7 +147,7 @@ def plot(path: Path, target: Path) -> None:
         rows = sorted(
             (r for r in data["rows"] if r["verb"] == verb and r["batch"] == 1 and r["dtype"] == "float32"
              and r["cache"] == "warm" and r["part"] == "end to end" and not r["note"].startswith("from an image")
-             and r["size"][0] == r["size"][1]),
+             and r["size"][0] == r["size"][1] and "best_gl" in r and "best_torch" in r),
             key=lambda r: r["size"][0],
         )  # fmt: skip
         if not rows:
@@ -135,8 +165,9 @@ def plot(path: Path, target: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("milliseconds")
-    axes[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(f"{data['device']}, {data['cpu']}, {data['threads']} cores; fp32, batch 1, warm", fontsize=10)
+    for axis in [axis for axis in axes if axis.has_data()][:1]:
+        axis.legend(frameon=False, fontsize=9)
+    figure.suptitle(f"{_machine(data)}; fp32, batch 1, warm", fontsize=10)
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -19,6 +20,8 @@ import gpu_lod as lod
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 SCHEMA = json.loads((HERE / "schema.json").read_text())
+
+_LIBRARIES = ("moderngl", "kornia", "opencv-python-headless")
 
 ALLOWED_RATIO, ALLOWED_MS = 1.05, 0.020
 """How far `auto` may be behind the fastest torch way: the larger of the two, plus the row's spread."""
@@ -78,6 +81,58 @@ class Row:
         return result
 
 
+def common() -> dict[str, Any]:
+    """What a result file says of the machine and the program, whatever the tensors are on."""
+    return {
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {"gpu_lod": lod.__version__, "torch": torch.__version__, **versions(_LIBRARIES)},
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def slug(name: str) -> str:
+    """A device's name as a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def nvidia_driver() -> str:
+    """The version of NVIDIA's driver."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        pass
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        return next(word for word in words if word[0].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def cuda_facts(device: torch.device, ctx: lod.Context | None, problem: str) -> dict[str, Any]:
+    """What the result files of CUDA tensors say of the machine.
+
+    Args:
+        problem: why there is no context.
+    """
+    about = common()
+    about["versions"] |= versions(("triton", "cuda-bindings"))
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "gl_renderer": ctx.renderer if ctx else f"none: {problem}",
+        "software": bool(ctx and ctx.software),
+        "driver": ctx.driver if ctx else "none",
+        "cuda": torch.version.cuda or "unknown",
+        "cuda_driver": nvidia_driver(),
+        **about,
+    }
+
+
 def copy_bandwidth() -> float:
     """Bytes a second of torch's copy, read plus written, beyond the caches."""
     source, target = torch.rand(2**26), torch.empty(2**26)
@@ -103,32 +158,33 @@ def save(rows: list[Row], path: Path | None = None) -> Path:
         "device": ctx.renderer,
         "software": ctx.software,
         "driver": ctx.driver,
-        "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {"gpu_lod": lod.__version__, "torch": torch.__version__, **_versions()},
-        "commit": _commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        **common(),
         "copy_gb_per_s": round(bandwidth / 1e9, 2),
         "rows": [row.as_dict(bandwidth) for row in rows],
     }
     jsonschema.validate(data, SCHEMA)
     if path is None:
-        slug = re.sub(
-            r"[^a-z0-9]+", "-", f"{ctx.renderer.split('(')[0]} {torch.get_num_threads()} cores".lower()
-        ).strip("-")
-        path = RESULTS / f"{slug}.json"
+        name, _, _ = ctx.renderer.partition("(")
+        path = RESULTS / f"{slug(f'{name} {torch.get_num_threads()} cores')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
     return path
 
 
-def _versions() -> dict[str, str]:
+def write(data: dict[str, Any], path: Path) -> None:
+    """In one step, so that whoever reads it, or a run that is killed, finds a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+def versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Of the packages among these that are installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     result = {}
-    for name in ("moderngl", "kornia", "opencv-python-headless"):
+    for name in names:
         try:
             result[name] = version(name)
         except PackageNotFoundError:

@@ -1,16 +1,20 @@
 """Run the benchmarks and write bench/results/<device>.json, a plot beside it, and the table on the terminal.
 
-python bench/run.py [--quick] [--only mipmap,hiz,log_polar] [--out FILE]
+python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids] [--out FILE]
+python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from pathlib import Path
 
 import bench_hiz
 import bench_log_polar
 import bench_mipmap
+import bench_pyramids
 import report
 import torch
 from rich.console import Console
@@ -27,15 +31,14 @@ SIDES = [
 ]
 BATCHES = [(224, 224, 8), (224, 224, 32), (1024, 1024, 8)]
 SQUARE = [(1024, 1024, 1)]
+VERBS = "mipmap,hiz,log_polar,pyramids"
 F32, SMALL = [torch.float32], [torch.uint8, torch.float16]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few sizes and short rows: to see that it works")
-    parser.add_argument("--only", default="mipmap,hiz,log_polar", help="comma-separated")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<device>.json)")
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.device == "cuda":
+        return cuda(options)
     console = Console()
     seconds = 0.1 if options.quick else 1.0
     sizes = [(224, 224, 1), (777, 1001, 1)] if options.quick else [*SIDES, *BATCHES]
@@ -59,6 +62,10 @@ def main() -> None:
             *bench_log_polar.rows(square, F32, caches, seconds),
             *bench_log_polar.whole_calls(seconds),
         ],
+        "pyramids": lambda: [
+            *bench_pyramids.rows([sizes[0], *square, *sizes[-2:]], seconds),
+            *bench_pyramids.inverse(seconds),
+        ],
     }
     rows: list[Row] = []
     for name in options.only.split(","):
@@ -66,10 +73,57 @@ def main() -> None:
             rows += jobs[name]()
         console.print(f"{name} measured")
     path = save(rows, options.out)
+    show(path, console)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: cpu)")
+    parser.add_argument("--quick", action="store_true", help="few sizes and short rows: to see that it works")
+    parser.add_argument("--only", help=f"comma-separated (default: {VERBS}); CPU tensors only")
+    parser.add_argument("--minutes", type=float, help="how long it may take (default: 5); CUDA tensors only")
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<device>.json)")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and options.only is not None:
+        parser.error("--only is for --device cpu; CUDA rows come in the order of their importance: use --minutes")
+    if options.device == "cpu" and options.minutes is not None:
+        parser.error("--minutes is for --device cuda; use --only or --quick")
+    options.only = options.only or VERBS
+    options.minutes = 5.0 if options.minutes is None else options.minutes
+    if not 0 < options.minutes < math.inf:
+        parser.error("--minutes must be more than 0")
+    if unknown := set(options.only.split(",")) - set(VERBS.split(",")):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    return options
+
+
+def cuda(options: argparse.Namespace) -> int:
+    """CUDA tensors: 1 if there is no device, nothing was measured, or something failed."""
+    import bench_cuda
+
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing was measured, nothing written", file=sys.stderr)
+        return 1
+    # Plain lines, for this runs where the output is a log.
+    path, problem = bench_cuda.run_all(
+        options.minutes, options.out, options.quick, lambda text: print(text, flush=True)
+    )
+    try:
+        show(path, Console(width=None if sys.stdout.isatty() else 200))
+    except Exception as error:  # the file is there, and holds everything
+        problem = problem or f"the table or the plot failed: {error!r}"
+    if problem:
+        print(f"{path}: {problem}", file=sys.stderr)
+    return int(problem is not None)
+
+
+def show(path: Path, console: Console) -> None:
+    """The table on the terminal and the plot beside the file."""
     console.print(report.table(path))
     report.plot(path, path.with_suffix(".svg"))
     console.print(f"wrote {path} and {path.with_suffix('.svg')}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

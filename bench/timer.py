@@ -7,10 +7,12 @@ operation, and would otherwise be charged to whoever comes next; and one call th
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 PAUSE = 0.02
 BLOCK = 4
@@ -18,15 +20,26 @@ BLOCK = 4
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one side."""
+    """Milliseconds of one side, by the wall clock."""
 
     median_ms: float
     iqr_ms: float
     fastest_ms: float
     calls: int
+    p99_ms: float | None = None
+    device_ms: float | None = None
+    """Median on the GPU, by events; of CUDA tensors only, like the one above."""
 
     def as_dict(self) -> dict[str, float]:
-        return {key: round(value, 5) for key, value in asdict(self).items()}
+        return {key: round(value, 5) for key, value in asdict(self).items() if value is not None}
+
+
+class Race(Protocol):
+    """What times the sides of a row."""
+
+    def __call__(
+        self, sides: Mapping[str, Callable[[], object]], *, seconds: float = ..., most: int = ...
+    ) -> dict[str, Timing]: ...
 
 
 def race(sides: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, most: int = 40) -> dict[str, Timing]:
@@ -58,3 +71,8 @@ def race(sides: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, mos
 def _timing(values: list[float]) -> Timing:
     low, _, high = statistics.quantiles(values, n=4)
     return Timing(statistics.median(values), high - low, min(values), len(values))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import gc
 import itertools
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import pytest
+import torch
+from fake_cuda import FakeCuda
+
+import gpu_lod as lod
+from gpu_lod.bridge import InteropBridge, egl
+from gpu_lod.bridge import gl as G
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
 
+import bench_bridge  # noqa: E402
+import bench_cuda  # noqa: E402
+import bridge_cost  # noqa: E402
+import cuda_timer  # noqa: E402
+import mapped_arrays  # noqa: E402
+import opponents  # noqa: E402
 import report  # noqa: E402
+import rows  # noqa: E402
+import run  # noqa: E402
 import timer  # noqa: E402
 from rows import SCHEMA, Row  # noqa: E402
 
@@ -69,3 +94,734 @@ def test_rows_tell_losses_and_leave_other_jobs_out() -> None:
     assert result["auto_ok"]
     row.sides["auto"] = timing(2.2)
     assert not row.as_dict(bandwidth=1e9)["auto_ok"]
+
+
+# -- CUDA tensors: what needs no GPU -----------------------------------------------------------------------------------
+
+
+class HostStopwatch:
+    """Stands for a device's clocks where there is no device."""
+
+    def synchronize(self) -> None: ...
+
+    def device_ms(self, side: Callable[[], object], calls: int) -> list[float]:
+        return [cuda_timer.wall_ms(side, self) / 2 for _ in range(calls)]
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [(range(1, 101), 0.99, 99), (range(1, 201), 0.99, 198), ([5.0], 0.99, 5), ([3, 1, 2], 0.5, 2), ([3, 1, 2], 0, 1)],
+)
+def test_percentiles_are_values_that_were_measured(values: Any, share: float, expected: float) -> None:
+    assert timer.percentile(values, share) == expected
+
+
+def test_timings_of_cpu_tensors_say_nothing_of_a_device() -> None:
+    assert timer.Timing(1.0, 0.1, 0.9, 12).as_dict().keys() == {"median_ms", "iqr_ms", "fastest_ms", "calls"}
+
+
+def test_cuda_sides_are_timed_by_both_clocks_in_turns() -> None:
+    order: list[str] = []
+
+    def side(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            order.append(name)
+            time.sleep(seconds)
+
+        return call
+
+    sides = cuda_timer.Sides(HostStopwatch())
+    sides.add("a", lambda: side("a", 0.0005))
+    sides.add("b", lambda: side("b", 0.002))
+    assert sides.fastest(["b", "a", "c"]) == "a"
+    assert sides.fastest(["c"]) is None
+    order.clear()
+    timings = sides.race(seconds=0.01)
+    for timing in timings.values():
+        assert timing.calls >= 16
+        assert timing.p99_ms is not None and timing.p99_ms >= timing.median_ms >= timing.fastest_ms > 0
+        assert timing.device_ms is not None and timing.device_ms == pytest.approx(timing.median_ms / 2, rel=0.5)
+    assert timings["a"].median_ms < timings["b"].median_ms
+    blocks = {len(list(calls)) for _, calls in itertools.groupby(order)}
+    assert blocks == {17, 34}, "nobody always follows the same neighbour"
+
+
+def test_cuda_sides_that_fail_are_dropped_with_the_reason() -> None:
+    calls = itertools.count()
+
+    def fails_later() -> None:
+        if next(calls) > 20:
+            raise ValueError("later")
+
+    def fails_at_once() -> Callable[[], object]:
+        raise ImportError("no such thing")
+
+    sides = cuda_timer.Sides(HostStopwatch())
+    assert not sides.add("a", fails_at_once)
+    assert not sides.add("b", lambda: lambda: time.sleep(cuda_timer.TOO_SLOW_MS * 1.1e-3))
+    assert sides.add("c", lambda: fails_later)
+    assert sides.add("d", lambda: lambda: None)
+    assert sides.race(seconds=0.01).keys() == {"d"}
+    assert sides.dropped["a"].startswith("ImportError: no such thing (test_bench.py:")
+    assert "too long" in sides.dropped["b"]
+    assert sides.dropped["c"].startswith("ValueError: later (")
+    assert cuda_timer.short(ValueError("a\n  b")) == cuda_timer.short("ValueError: a b") == "ValueError: a b"
+    assert len(cuda_timer.short("a" * 1000)) == 400
+
+
+def test_what_takes_too_long_is_given_up() -> None:
+    def stubborn() -> None:
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:  # as compilers do
+                continue
+
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(opponents.GivenUp, match="not ready"), opponents.at_most(0.05):
+        stubborn()
+    with opponents.at_most(0.2):
+        time.sleep(0.01)
+    with pytest.raises(KeyError), opponents.at_most(0.2):
+        raise KeyError
+    time.sleep(0.3)  # no alarm is left
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_tables_that_are_kept_give_the_same_map() -> None:
+    pyramid = lod.mipmap(torch.rand(2, 3, 60, 100), backend="torch")
+    fixation = torch.rand(2, 2)
+    rule = bench_cuda.ring_rule(12, 20, None, 0.7, "log", 0.05)
+    expected = lod.log_polar(pyramid, fixation, 12, 20, backend="torch")
+    assert torch.allclose(bench_cuda.TablesKept(pyramid, rule, fixation)(), expected, atol=1e-5)
+    other = bench_cuda.TablesKept(pyramid, rule, torch.rand(2, 2))()
+    assert not torch.allclose(other, expected, atol=1e-2)
+
+
+def run_on_host(budget: cuda_timer.Budget | None = None, **changes: Any) -> bench_cuda.Run:
+    """A run "on CUDA" on the host, with this machine's OpenGL."""
+    device = torch.device("cpu")
+    budget = budget or cuda_timer.Budget(10)
+    return bench_cuda.Run(device, HostStopwatch(), budget, **{"ctx": lod.Context(), "seconds": 0.001, **changes})
+
+
+def about_cuda() -> dict[str, Any]:
+    return {
+        "device": "NVIDIA H100 80GB HBM3",
+        "gl_renderer": "NVIDIA H100 80GB HBM3/PCIe/SSE2",
+        "software": False,
+        "driver": "4.6.0 NVIDIA 580.1",
+        "cuda": "13.0",
+        "cuda_driver": "580.1",
+        **rows.common(),
+    }
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """A result file's content: real rows of tiny images."""
+    run = run_on_host()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_cuda, "COLD_BYTES", 2**15)
+        # Without the rows that are the same on every device, at sizes that cannot be chosen.
+        plan = bench_cuda.plan(run, [(32, 32, 1)], [(13, 21, 2)])
+        jobs = [job for job in plan if job[0] not in ("readers", "whole calls")]
+        assert len(jobs) == len(plan) - 2
+        bench_cuda.measure(run, jobs, lambda: None)
+    result: dict[str, Any] = json.loads(json.dumps(bench_cuda.result(run, about_cuda(), 1e12)))
+    return result
+
+
+def test_cuda_rows_fit_the_schema_and_miss_only_what_needs_a_gpu(measured: dict[str, Any]) -> None:
+    assert bench_cuda.problem_of(measured) is None
+    assert measured["failures"] == measured["left_out"] == []
+    kinds = [(row["verb"], row["part"], row["size"], row["dtype"], row["cache"]) for row in measured["rows"]]
+    for size in ([32, 32], [13, 21]):
+        for verb in ("mipmap", "hiz"):
+            assert (verb, "end to end", size, "float32", "warm") in kinds
+            assert (verb, "zero-copy in", size, "float32", "warm") in kinds
+        assert ("log_polar", "end to end", size, "float32", "warm") in kinds
+    assert ("mipmap", "end to end", [32, 32], "float32", "cold") in kinds
+    assert ("mipmap", "end to end", [32, 32], "uint8", "warm") in kinds
+    for row in measured["rows"]:
+        dropped = {name for name in row.get("dropped", {}) if not name.startswith(("torch graph of", "torch compiled"))}
+        assert not dropped, row["dropped"]
+        assert any(name.startswith("gl") for name in row["sides"])
+        assert ("auto" in row["sides"]) == (row["part"] == "end to end")
+    mip = measured["rows"][0]
+    assert {"gl compute", "gl fragment", "gl driver", "torch avg_pool2d", "torch reshape mean"} <= mip["sides"].keys()
+    assert "no time left for compiling" in mip["dropped"]["torch compiled"]
+    odd = measured["rows"][[kind[2] for kind in kinds].index([13, 21])]
+    assert {"gl driver", "torch avg_pool2d"} <= {*odd["other_job"]}
+    assert odd["best_torch"] == "torch polyphase"
+
+
+def test_zero_copy_rows_take_their_image_from_gl_memory() -> None:
+    run = run_on_host()
+    image, owned = torch.rand(1, 3, 8, 8), {True: 0, False: 0}
+
+    def mipmap(x: torch.Tensor, generator: str = "auto") -> None:
+        assert run.ctx is not None and torch.equal(x, image)
+        owned[run.ctx.owns(x)] += generator == "compute"
+
+    [ordinary, zero_copy] = run.chains(mipmap, ("compute",), image, "warm", {}, mipmap, ())
+    assert owned[True] == owned[False] > 2 * 16
+    assert (ordinary.part, zero_copy.part) == ("end to end", "zero-copy in")
+    assert ordinary.sides.keys() == {"auto", "gl compute"} and zero_copy.sides.keys() == {"gl compute"}
+
+
+def test_cold_rows_take_turns_with_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_cuda.COLD_BYTES >= 2 * 60 * 2**20
+    run = run_on_host(ctx=None)
+    monkeypatch.setattr(bench_cuda, "COLD_BYTES", 1000)
+    image, seen = torch.rand(1, 1, 8, 8), set()
+
+    def verb(x: torch.Tensor) -> None:
+        seen.add(x.data_ptr())
+
+    [_] = run.chains(verb, (), image, "cold", {}, lambda x: x, ())
+    assert len(seen) == 4, "1000 bytes in images of 256"
+
+
+@pytest.mark.parametrize("missing", ["device_ms", "p99_ms"])
+def test_cuda_rows_without_a_clock_do_not_fit_the_schema(measured: dict[str, Any], missing: str) -> None:
+    broken = copy.deepcopy(measured)
+    del next(iter(broken["rows"][0]["sides"].values()))[missing]
+    assert missing in str(bench_cuda.problem_of(broken))
+    broken["tensors"] = "cpu"
+    assert bench_cuda.problem_of(broken) is None
+
+
+@pytest.mark.parametrize("missing", ["cuda", "cuda_driver", "gl_renderer", "left_out", "failures"])
+def test_cuda_files_must_say_what_they_were_measured_with(measured: dict[str, Any], missing: str) -> None:
+    broken = {key: value for key, value in measured.items() if key != missing}
+    assert missing in str(bench_cuda.problem_of(broken))
+    assert bench_cuda.problem_of({**measured, "rows": []}) == "no row was measured"
+
+
+def test_the_most_important_rows_come_first() -> None:
+    names = [name for name, _ in bench_cuda.plan(run_on_host(ctx=None), bench_cuda.MAIN, bench_cuda.REST)]
+    assert len(set(names)) == len(names)
+    plain = [name.split()[1] for name in names if name.startswith("mipmap ") and len(name.split()) == 2]
+    assert plain == [
+        *("1024x1024x1", "2048x2048x1", "4096x4096x1", "224x224x1", "448x448x1", "1080x1920x1", "777x1001x1"),
+        *("224x224x8", "224x224x32", "1024x1024x8"),
+    ]
+    assert [name.split()[0] for name in names[:3]] == ["mipmap", "hiz", "log_polar"]
+
+
+def row_of(name: str, **details: Any) -> Row:
+    timing = timer.Timing(1.0, 0.1, 0.9, 16, 1.2, 0.8)
+    made: dict[str, Any] = {
+        "verb": name, "part": "end to end", "height": 1024, "width": 1024, "batch": 1, "channels": 3,
+        "dtype": "float32", "cache": "warm", "moved_bytes": 1000,
+        "sides": {"gl compute": timing, "torch avg_pool2d": timing, "auto": timing},
+    }  # fmt: skip
+    return Row(**{**made, **details})
+
+
+def test_when_time_runs_out_the_rest_is_left_out_and_said_so() -> None:
+    now = [0.0]
+    run = run_on_host(cuda_timer.Budget(1, lambda: now[0]), ctx=None)
+    saved: list[int] = []
+
+    def job(name: str) -> Iterator[Row]:
+        now[0] += 25
+        yield row_of(name)
+
+    jobs = [(name, partial(job, "mipmap")) for name in ("a", "b", "c", "d")]
+    said: list[str] = []
+    bench_cuda.measure(run, jobs, lambda: saved.append(len(run.rows)), said.append)
+    assert len(run.rows) == 2, "after the second 10 of 60 seconds are left, too few for a third"
+    assert run.left_out == ["c", "d"]
+    assert saved == [1, 2, 2], "after each row, and in the end"
+    assert "2 jobs left out" in said[-1]
+    assert bench_cuda.result(run, about_cuda(), 1e9)["left_out"] == ["c", "d"]
+
+
+def test_a_job_that_fails_is_recorded_and_the_rest_goes_on() -> None:
+    run = run_on_host(ctx=None)
+
+    def fails() -> Iterator[Row]:
+        yield row_of("hiz")
+        raise RuntimeError("CUDA error:\n  an illegal memory access")
+
+    bench_cuda.measure(run, [("a", fails), ("b", lambda: iter([row_of("mipmap")]))], lambda: None)
+    assert [row.verb for row in run.rows] == ["hiz", "mipmap"]
+    [failure] = run.failures
+    assert failure["name"] == "a"
+    assert failure["error"].startswith("RuntimeError: CUDA error: an illegal memory access (test_bench.py:")
+    found = bench_cuda.result(run, about_cuda(), 1e9)
+    assert bench_cuda.problem_of(found) is None
+    assert "illegal" in str(bench_cuda._failed(run.failures))
+
+
+def test_without_opengl_torch_is_measured_and_rows_say_so() -> None:
+    run = run_on_host(ctx=None)
+    bench_cuda.measure(run, [("a", lambda: run.mipmap((16, 16, 1)))], lambda: None)
+    [row] = run.rows
+    assert row.extra["dropped"]["gl compute"] == bench_cuda.NO_GL
+    assert row.best("gl") is None and row.best("torch") is not None
+    assert bench_cuda.problem_of(bench_cuda.result(run, about_cuda(), 1e9)) is None
+
+
+def test_rows_that_are_the_same_on_every_device_tell_their_failures() -> None:
+    run = run_on_host(ctx=None)
+    assert run.race({"a": lambda: None, "b": lambda: 1 / 0}, seconds=0.01).keys() == {"a"}
+    [failure] = run.failures
+    assert failure["name"] == "side 'b' of a row with a, b" and "division by zero" in failure["error"]
+    with pytest.raises(RuntimeError, match="no side ran"):
+        run.race({"b": lambda: 1 / 0})
+
+
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.json"
+    rows.write({"a": 1}, path)
+    with pytest.raises(TypeError):
+        rows.write({"a": object()}, path)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert rows.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+# -- the report on CUDA files ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of bench/results, with the files that are there."""
+    folder = tmp_path / "results"
+    shutil.copytree(CHECKOUT / "bench" / "results", folder)
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    return folder
+
+
+def test_a_cuda_file_gets_a_table_of_its_own(results: Path, measured: dict[str, Any]) -> None:
+    before = report.readme_tables()
+    extra = {"left_out": ["mipmap 448x448x1"], "failures": [{"name": "readers", "error": "x"}]}
+    synthetic = [row_of("mipmap"), row_of("cull", extra={"dropped": {"torch compiled": "no compiler"}})]
+    data = {**measured, **extra, "rows": [row.as_dict(1e12) for row in synthetic]}
+    assert bench_cuda.problem_of(data) is None
+    (results / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(data))
+    after = report.readme_tables()
+    assert after.startswith(before + "\n\n") or after.endswith("\n\n" + before), "other tables stay as they are"
+    headings = "| " + " | ".join(report.HEADINGS) + " |"
+    assert after.count(headings) == before.count(headings) + 1
+    assert "NVIDIA H100 80GB HBM3, CUDA tensors, driver 580.1, CUDA 13.0" in after
+    assert "(bench/results/nvidia-h100-80gb-hbm3.json)" in after
+    assert "with a synchronise behind every call" in after and "with a synchronise behind every call" not in before
+    assert "| mipmap | 3 x 1024 x 1024 float32, warm | compute: 1 ± 0.05 | avg_pool2d: 1 ± 0.05 | 1.00x |" in after
+    assert "warm; without torch compiled |" in after
+    assert "Left out for lack of time: mipmap 448x448x1. Failed: readers." in after
+    text = (CHECKOUT / "README.md").read_text()
+    assert after in report.with_tables(text)
+    assert report.with_tables(report.with_tables(text)) == report.with_tables(text)
+
+
+def test_tables_and_plots_cope_with_what_a_cuda_file_may_lack(results: Path, measured: dict[str, Any]) -> None:
+    timing = timer.Timing(1.0, 0.1, 0.9, 16, 1.2, 0.8)
+    lacking = [
+        row_of("mipmap", sides={"torch avg_pool2d": timing}),
+        row_of("hiz", sides={"gl compute": timing}),
+        row_of("cull", sides={"kornia": timing}),
+        row_of("log_polar"),
+    ]
+    path = results / "some-gpu.json"
+    for chosen in (lacking, []):
+        path.write_text(json.dumps({**measured, "rows": [row.as_dict(1e12) for row in chosen]}))
+        assert report.table(path).row_count == len(chosen)
+        assert "Measured on" in report.markdown(path)
+        report.plot(path, path.with_suffix(".svg"))
+        assert "<svg" in path.with_suffix(".svg").read_text()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["run.py", "bench_bridge.py"])
+def test_without_cuda_the_benchmarks_say_so_in_one_line(script: str, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ["--device", "cuda"] if script == "run.py" else ["--seconds", "5"]
+    done = subprocess.run(
+        [sys.executable, str(CHECKOUT / "bench" / script), *options, "--out", str(out)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).splitlines() == ["no CUDA device here: nothing was measured, nothing written"]
+    assert not out.exists()
+
+
+@pytest.fixture
+def broken_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA that is there and of which nothing works, and no OpenGL on it."""
+
+    def no_context(device: Any) -> Any:
+        raise lod.GpuLodError("EGL is not for you")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 99)
+    for module in (bench_cuda, bench_bridge):
+        monkeypatch.setattr(module, "CudaStopwatch", lambda device: HostStopwatch())
+        monkeypatch.setattr(module, "cuda_facts", lambda *_: about_cuda())
+    monkeypatch.setattr(bench_cuda, "device_bandwidth", lambda *_: 1e12)
+    monkeypatch.setattr(lod, "Context", no_context)
+
+
+def test_where_nothing_works_every_failure_is_in_the_file(
+    broken_cuda: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bench.json"
+    assert run.main(["--device", "cuda", "--quick", "--out", str(out)]) == 1
+    data = json.loads(out.read_text())
+    assert data["rows"] == [] and data["left_out"] == []
+    names = [one["name"] for one in data["failures"]]
+    assert names[:2] == ["OpenGL", "mipmap 1024x1024x1"] and len(names) > 10
+    assert "no row was measured" in capsys.readouterr().err
+    assert out.with_suffix(".svg").exists()
+
+
+def test_without_opengl_the_bridge_is_not_measured(
+    broken_cuda: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_bridge.main(["--out", str(tmp_path / "bridge.json")]) == 1
+    assert "EGL is not for you" in capsys.readouterr().err
+
+
+def test_a_bridge_that_never_works_is_recorded(
+    broken_cuda: None,
+    ctx: lod.Context,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(lod, "Context", lambda device: ctx)
+    for name in ("SHARE_SIDES", "SIDES", "UPLOAD_SIDES"):
+        monkeypatch.setattr(bench_bridge, name, (8,))
+    out = tmp_path / "bridge.json"
+    assert bench_bridge.main(["--out", str(out), "--seconds", "1"]) == 1
+    data = json.loads(out.read_text())
+    jsonschema.validate(data, bench_bridge.SCHEMA)
+    entries = [entry for part in bench_bridge.SHARES for entry in data[part]]
+    assert len(entries) > 20 and all("error" in entry for entry in entries)
+    assert "nothing measured of cost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--device cuda --only hiz",
+        "--minutes 3",
+        "--device cuda --minutes 0",
+        "--device cuda --minutes nan",
+        "--device tpu",
+        "--only hiz,nothing",
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run.parse(arguments.split())
+    assert stopped.value.code == 2
+    assert "--" in capsys.readouterr().err
+
+
+def test_arguments_have_the_defaults_that_they_had() -> None:
+    options = run.parse([])
+    assert (options.device, options.only, options.quick, options.out) == ("cpu", run.VERBS, False, None)
+    assert run.parse(["--device", "cuda", "--minutes", "3.5"]).minutes == 3.5
+    for arguments in (["--seconds", "0"], ["--seconds", "inf"]):
+        with pytest.raises(SystemExit):
+            bench_bridge.main(arguments)
+
+
+# -- the bridge's benchmark, over a fake of CUDA -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[bench_bridge.Bench]:
+    """A context that shares "CUDA" memory, which is the host's, and an empty file."""
+    fake = FakeCuda(ctx.gl)
+    ctx.interop = InteropBridge(ctx.gl, fake)
+    result = {"schema": 1, "experiment": "bridge", "targets": bench_bridge.TARGETS, "seconds": 0.2, **about_cuda()}
+    for part in bench_bridge.SHARES:
+        result[part] = []
+    yield bench_bridge.Bench(ctx, torch.device("cpu"), HostStopwatch(), 0.2, result)
+    shared, ctx.interop = ctx.interop, None
+    gc.collect()
+    with ctx.active():
+        shared.trim()
+
+
+def fake_of(bench: bench_bridge.Bench) -> FakeCuda:
+    driver = bench.bridge.driver
+    assert isinstance(driver, FakeCuda)
+    return driver
+
+
+def test_bridge_parts_share_the_seconds() -> None:
+    assert sum(bench_bridge.SHARES.values()) == pytest.approx(1)
+
+
+def test_bridge_figures() -> None:
+    assert bridge_cost.p50_p99([1e-6, 2e-6, 9e-6], "x_") == {"x_p50_us": 2.0, "x_p99_us": 9.0}
+    medians = {"gl": 2.0, "host, a": 30.0, "host, b": 24.0, "torch a": 1.0, "gl, image in GL memory": 1.0}
+    assert bench_bridge.factors(medians) == {
+        "best_host": "host, b", "host_factor": 12.0, "best_torch": "torch a", "torch_factor": 0.5
+    }  # fmt: skip
+    assert bench_bridge.factors({"host, a": 1.0}) == {}
+    before = {"host_bytes": 100, "device_free_bytes": 1000, "shared_leased": 2, "shared_idle": 1}
+    half = {**before, "host_bytes": 180}
+    after = {**before, "host_bytes": 190, "device_free_bytes": 900}
+    found = bench_bridge.growth(before, half, after)
+    assert found == {
+        "host_growth_bytes": 90, "host_growth_second_half_bytes": 10, "device_growth_bytes": 100,
+        "device_growth_second_half_bytes": 100, "pools_flat": True,
+    }  # fmt: skip
+    assert not bench_bridge.growth(before, {**half, "shared_idle": 2}, after)["pools_flat"]
+
+
+def test_the_timed_driver_counts_and_passes_on() -> None:
+    class Driver:
+        name = "d"
+        device = torch.device("cpu")
+
+        def map(self, handles: list[int], stream: int) -> str:
+            time.sleep(0.01)
+            return f"{handles} {stream}"
+
+        def unmap(self, handles: list[int], stream: int) -> None:
+            raise ValueError("no")
+
+    heard: list[str] = []
+    timed = bridge_cost.TimedDriver(Driver(), heard.append)
+    assert timed.name == "d" and timed.device == torch.device("cpu")
+    assert timed.map([1], 7) == timed.map([1], 7) == "[1] 7"
+    with pytest.raises(ValueError, match="no"):
+        timed.unmap([1], 7)
+    assert heard == ["map", "map", "unmap"]
+    assert timed.calls == {"map": 2, "unmap": 1}
+    assert 0.02 <= timed.bridge_seconds < 0.5
+    timed.clear()
+    assert timed.bridge_seconds == 0 and not timed.calls
+
+
+def test_the_timed_driver_is_taken_out_again(bench: bench_bridge.Bench) -> None:
+    driver = bench.bridge.driver
+    with pytest.raises(ValueError, match="mine"), bridge_cost.timing(bench.bridge):
+        assert bench.bridge.driver is not driver
+        raise ValueError("mine")
+    assert bench.bridge.driver is driver
+
+
+def test_the_share_of_a_verb_is_that_of_its_one_map_and_unmap(bench: bench_bridge.Bench) -> None:
+    image = torch.rand(1, 3, 16, 16)
+    found = bridge_cost.share(bench, lambda: lod.mipmap(image, backend="gl"), 0.05)
+    assert (found["maps"], found["unmaps"]) == (1, 1)
+    assert 0 < found["share"] < 1
+    assert 0 < found["bridge_p50_us"] <= found["bridge_p99_us"]
+    assert found["bridge_p50_us"] < found["whole_p50_us"]
+    assert isinstance(bench.bridge.driver, FakeCuda)
+
+
+def test_the_share_grows_with_what_the_driver_takes(bench: bench_bridge.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, image = fake_of(bench), torch.rand(1, 3, 16, 16)
+    quick = fake.map
+
+    def slow(handles: Any, stream: int) -> None:
+        time.sleep(0.005)
+        quick(handles, stream)
+
+    monkeypatch.setattr(fake, "map", slow)
+    found = bridge_cost.share(bench, lambda: lod.mipmap(image, backend="gl"), 0.05)
+    assert found["bridge_p50_us"] > 5000 and not found["met"]
+    assert found["share"] > 0.5
+
+
+def test_pairs_leave_all_buffers_mapped(bench: bench_bridge.Bench) -> None:
+    found = bridge_cost.cost(bench, 3, 5000, 0.02)
+    fake = fake_of(bench)
+    assert fake.mapped == set(fake.resources) and len(fake.resources) == 3
+    assert found["calls"] >= 100 and found["buffers"] == 3 and not found["moved"]
+    assert found["p50_us"] <= found["p99_us"] and found["cpu_us"] > 0
+    names = fake.names()
+    assert names.count("map") - 3 == names.count("unmap"), "each was mapped when it was made"
+    assert {len(call[1]) for call in fake.calls if call[0] == "unmap"} == {3}, "all in one call"
+
+
+def test_a_map_that_fails_is_made_up_for(bench: bench_bridge.Bench) -> None:
+    fake = fake_of(bench)
+    with pytest.raises(lod.GpuLodError), bench.ctx.active():
+        leases = [bench.bridge.lease(5000) for _ in range(2)]
+        pairs = bridge_cost.Pairs(bench.bridge, leases)
+        fake.fail["map"] = 999
+        pairs.once()
+    assert fake.mapped == set(fake.resources)
+
+
+def test_the_whole_bridge_benchmark_runs_and_records_what_fails(
+    bench: bench_bridge.Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "COUNTS": (1, 2), "BUFFER_BYTES": (2**12,), "SHARE_SIDES": (16,), "SIDES": (16,), "UPLOAD_SIDES": (16,),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(bench_bridge, name, value)
+    monkeypatch.setattr(bench_bridge, "copy_into_arrays", lambda *_: 1 / 0)
+    saves: list[int] = []
+    bench.save = lambda: saves.append(1)
+    bench_bridge.run(bench)
+    result = json.loads(json.dumps(bench.result))
+    jsonschema.validate(result, bench_bridge.SCHEMA)
+    assert bench_bridge.unmeasured(result) == []
+    failed = [entry for part in bench_bridge.SHARES for entry in result[part] if "error" in entry]
+    assert all(entry["error"].startswith("ZeroDivisionError: division by zero (") for entry in failed)
+    assert len(failed) == 6, "two sets of flags, three numbers of channels"
+    assert len(saves) == sum(len(result[part]) for part in bench_bridge.SHARES)
+    [chain] = result["end_to_end"]
+    assert chain["host_factor"] > 0 and chain["torch_factor"] > 0 and "dropped" not in chain
+    assert all(entry["correct"] for entry in result["uploads"] if "correct" in entry)
+    [calls] = result["small_calls"]
+    assert calls["pools_flat"] and calls["calls"] < calls["wanted_calls"] == 100_000
+    says = "\n".join(bench_bridge.verdicts(result))
+    assert "target 30" in says and "target 150" in says and "6 of " in says
+    assert "uploads: name library" in capsys.readouterr().out
+
+
+def test_a_part_of_which_nothing_was_measured_is_told() -> None:
+    result = {part: [{"name": "a", "calls": 1}] for part in bench_bridge.SHARES}
+    result["cost"] = [{"name": "a", "error": "b"}]
+    result["uploads"] = []
+    assert bench_bridge.unmeasured(result) == ["cost", "uploads"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**result, "cost": [{"name": "a"}]}, bench_bridge.SCHEMA)
+
+
+# -- copies into mapped arrays, over a fake of CUDA's images -----------------------------------------------------------
+
+
+class FakeImages:
+    """cuda.bindings.runtime and a driver as MappedArrays calls them: "arrays" that are written through GL.
+
+    Attributes:
+        fail: names of calls to the status that they return.
+    """
+
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDeviceToDevice=3)
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.fail: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.mapped = False
+        self._glo = 0
+
+    def _call(self, name: str, *values: Any) -> tuple[Any, ...]:
+        self.calls.append(name)
+        return (self.fail.get(name, 0), *values)
+
+    def stream(self) -> int:
+        return 7
+
+    def map(self, handles: list[Any], stream: int) -> None:
+        assert (handles, stream, self.mapped) == (["resource"], 7, False)
+        self.mapped = True
+
+    def unmap(self, handles: list[Any], stream: int) -> None:
+        assert (handles, stream, self.mapped) == (["resource"], 7, True)
+        self.mapped = False
+
+    def cudaGraphicsGLRegisterImage(self, glo: int, target: int, flags: int) -> tuple[Any, ...]:
+        assert target == G.TEXTURE_2D_ARRAY
+        self._glo = glo
+        return self._call("register", "resource")
+
+    def cudaGraphicsUnregisterResource(self, resource: str) -> tuple[Any, ...]:
+        assert resource == "resource" and not self.mapped
+        return self._call("unregister")
+
+    def cudaGraphicsSubResourceGetMappedArray(self, resource: str, layer: int, level: int) -> tuple[Any, ...]:
+        assert self.mapped and layer == 0
+        return self._call("array", level)
+
+    def cudaMemcpy2DToArrayAsync(
+        self, level: int, x: int, y: int, source: int, pitch: int, width: int, height: int, kind: int, stream: int
+    ) -> tuple[Any, ...]:
+        assert self.mapped and (x, y, kind, stream) == (0, 0, 3, 7) and pitch >= width
+        return self._call("2d") if "2d" in self.fail else self._write("2d", level, source, pitch, height)
+
+    def make_cudaPitchedPtr(self, source: int, pitch: int, width: int, height: int) -> tuple[int, int]:
+        assert width == max(1, self.width >> self.calls.count("3d"))
+        return source, pitch
+
+    def make_cudaExtent(self, width: int, height: int, depth: int) -> tuple[int, int, int]:
+        return width, height, depth
+
+    def cudaMemcpy3DParms(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def cudaMemcpy3DAsync(self, what: SimpleNamespace, stream: int) -> tuple[Any, ...]:
+        assert self.mapped and (what.kind, stream) == (3, 7) and what.extent[2] == 1
+        return self._call("3d") if "3d" in self.fail else self._write("3d", what.dstArray, *what.srcPtr, what.extent[1])
+
+    def _write(self, name: str, level: int, source: int, pitch: int, height: int) -> tuple[Any, ...]:
+        width = max(1, self.width >> level)
+        layout = {4: 0x1903, 8: 0x8227, 16: 0x1908}[pitch // width]  # R, RG, RGBA
+        load = egl.loader_of_current().load_opengl_function
+        number, pointer = ctypes.c_int, ctypes.c_void_p
+        ctypes.CFUNCTYPE(None, ctypes.c_uint, ctypes.c_uint)(load("glBindTexture"))(G.TEXTURE_2D_ARRAY, self._glo)
+        ctypes.CFUNCTYPE(None, *[number] * 10, pointer)(load("glTexSubImage3D"))(
+            G.TEXTURE_2D_ARRAY, level, 0, 0, 0, width, height, 1, layout, 0x1406, source
+        )
+        return self._call(name)
+
+
+def arrays_of(ctx: lod.Context, images: FakeImages, levels: list[torch.Tensor]) -> mapped_arrays.MappedArrays:
+    return mapped_arrays.MappedArrays(ctx, images, images, levels, 0)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", ["2d", "3d"])
+def test_copies_into_mapped_arrays_arrive(ctx: lod.Context, channels: int, way: str) -> None:
+    levels = list(lod.mipmap(torch.rand(1, channels, 13, 21), backend="torch"))
+    images = FakeImages(21)
+    if way == "3d":
+        images.fail["2d"] = 1
+    with ctx.active():
+        arrays = arrays_of(ctx, images, levels)
+        arrays.copy(arrays.interleave(levels))
+        right = mapped_arrays.matches(ctx, arrays.texture, levels)
+        wrong = mapped_arrays.matches(ctx, arrays.texture, [*levels[:-1], levels[-1] + 1])
+        arrays.close()
+    assert right() and not wrong()
+    assert images.calls[0] == "register" and images.calls[-1] == "unregister"
+    assert images.calls.count(way) == len(levels)
+    assert arrays.way == {"2d": "cudaMemcpy2DToArrayAsync", "3d": "cudaMemcpy3DAsync"}[way]
+
+
+def test_a_copy_that_fails_leaves_the_texture_to_gl(ctx: lod.Context) -> None:
+    levels = list(lod.mipmap(torch.rand(1, 3, 8, 8), backend="torch"))
+    images = FakeImages(8)
+    images.fail = {"2d": 1, "3d": 2}
+    with ctx.active():
+        arrays = arrays_of(ctx, images, levels)
+        with pytest.raises(RuntimeError, match="cudaMemcpy2DToArrayAsync: 1; cudaMemcpy3DAsync: 2"):
+            arrays.copy(arrays.interleave(levels))
+        assert not images.mapped
+        images.fail = {"register": 304}
+        with pytest.raises(RuntimeError, match="cudaGraphicsGLRegisterImage: 304"):
+            arrays_of(ctx, images, levels)
+
+
+def test_the_bindings_take_these_calls() -> None:
+    """What they are handed, they convert; no driver hears of it."""
+    if torch.cuda.is_available():
+        pytest.skip("made-up handles must not reach a driver")
+    from cuda.bindings import runtime
+
+    arrays = object.__new__(mapped_arrays.MappedArrays)
+    arrays._runtime = runtime
+    for way in ("cudaMemcpy2DToArrayAsync", "cudaMemcpy3DAsync"):
+        arrays.way = way
+        with pytest.raises(RuntimeError, match=f"{way}: cudaError"):
+            arrays._copy(runtime.cudaArray_t(1), torch.rand(4, 4, 4), 0)
+    with pytest.raises(RuntimeError, match="cudaGraphicsSubResourceGetMappedArray: cudaError"):
+        arrays._call("cudaGraphicsSubResourceGetMappedArray", runtime.cudaGraphicsResource_t(1), 0, 1)
+    with pytest.raises(RuntimeError, match="cudaGraphicsGLRegisterImage: cudaError"):
+        arrays._call("cudaGraphicsGLRegisterImage", 1, G.TEXTURE_2D_ARRAY, 4)

@@ -1,0 +1,279 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU: the tests marked gpu, the doctor, and the benchmarks on CUDA tensors. Needs no
+# network and installs nothing: the package runs from a copy, and what the machine lacks comes from folders. Stages are
+# independent: one that fails or hangs does not keep the next from running.
+#
+#   PYTHON   the interpreter, with torch and pytest (default: python3)
+#   WHEELS   folder of wheels, for packages that the interpreter lacks
+#   LIBS     folder of .deb files, for libraries that the machine lacks, such as libegl1 and libglvnd0
+#   OUT      where the results go, at most 8 files (default: out/gpu-check)
+#   MINUTES  how long all of it may take, 9.5 for example (default: 9)
+#
+# Exit status: 0 if all is well; 1 if there is no GPU, the tests or the doctor fail, or a benchmark could not run.
+set -uo pipefail
+
+MINUTES=${MINUTES:-9}
+if [[ ! $MINUTES =~ ^([0-9]+)(\.([0-9]))?$ ]]; then
+    echo "gpu-check: MINUTES is $MINUTES; expected a number such as 9 or 9.5"
+    exit 2
+fi
+total=$((BASH_REMATCH[1] * 60 + ${BASH_REMATCH[3]:-0} * 6))
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+out=$(realpath -m "${OUT:-out/gpu-check}")
+wheels=${WHEELS:+$(realpath -m "$WHEELS")}
+libs=${LIBS:+$(realpath -m "$LIBS")}
+
+GRACE=5 # seconds between the polite signal and the other one
+FILES=(doctor.json gpu-tests.log gpu-tests.xml bench.json bench.svg bridge.json shared-memory.json summary.txt)
+GLVND=(/etc/glvnd/egl_vendor.d /usr/share/glvnd/egl_vendor.d) # where it looks by itself
+NVIDIA=/usr/local/nvidia                                      # where containers mount the driver
+
+# --- is there a GPU? -------------------------------------------------------------------------------------------------
+
+probe='
+try:
+    import torch
+except ImportError as error:
+    raise SystemExit(f"no PyTorch: {error}")
+if not torch.cuda.is_available():
+    raise SystemExit(f"torch {torch.__version__} finds no CUDA device")
+'
+if ! why=$(timeout 120 "$python" -W ignore -c "$probe" 2>&1); then
+    echo "gpu-check: no GPU here, so nothing was run: $(tail -n 1 <<<"${why:-$python gave no answer}")"
+    exit 1
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$out" "$work"/{packages,wheels,libs,here} || exit 1
+(cd "$out" && rm -f "${FILES[@]}" ./*.part)
+summary=$out/summary.txt
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+lines=()
+failures=0
+
+# allow PERCENT: $limit becomes the seconds that a stage may take, at most this part of the whole and all that is left.
+allow() {
+    local left=$((total - SECONDS - GRACE - 2))
+    limit=$((total * $1 / 100))
+    ((limit <= left)) || limit=$left
+}
+
+# record NAME VERDICT SECONDS LOG: a line for the end, and the end of the log for the summary.
+record() {
+    local last
+    last=$(grep -v '^[[:space:]]*$' "$4" | tail -n 1 | cut -c 1-160)
+    lines+=("$(printf '%-14s %-14s %4d s  %s' "$1" "$2" "$3" "$last")")
+    echo "gpu-check: ${lines[-1]}"
+    printf '=== %s: %s\n%s\n\n' "$1" "$2" "$(tail -n 100 "$4")" >>"$summary"
+    [ "$2" = ok ] && return
+    failures=$((failures + 1))
+    tail -n 15 "$4" | sed 's/^/    /'
+}
+
+# stage NAME LOG STDOUT COMMAND...: run it for $limit seconds at most. STDOUT may be LOG.
+stage() {
+    local name=$1 log=$2 stdout=$3 began=$SECONDS status took
+    shift 3
+    : >"$log"
+    if ((limit < 1)); then
+        echo "no time was left for it" >"$log"
+        record "$name" SKIPPED 0 "$log"
+        return
+    fi
+    # SIGINT lets Python say where it was, and pytest write its report.
+    (cd "$work/here" && exec timeout -s INT -k $GRACE "$limit" "$@") >>"$stdout" 2>>"$log" </dev/null
+    status=$?
+    took=$((SECONDS - began))
+    if [ $status -eq 124 ] || { [ $status -eq 137 ] && ((took >= limit)); }; then
+        echo "stopped after $limit s" >>"$log"
+        record "$name" "TIMED OUT" $took "$log"
+    elif [ $status -ne 0 ]; then
+        record "$name" "FAILED ($status)" $took "$log"
+    else
+        record "$name" ok $took "$log"
+    fi
+}
+
+# --- libraries, packages and the package itself ----------------------------------------------------------------------
+
+unpack_libraries() {
+    local deb status=0
+    for deb in "$libs"/*.deb; do
+        if dpkg -x "$deb" "$work/libs"; then
+            echo "unpacked ${deb##*/}"
+        else
+            echo "could not unpack ${deb##*/}"
+            status=1
+        fi
+    done
+    return $status
+}
+
+# What the interpreter lacks of the wheels, all in one go, or one by one if one of them spoils it.
+install_wheels() {
+    local missing wheel status=0
+    local pip=("$python" -m pip --isolated --disable-pip-version-check --no-input install -q --no-index --no-deps
+        --no-compile --no-cache-dir --target "$work/wheels")
+    mapfile -t missing < <("$python" - "$wheels"/*.whl <<'PYTHON'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+for wheel in sys.argv[1:]:
+    try:
+        version(Path(wheel).name.split("-")[0])
+    except PackageNotFoundError:
+        print(wheel)
+PYTHON
+    )
+    if [ ${#missing[@]} -eq 0 ]; then
+        echo "no wheel is needed"
+    elif timeout 60 "${pip[@]}" "${missing[@]}"; then
+        printf 'installed %s\n' "${missing[@]##*/}"
+    else
+        for wheel in "${missing[@]}"; do
+            if timeout 30 "${pip[@]}" "$wheel"; then
+                echo "installed ${wheel##*/}"
+            else
+                echo "could not install ${wheel##*/}"
+                status=1
+            fi
+        done
+    fi
+    return $status
+}
+
+# bridge/ and shaders/ are part of gpu_lod only once installed: the copy is laid out as the wheel is.
+assemble() {
+    local version root=$work/packages
+    cp -R "$checkout/gpu_lod" "$root/" && cp -R "$checkout/bridge" "$checkout/shaders" "$root/gpu_lod/" || return 1
+    version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$checkout/pyproject.toml")
+    mkdir "$root/gpu_lod-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: gpu-lod\nVersion: %s\n' "$version" >"$root/gpu_lod-$version.dist-info/METADATA"
+}
+
+setup() {
+    local folder status=0
+    for folder in "$libs" "$wheels"; do
+        if [ -n "$folder" ] && [ ! -d "$folder" ]; then
+            echo "there is no folder $folder"
+            status=1
+        fi
+    done
+    [ ! -d "$libs" ] || unpack_libraries || status=1
+    [ ! -d "$wheels" ] || install_wheels || status=1
+    assemble || status=1
+    [ $status -eq 0 ] && echo "ready"
+    return $status
+}
+
+vendor_files() { find "$@" -maxdepth 1 -name '*.json' 2>/dev/null | sort; }
+
+# Without a word glvnd looks in its own folders only. A list hides those, so what they hold is listed too.
+name_vendors() {
+    local own given nvidia
+    own=$(vendor_files "${GLVND[@]}")
+    given=$(vendor_files "$work/libs/usr/share/glvnd/egl_vendor.d" "$NVIDIA/share/glvnd/egl_vendor.d")
+    nvidia=$(grep nvidia <<<"$given")
+    if [ -z "$nvidia" ] || grep -q nvidia <<<"$own"; then return; fi
+    given=$(grep -v nvidia <<<"$given")
+    __EGL_VENDOR_LIBRARY_FILENAMES=$(printf '%s\n' "$nvidia" "$given" "$own" | grep . | paste -sd :)
+    export __EGL_VENDOR_LIBRARY_FILENAMES
+}
+
+# --- run it all ------------------------------------------------------------------------------------------------------
+
+{
+    echo "gpu-check of $(git -C "$checkout" describe --always --dirty 2>/dev/null || echo 'an unknown commit')"
+    date -u
+    uname -srm
+    nvidia-smi -L
+    "$python" -c 'import sys; from importlib.metadata import version as v; print(sys.version, "torch", v("torch"))'
+    echo
+} >"$summary" 2>&1
+
+began=$SECONDS
+shopt -s nullglob
+setup >"$work/setup.log" 2>&1 && verdict=ok || verdict=FAILED
+record setup "$verdict" $((SECONDS - began)) "$work/setup.log"
+
+paths=("$work"/libs{/usr,}/lib/*-linux-gnu)
+[ ! -e $NVIDIA/lib64/libEGL_nvidia.so.0 ] || paths+=("$NVIDIA/lib64")
+[ -z "${LD_LIBRARY_PATH:-}" ] || paths+=("$LD_LIBRARY_PATH")
+LD_LIBRARY_PATH=$(IFS=:; echo "${paths[*]}")
+export LD_LIBRARY_PATH
+export PYTHONPATH=$work/packages:$work/wheels${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1
+export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton
+name_vendors
+{
+    echo "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
+    printf 'EGL vendors: %s\n\n' "${__EGL_VENDOR_LIBRARY_FILENAMES:-those of glvnd}"
+} >>"$summary"
+
+allow 10
+stage doctor "$work/doctor.log" "$out/doctor.json" "$python" -m gpu_lod.cli doctor --json
+"$python" - "$out/doctor.json" 2>&1 <<'PYTHON' | tee -a "$summary"
+import json
+import sys
+from pathlib import Path
+
+file = Path(sys.argv[1])
+try:
+    findings = json.loads(file.read_text())["findings"]
+except (ValueError, KeyError) as error:
+    print(f"    the doctor wrote no JSON: {error}")
+    file.unlink()
+else:
+    for one in findings:
+        if one["status"] != "ok":
+            print(f"    {one['status']}: {one['name']}: {one['found']}; {one['fix']}")
+PYTHON
+
+# Only the files that have such tests: the others may need packages that are not here. This environment's own pytest
+# plugins and warnings are not what is tested. In a process beside pytest's, a test that crashes or hangs takes no other
+# with it. And that all tests were skipped is no success.
+mapfile -t files < <(grep -lE 'mark\.gpu\b' "$checkout"/tests/test_*.py)
+mapfile -t aside < <("$python" - 2>/dev/null <<'PYTHON'
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("xdist"):
+    print("-p", "xdist.plugin", "-n", "1", "--max-worker-restart", "20", sep="\n")
+    if pytest.version_tuple >= (9,):
+        print("-o", "faulthandler_exit_on_timeout=true", sep="\n")
+PYTHON
+)
+# shellcheck disable=SC2016
+some_passed='"$@" || exit; tail -n 1 "$0" | grep -q "[1-9][0-9]* passed" || { echo "no test ran"; exit 1; }'
+allow 35
+GPU_LOD_TEST_INSTALLED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
+    bash -c "$some_passed" "$out/gpu-tests.log" "$python" -m pytest -m gpu -v --durations=10 "${aside[@]}" \
+    -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
+    --junitxml "$out/gpu-tests.xml" "${files[@]:-$checkout/tests}"
+
+allow 18
+stage bridge "$work/bridge.log" "$work/bridge.log" "$python" "$checkout/bench/bench_bridge.py" \
+    --out "$out/bridge.json" --seconds $((limit * 45 / 100 + 1))
+
+allow 10
+stage shared-memory "$work/shared.log" "$work/shared.log" "$python" "$checkout/bench/bench_shared_memory.py" \
+    --out "$out/shared-memory.json" --seconds 0.5
+
+# All the time that is left, less what importing, the last row and the plot take.
+allow 100
+seconds=$((limit > 65 ? limit - 45 : 20))
+stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.py" --device cuda \
+    --minutes "$((seconds / 60)).$(printf '%02d' $((seconds % 60 * 100 / 60)))" --out "$out/bench.json"
+
+{
+    printf '%s\n' "${lines[@]}"
+    echo "$failures of ${#lines[@]} stages failed, after $SECONDS s"
+} | tee -a "$summary"
+(cd "$out" && rm -f ./*.part)
+[ $failures -eq 0 ]

@@ -1,0 +1,206 @@
+"""What the calls that hand GL buffers to CUDA and back cost, by themselves and inside a verb."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cuda_timer import Stopwatch, wall_ms
+from timer import percentile
+
+import gpu_lod as lod
+from gpu_lod.bridge import InteropBridge
+
+P50_US, P99_US = 30.0, 150.0
+"""What the bridge may cost a call."""
+
+
+@dataclass
+class Rig:
+    """A context that shares memory with a CUDA device."""
+
+    ctx: lod.Context
+    device: torch.device
+    watch: Stopwatch
+
+    @property
+    def bridge(self) -> InteropBridge:
+        assert self.ctx.interop is not None
+        return self.ctx.interop
+
+
+def p50_p99(seconds: Sequence[float], prefix: str = "") -> dict[str, float]:
+    """In microseconds."""
+    return {
+        f"{prefix}p50_us": round(statistics.median(seconds) * 1e6, 3),
+        f"{prefix}p99_us": round(percentile(seconds, 0.99) * 1e6, 3),
+    }
+
+
+def repeat(call: Callable[[], None], seconds: float, fewest: int, most: int) -> int:
+    """Call it for some seconds; returns how often."""
+    end = time.perf_counter() + seconds
+    done = 0
+    while done < fewest or (done < most and time.perf_counter() < end):
+        call()
+        done += 1
+    return done
+
+
+class Pairs:
+    """Unmaps and maps some leased buffers in one call each, by the driver alone. They are mapped before and after."""
+
+    def __init__(self, bridge: InteropBridge, leases: Sequence[Any]) -> None:
+        self.driver, self.stream = bridge.driver, bridge.driver.stream()
+        self.buffers = [lease.item for lease in leases]
+        self.handles = [buffer.handle for buffer in self.buffers]
+        self.unmaps: list[float] = []
+        self.maps: list[float] = []
+
+    def once(self) -> None:
+        start = time.perf_counter()
+        self.driver.unmap(self.handles, self.stream)
+        middle = time.perf_counter()
+        try:
+            self.driver.map(self.handles, self.stream)
+        except BaseException:
+            for buffer in self.buffers:  # the bridge maps them when the verb ends
+                buffer.mapped = False
+            raise
+        self.unmaps.append(middle - start)
+        self.maps.append(time.perf_counter() - middle)
+
+    def addresses(self) -> list[int]:
+        return [self.driver.address(handle)[0] for handle in self.handles]
+
+
+def cost(rig: Rig, count: int, nbytes: int, seconds: float) -> dict[str, Any]:
+    """Of one unmap and one map of `count` buffers."""
+    bridge = rig.bridge
+    with rig.ctx.active(device=rig.device):
+        leases = [bridge.lease(nbytes) for _ in range(count)]
+        pairs = Pairs(bridge, leases)
+        repeat(pairs.once, 0, 20, 20)
+        before = pairs.addresses()
+        pairs.unmaps.clear()
+        pairs.maps.clear()
+        cpu = time.thread_time()
+        calls = repeat(pairs.once, seconds / 2, 100, 4000)
+        cpu = time.thread_time() - cpu
+        both = [unmap + map_ for unmap, map_ in zip(pairs.unmaps, pairs.maps, strict=True)]
+        unmaps, maps = list(pairs.unmaps), list(pairs.maps)
+        waited: list[float] = []
+        repeat(lambda: waited.append(wall_ms(pairs.once, rig.watch) * 1e-3), seconds / 2, 50, 2000)
+        found: dict[str, Any] = {
+            "buffers": count,
+            "bytes": nbytes,
+            "calls": calls,
+            **p50_p99(both),
+            **p50_p99(unmaps, "unmap_"),
+            **p50_p99(maps, "map_"),
+            "cpu_us": round(cpu / calls * 1e6, 3),
+            **p50_p99(waited, "with_synchronise_"),
+            "moved": pairs.addresses() != before,
+        }
+        found["met"] = found["p50_us"] <= P50_US and found["p99_us"] <= P99_US
+        for buffer in pairs.buffers:
+            bridge._locate(buffer)  # should one have moved
+        del leases
+    return found
+
+
+class TimedDriver:
+    """An `interop.Driver` whose calls are counted and timed.
+
+    Args:
+        before: called, outside the timed part, with the name of each call before it.
+    """
+
+    def __init__(self, driver: Any, before: Callable[[str], None] | None = None) -> None:
+        self.driver = driver
+        self.before = before
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.driver, name)
+        if not callable(value):
+            return value
+
+        def timed(*arguments: Any) -> Any:
+            if self.before is not None:
+                self.before(name)
+            start = time.perf_counter()
+            try:
+                return value(*arguments)
+            finally:
+                self.spent[name] += time.perf_counter() - start
+                self.calls[name] += 1
+
+        setattr(self, name, timed)
+        return timed
+
+    def clear(self) -> None:
+        self.spent.clear()
+        self.calls.clear()
+
+    @property
+    def bridge_seconds(self) -> float:
+        return self.spent["map"] + self.spent["unmap"]
+
+
+@contextmanager
+def timing(bridge: InteropBridge, before: Callable[[str], None] | None = None) -> Iterator[TimedDriver]:
+    """Let the bridge call its driver through a TimedDriver."""
+    driver = bridge.driver
+    timed = TimedDriver(driver, before)
+    bridge.driver = timed
+    try:
+        yield timed
+    finally:
+        bridge.driver = driver
+
+
+def share(rig: Rig, verb: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """What map and unmap take of a verb, result awaited. A driver may wait for the shader inside map; "drained" is with
+    that wait made before, by glFinish and a synchronise."""
+
+    def drain(name: str) -> None:
+        if name == "unmap":
+            rig.watch.synchronize()
+        elif name == "map":
+            rig.ctx.gl.Finish()
+
+    for _ in range(5):
+        verb()
+    rig.watch.synchronize()
+    found: dict[str, Any] = {}
+    for prefix, before in (("", None), ("drained_", drain)):
+        whole: list[float] = []
+        bridge: list[float] = []
+        others: list[float] = []
+        with timing(rig.bridge, before) as timed:
+
+            def once() -> None:
+                timed.clear()
+                whole.append(wall_ms(verb, rig.watch) * 1e-3)  # noqa: B023
+                bridge.append(timed.bridge_seconds)  # noqa: B023
+                others.append(sum(timed.spent.values()) - timed.bridge_seconds)  # noqa: B023
+
+            once()
+            for samples in (whole, bridge, others):
+                samples.clear()
+            calls = repeat(once, seconds / 2, 50, 1000)
+            found |= p50_p99(bridge, f"{prefix}bridge_")
+            if before is None:
+                found |= {"calls": calls, **p50_p99(whole, "whole_"), **p50_p99(others, "other_driver_calls_")}
+                found["share"] = round(statistics.median(b / w for b, w in zip(bridge, whole, strict=True)), 4)
+                found |= {"maps": timed.calls["map"], "unmaps": timed.calls["unmap"]}
+    found["met"] = found["bridge_p50_us"] <= P50_US and found["bridge_p99_us"] <= P99_US
+    return found
