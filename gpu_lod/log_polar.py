@@ -54,7 +54,9 @@ def log_polar(
         e0 ((1 + r_max / e0)^((k + 0.5) / rings) - 1) with spacing "cortical" (uniform in cortical distance ln(1 +
         e / e0)). Wedge j lies at angle 2 pi (j + 0.5) / wedges, from +x towards +y (clockwise on the screen). Each
         sample is read at level max(0, log2(longer * max(arc, radial step))), trilinear over the mean mip chain, texel
-        i's centre at (i + 0.5) / n; levels past the last are clamped to it.
+        i's centre at (i + 0.5) / n; levels past the last are clamped to it. skimage's warp_polar and OpenCV's warpPolar
+        begin at angle 0 and their innermost radius instead of half a step on, and do not filter; skimage's log radii
+        are r_min = 1 px, OpenCV's are one pixel less, so "cortical" with e0 = 1 px.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].

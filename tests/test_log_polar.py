@@ -289,3 +289,34 @@ def test_one_image_is_split_over_threads_without_a_difference() -> None:
     whole = reference(list(levels), point, rule, parts=1)
     for parts in (2, 3, 5, None):
         assert torch.equal(reference(list(levels), point, rule, parts=parts), whole)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("library", ["opencv", "skimage"])
+def test_convention_beside_opencv_and_skimage(library: str, way: str) -> None:
+    """Both put their first sample at angle 0 and the innermost radius, without half steps, and never filter: at twice
+    the resolution their odd rows and columns are our wedges and rings, of level 0 alone. skimage's radii are our log
+    ones from 1 px on; opencv's are 1 px less, which makes them our cortical ones with e0 = 1 px."""
+    height, width, rings, wedges, longest = 90, 120, 24, 40, 40.0
+    image, fixation = smooth(height, width), (0.45, 0.55)
+    pyramid = lod.mipmap(image, levels=1)
+    centre = fixation[0] * width - 0.5, fixation[1] * height - 0.5  # pixel centres at whole numbers
+    array = image.permute(1, 2, 0).contiguous().numpy()
+    if library == "opencv":
+        import cv2
+
+        ours: dict[str, object] = {"spacing": "cortical", "e0": 1 / width, "r_max": (longest - 1) / width}
+        flags = cv2.WARP_POLAR_LOG | cv2.INTER_LINEAR
+        theirs = cv2.warpPolar(array, (2 * rings, 2 * wedges), centre, longest, flags)
+    else:
+        from skimage.transform import warp_polar
+
+        ours = {"r_min": 1 / width, "r_max": longest / width}
+        theirs = warp_polar(
+            array, centre[::-1], radius=longest, output_shape=(2 * wedges, 2 * rings), scaling="log", order=1,
+            channel_axis=-1,
+        )  # fmt: skip
+    found = sample(pyramid, fixation, rings, wedges, way, **ours)
+    tolerance = 1e-3 if library == "opencv" else 1e-4  # opencv weighs with 5 bits
+    expected = torch.from_numpy(theirs)[1::2, 1::2].permute(2, 1, 0).float()
+    assert float((found - expected).abs().max()) < tolerance
