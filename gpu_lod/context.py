@@ -334,6 +334,8 @@ def why_not(device: torch.device) -> str | None:
         match(gpu(device.index or 0), devices())
     except GpuLodError as error:
         return str(error)
+    except Exception as error:  # whatever a driver or a library raises: "auto" must still reach torch
+        return f"{type(error).__name__}: {error}"
     return None
 
 

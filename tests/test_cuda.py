@@ -425,6 +425,9 @@ def test_auto_says_why_it_does_not_take_gl(
     monkeypatch.setattr(context_module, "match", lambda gpu, found: ["one"])
     assert "has not been measured" in dispatch.elsewhere(device).reason
     context_module.why_not.cache_clear()
+    monkeypatch.setattr(context_module, "devices", lambda: 1 // 0)
+    assert "ZeroDivisionError" in dispatch.elsewhere(device).reason
+    context_module.why_not.cache_clear()
     assert "CPU and CUDA tensors only" in dispatch.elsewhere(torch.device("mps")).reason
 
 
