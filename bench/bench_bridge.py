@@ -179,7 +179,7 @@ def upload(bench: Bench, levels: list[torch.Tensor], seconds: float) -> dict[str
     took.clear()
     calls = repeat(once, seconds, 30, 500)
     pyramid = lod.Pyramid(tuple(levels)).upload(bench.ctx)
-    with bench.ctx.active(*levels):
+    with bench.ctx.active(levels[0].device):
         [(_, texture)] = pyramid.textures(bench.ctx)
         correct = matches(bench.ctx, texture, levels)
     return {"calls": calls, **_speed(took, levels), "correct": bool(correct())}
@@ -191,7 +191,7 @@ def copy_into_arrays(bench: Bench, levels: list[torch.Tensor], flags: int, secon
 
     took: list[float] = []
     interleaving: list[float] = []
-    with bench.ctx.active(device=bench.device):
+    with bench.ctx.active(bench.device):
         arrays = MappedArrays(bench.ctx, bench.bridge.driver, runtime, levels, flags)
         try:
 
@@ -234,7 +234,7 @@ def _speed(seconds: list[float], levels: list[torch.Tensor]) -> dict[str, float]
 def footprint(bench: Bench) -> dict[str, int]:
     """What grows if something leaks: host and device memory, and objects in the pools."""
     gc.collect()
-    with bench.ctx.active(device=bench.device):
+    with bench.ctx.active(bench.device):
         pass  # takes back what has died
     bench.watch.synchronize()
     ctx = bench.ctx

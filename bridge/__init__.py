@@ -7,7 +7,6 @@ calls of `cuda.CudaDriver` or `pycuda.PyCudaDriver`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,8 +62,8 @@ class Bridge(Protocol):
     def find(self, tensor: torch.Tensor) -> tuple[Buffer, int] | None:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Before a verb's first GL command: take back dead buffers, and note the tensors that the verb reads."""
+    def begin(self) -> None:
+        """Before a verb's first GL command: take back dead buffers."""
 
     def end(self) -> None:
         """After a verb's last GL command: make what GL wrote visible to torch."""

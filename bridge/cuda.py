@@ -106,7 +106,8 @@ class CudaDriver:
         # Also where it is the device already: the first call on a thread makes the primary context current there.
         self._call("cudaSetDevice", self._rt.cudaSetDevice(self._ordinal))
         try:
-            check_not_capturing()
+            if before != self._ordinal:
+                check_not_capturing()  # on that device's stream
             # A capture on another thread forbids unsafe calls to all threads but those that say this.
             mode = self._rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
             mode = self._call("cudaThreadExchangeStreamCaptureMode", self._rt.cudaThreadExchangeStreamCaptureMode(mode))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -138,7 +137,7 @@ class HostBridge:
         buffer = self._by_address.get(start)
         return None if buffer is None else (buffer, tensor.data_ptr() - start)
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+    def begin(self) -> None:
         """Nothing to hand over: coherent mappings show host writes to commands submitted after them."""
         self.drain()
 

@@ -176,8 +176,8 @@ class InteropBridge:
 
     # -- a verb -----------------------------------------------------------------------------------------------------
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Before a verb's first GL command; `tensors` are what it reads.
+    def begin(self) -> None:
+        """Before a verb's first GL command.
 
         Raises:
             CaptureError: a CUDA graph is being captured on the current stream.
@@ -186,12 +186,7 @@ class InteropBridge:
         try:
             self._stream = self.driver.stream()
             self.drain()
-            for tensor in tensors:
-                found = self.find(tensor)
-                if found is not None:
-                    self._taken[found[0].glo] = found[0]
         except BaseException:
-            self._taken.clear()
             self.driver.restore(before)
             raise
         self._before = before

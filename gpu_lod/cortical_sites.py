@@ -96,8 +96,8 @@ def _enters(
 def magnified(e: torch.Tensor, e0: float) -> torch.Tensor:
     """N(e): the integral of M^2 over the disc of eccentricity e, up to a factor."""
     u = e / e0
-    # Near 0 the terms cancel: u^2 / 2 - 2 u^3 / 3 + ...
-    return torch.where(u < 1e-4, u * u * (0.5 - u * (2 / 3)), u.log1p() - u / (1 + u))
+    # Near 0 the terms cancel: u^2 / 2 - 2 u^3 / 3 + 3 u^4 / 4 - ...
+    return torch.where(u < 1e-4, u * u * (0.5 - u * (2 / 3 - u * 0.75)), u.log1p() - u / (1 + u))
 
 
 def eccentricity(n: torch.Tensor, e0: float) -> torch.Tensor:
@@ -106,7 +106,7 @@ def eccentricity(n: torch.Tensor, e0: float) -> torch.Tensor:
         # Newton on s = ln(1 + u), in which N is s + exp(-s) - 1: convex, so that it falls to the root from the right.
         s = n + (2 * n).sqrt()
         for _ in range(40):
-            s = s - (s + (-s).exp() - 1 - n) / -torch.expm1(-s)
+            s = s - (s + torch.expm1(-s) - n) / -torch.expm1(-s)
     # One more step carries the gradient.
-    s = s - (s + (-s).exp() - 1 - n) / -torch.expm1(-s)
+    s = s - (s + torch.expm1(-s) - n) / -torch.expm1(-s)
     return e0 * torch.expm1(s)

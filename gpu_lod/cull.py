@@ -161,7 +161,7 @@ def _gl(ctx: Context, hz: Pyramid, thresholds: torch.Tensor) -> Parts:
             f"a plane of {width} x {height} needs a work list of {8 * area} bytes, and this device's storage-buffer "
             f"bindings end at {ctx.limits.storage_bytes}. Use backend='torch'."
         )
-    with ctx.active(*hz.levels):
+    with ctx.active(hz.device):
         sources = [hz.planes(ctx, level) for level in range(len(hz))]
         found = [
             _descend(ctx, hz, sources, thresholds, first, min(at_once, planes - first))

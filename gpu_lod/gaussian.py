@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from gpu_lod import checks, dispatch
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
-from gpu_lod.generators import Chain
+from gpu_lod.generators import Chain, reduce_by
 from gpu_lod.mipmap import stored
 from gpu_lod.pyramid import Pyramid, burt_sizes
-from gpu_lod.transfer import Planes, chunks, make_words, scratch_planes
+from gpu_lod.transfer import Planes, scratch_planes
 
 BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 
@@ -126,7 +125,7 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     batched = image if image.ndim == 4 else image[None]
     bfloat = image.dtype == torch.bfloat16
     height, width = image.shape[-2:]
-    with ctx.active(image):
+    with ctx.active(image.device):
         chain = Chain(ctx, batched.float() if bfloat else batched, burt_sizes(height, width, levels))
         wide = chain.planes[0].dtype != torch.float32
         source = chain.planes[0]
@@ -142,26 +141,5 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
 
 def reduce_level(ctx: Context, source: Planes, target: Planes, scratch: Planes | None = None) -> None:
     """One level of planes from the one above, and into `scratch` the same in fp32."""
-
-    def span(first: int, last: int) -> tuple[int, int]:
-        """Elements of the source that these elements of the target rest on."""
-        plane, row = divmod(first // target.width, target.height)
-        last_plane, last_row = divmod(last // target.width, target.height)
-        begin = plane * source.area + max(2 * row - 2, 0) * source.width
-        return begin, last_plane * source.area + min(2 * last_row + 3, source.height) * source.width - 1
-
-    def fits(first: int, last: int) -> bool:
-        return source.span_fits(ctx, *span(first, last)) and (scratch is None or scratch.span_fits(ctx, first, last))
-
-    defines = {"SOURCE_WIDE": source.dtype != target.dtype, "KEEP_WIDE": scratch is not None}
-    for chunk in chunks(ctx, target, fits):
-        last = chunk.first + chunk.elements - 1
-        origin = source.bind(ctx, 1, *span(chunk.first, last))
-        if scratch is not None:
-            scratch.bind(ctx, 2, chunk.first, last)
-        uniforms = {
-            "u_source_size": (source.width, source.height),
-            "u_source_first": origin + chunk.plane * source.area,
-        }
-        make_words(ctx, "gaussian_level.comp", target, chunk, uniforms=uniforms, defines=defines)
-    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+    defines = {"SOURCE_WIDE": source.dtype != target.dtype}
+    reduce_by(ctx, "gaussian_level.comp", source, target, scratch, defines, above=2)

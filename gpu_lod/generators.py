@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from gpu_lod.bridge import gl as G
@@ -42,6 +44,7 @@ class Chain:
             with torch.inference_mode(False), torch.no_grad():
                 self.tensors[0].copy_(image)  # the one copy that an ordinary tensor needs
         else:  # the image is in GL memory already: it is level 0 as it stands
+            found[0].take()
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes[1:], dtype)
             self.planes.insert(0, Planes(found[0], found[1], batch * channels, height, width, dtype, image))
             self.tensors.insert(0, image)
@@ -121,23 +124,37 @@ def _compute(ctx: Context, chain: Chain, reduce: Reduce) -> None:
 def _reduce_level(
     ctx: Context, source: Planes, target: Planes, scratch: Planes | None, reduce: Reduce, *, source_wide: bool
 ) -> None:
+    defines = {"SOURCE_WIDE": source_wide, **_reduction(reduce), **_taps(source)}
+    reduce_by(ctx, "reduce_level.comp", source, target, scratch, defines, above=0)
+
+
+def reduce_by(
+    ctx: Context,
+    shader: str,
+    source: Planes,
+    target: Planes,
+    scratch: Planes | None,
+    defines: Mapping[str, object],
+    *,
+    above: int,
+) -> None:
+    """One level from the one above it, and into `scratch` the same in fp32.
+
+    Args:
+        above: rows of the source before row 2 y that row y rests on; it rests on none after row 2 y + 2.
+    """
+
     def span(first: int, last: int) -> tuple[int, int]:
         """Elements of the source that these elements of the target rest on."""
         plane, row = divmod(first // target.width, target.height)
         last_plane, last_row = divmod(last // target.width, target.height)
-        begin = plane * source.area + min(2 * row, source.height - 1) * source.width
+        begin = plane * source.area + max(min(2 * row, source.height - 1) - above, 0) * source.width
         end = last_plane * source.area + min(2 * last_row + 3, source.height) * source.width
         return begin, end - 1
 
     def fits(first: int, last: int) -> bool:
         return source.span_fits(ctx, *span(first, last)) and (scratch is None or scratch.span_fits(ctx, first, last))
 
-    defines: dict[str, object] = {
-        "SOURCE_WIDE": source_wide,
-        "KEEP_WIDE": scratch is not None,
-        **_reduction(reduce),
-        **_taps(source),
-    }
     for chunk in chunks(ctx, target, fits):
         last = chunk.first + chunk.elements - 1
         origin = source.bind(ctx, 1, *span(chunk.first, last))
@@ -147,7 +164,7 @@ def _reduce_level(
             "u_source_size": (source.width, source.height),
             "u_source_first": origin + chunk.plane * source.area,
         }
-        make_words(ctx, "reduce_level.comp", target, chunk, uniforms=uniforms, defines=defines)
+        make_words(ctx, shader, target, chunk, uniforms=uniforms, defines={"KEEP_WIDE": scratch is not None, **defines})
     ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
 
 

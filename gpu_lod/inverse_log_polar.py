@@ -161,7 +161,7 @@ def _gl(
     height, width = size
     longer = max(size)
     scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
-    with ctx.active(polar):
+    with ctx.active(polar.device):
         source = planes_of(ctx, batched)
         target, result = new_planes(ctx, (batch, channels, height, width), GL_DTYPES[polar.dtype])
         points = ctx.private.lease(batch * 8).write(fixation.float())

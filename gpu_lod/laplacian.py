@@ -144,7 +144,7 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
         return [level[0] for level in result] if image.ndim == 3 else result
     batch, channels, height, width = batched.shape
     sizes = burt_sizes(height, width, levels)
-    with ctx.active(batched):
+    with ctx.active(batched.device):
         targets, result = packed_planes(ctx, batch, channels, sizes, GL_DTYPES[stored])
         source = planes_of(ctx, batched)
         for level in range(levels - 1):
@@ -166,7 +166,7 @@ def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor
         return top.clone()
     wide = [(level if level.ndim == 4 else level[None]).float() for level in levels]
     batch, channels, height, width = wide[0].shape
-    with ctx.active(*wide):
+    with ctx.active(top.device):
         sources = [planes_of(ctx, level) for level in wide]
         targets, tensors = packed_planes(ctx, batch, channels, [(height, width)], GL_DTYPES[top.dtype])
         result = sources[-1]

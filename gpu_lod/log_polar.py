@@ -302,7 +302,7 @@ def _gl(
     channels, batch = pyramid.channels, pyramid.batch
     dtype = GL_DTYPES[pyramid.dtype]
     shape = (batch, channels, rule.rings, rule.wedges)
-    with ctx.active(*pyramid.levels):
+    with ctx.active(pyramid.device):
         textures = pyramid.textures(ctx)
         target, result = new_planes(ctx, shape, dtype)
         rings, wedges = _tables(ctx, rule, longer, len(pyramid) - 1)

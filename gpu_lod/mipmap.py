@@ -194,7 +194,7 @@ def _gl(
 ) -> tuple[list[torch.Tensor], Any]:
     batched = image if image.ndim == 4 else image[None]
     bfloat = image.dtype == torch.bfloat16
-    with ctx.active(image):
+    with ctx.active(image.device):
         result, textures = generators.build(ctx, batched.float() if bfloat else batched, levels, reduce, generator)
     if bfloat:
         result = [batched, *(level.bfloat16() for level in result[1:])]

@@ -167,7 +167,7 @@ class Pyramid:
         With `backend="auto"` samplers use the texture units where they are faster once the texture is there.
         """
         ctx = context or context_for(*self.levels)
-        with ctx.active(*self.levels):
+        with ctx.active(self.device):
             self.textures(ctx)
         return self
 

@@ -150,7 +150,7 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
         return torch.cat([_gl(ctx, hz, part, reduce) for part in boxes.split(most, dim=1)], dim=2)
     planes = hz.batch * hz.channels
     dtype = GL_DTYPES[hz.dtype]
-    with ctx.active(*hz.levels):
+    with ctx.active(hz.device):
         target, result = new_planes(ctx, (planes, 1, count), dtype)
         table = ctx.private.lease(boxes.numel() * 4).write(boxes)
         for first, texture in hz.textures(ctx):

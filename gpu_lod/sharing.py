@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -105,15 +105,12 @@ class Sharing(Turns):
         return any(name in self.renderer.lower() for name in ("llvmpipe", "softpipe", "swiftshader", "swrast"))
 
     @contextmanager
-    def active(self, *tensors: torch.Tensor, device: torch.device | None = None) -> Iterator[Self]:
+    def active(self, device: torch.device | None = None) -> Iterator[Self]:
         """What every verb runs in: the lock, the context current, and on exit GL's work visible to torch.
 
         Args:
-            tensors: what the verb reads; those in GL memory become GL's.
-            device: where the results shall be; None is where the first tensor is, or the CPU.
+            device: where the verb's tensors are; None is the CPU.
         """
-        if device is None:
-            device = tensors[0].device if tensors else torch.device("cpu")
         with Shield():
             self._acquire()
             try:
@@ -124,19 +121,19 @@ class Sharing(Turns):
                 try:
                     if self.device is None:
                         with preserved(self.gl):
-                            yield from self._work(tensors, device)
+                            yield from self._work(device)
                     else:
-                        yield from self._work(tensors, device)
+                        yield from self._work(device)
                 finally:
                     self._active -= 1
             finally:
                 self._release()
 
-    def _work(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[Self]:
+    def _work(self, device: torch.device | None) -> Iterator[Self]:
         if self._unfinished:  # a signal cut the last verb short: its work may still use what comes back now
             self._finish()
-        bridge = self._bridge_for(device)
-        bridge.begin(tensors)
+        bridge = self._bridge_for(device or self.host.device)
+        bridge.begin()
         self.bridge, self._unfinished = bridge, True
         try:
             self.textures.drain()

@@ -104,6 +104,7 @@ def planes_of(ctx: Context, tensor: torch.Tensor) -> Planes:
     dtype = GL_DTYPES[tensor.dtype]
     found = ctx.bridge.find(tensor) if dtype == tensor.dtype and tensor.is_contiguous() else None
     if found is not None:
+        found[0].take()
         return Planes(found[0], found[1], count, height, width, dtype, tensor)
     lease = ctx.bridge.lease(tensor.numel() * dtype.itemsize)
     lease.tensor(dtype, tuple(tensor.shape)).copy_(tensor.detach())

@@ -149,7 +149,7 @@ def test_tensors_are_rubbish_while_gl_owns_them(ctx: lod.Context, cuda: FakeCuda
     """The fake does what it is there for."""
     tensor = ctx.empty(4, 4)
     tensor.fill_(1.0)
-    with ctx.active(tensor, device=cuda.device):
+    with ctx.active(cuda.device):
         buffer = buffer_of(ctx, tensor)
         buffer.bind(0, 0, 64)
         assert bytes(tensor.numpy().tobytes()) == bytes([RUBBISH]) * 64
@@ -234,6 +234,16 @@ def test_levels_that_torch_made_go_over_together(ctx: lod.Context, cuda: FakeCud
     cuda.calls.clear()
     lod.cull(hz, 0.5, backend="gl")
     assert [name for name in cuda.names() if name in ("map", "unmap")] == ["unmap", "map"]
+
+
+def test_only_what_is_bound_goes_over(ctx: lod.Context, cuda: FakeCuda) -> None:
+    """A sampler of a texture leaves the pyramid's own levels to CUDA."""
+    pyramid = lod.mipmap(noise(3, 64, 64), backend="gl").upload()
+    lod.log_polar(pyramid, (0.5, 0.5), 8, 16, backend="gl")
+    cuda.calls.clear()
+    polar = lod.log_polar(pyramid, (0.5, 0.5), 8, 16, backend="gl")
+    handed = [call[1] for call in cuda.calls if call[0] in ("map", "unmap")]
+    assert handed == [(buffer_of(ctx, polar).glo,)] * 2
 
 
 def test_an_alias_keeps_its_buffer(ctx: lod.Context, cuda: FakeCuda) -> None:
@@ -384,7 +394,7 @@ def test_a_tensor_whose_memory_was_taken_away(
 def test_an_exception_inside_a_verb_gives_the_buffers_back(ctx: lod.Context, cuda: FakeCuda) -> None:
     tensor = ctx.empty(4, 4)
     tensor.fill_(5.0)
-    with pytest.raises(ZeroDivisionError), ctx.active(tensor, device=cuda.device):
+    with pytest.raises(ZeroDivisionError), ctx.active(cuda.device):
         buffer_of(ctx, tensor).bind(0, 0, 64)
         raise ZeroDivisionError
     assert bool((tensor == 5.0).all())
@@ -516,7 +526,8 @@ def test_which_error_a_code_becomes(code: int, kind: type[Exception]) -> None:
 def test_double_map_and_unmap_without_map_are_refused(ctx: lod.Context, cuda: FakeCuda) -> None:
     tensor = ctx.empty(16)
     buffer, bridge = buffer_of(ctx, tensor), bridge_of(ctx)
-    with ctx.active(tensor, device=cuda.device):
+    with ctx.active(cuda.device):
+        buffer.take()
         before = len(cuda.calls)
         with pytest.raises(errors.MappingError, match="CUDA's already"):
             bridge._map([buffer])
