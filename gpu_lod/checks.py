@@ -88,7 +88,7 @@ def number(value: Any, name: str) -> float:
         result = float(value)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} is {_kind(value)}; expected a number.") from None
-    if not math.isfinite(result):
+    if not -math.inf < result < math.inf:  # which compiled code can ask of a number that it does not know yet
         raise InputError(f"{name} is {result}; expected a finite number.")
     return result
 
@@ -132,7 +132,7 @@ def fixations(
     rows = points[None] if single else points
     if rows.ndim != 2 or rows.shape[1] != 2 or rows.shape[0] < 1 or (counts and rows.shape[0] not in counts):
         raise InputError(f"fixation has shape {tuple(points.shape)}; expected {expected}.")
-    for coordinate in rows.detach().flatten().tolist():
+    for coordinate in values(rows).flatten().tolist():
         if not 0.0 <= coordinate <= 1.0:  # also NaN
             raise InputError(
                 f"fixation holds {coordinate}; expected finite (x, y) in [0, 1], y down. Divide pixel positions by "
@@ -169,10 +169,34 @@ def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:
         raise InputError(f"{name} is on {other.device} and the image on {first.device}; move one with .to().")
 
 
+def transformed(value: Any) -> bool:
+    """True inside torch.func.vmap, grad and jvp and in forward mode: the tensor has no memory of its own."""
+    if not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
+        return False
+    forward = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+    return forward or torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """What can be read on the host; inside torch.func.vmap that is the whole batch."""
+    tensor = tensor.detach()
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def gl_fixation(value: Any) -> None:
+    """The GL backend reads a fixation's values, and gives no gradients in it."""
+    if isinstance(value, torch.Tensor) and (transformed(value) or (value.requires_grad and torch.is_grad_enabled())):
+        raise UnsupportedError(
+            "fixation requires grad or is transformed by torch.func, and the GL backend gives gradients in the image "
+            "only. Use backend='torch', or fixation.detach()."
+        )
+
+
 def gl_input(value: torch.Tensor) -> None:
     """GL verbs take CPU and CUDA tensors with memory of their own: there is no functorch rule."""
-    forward = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
-    if forward or torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if transformed(value):
         raise UnsupportedError(
             "the GL backend knows reverse-mode gradients only: no forward mode, no torch.func.grad, jvp or "
             "vmap. Use backend='torch' there; for a batch pass [B, C, H, W]."

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, operators
 from gpu_lod.errors import InputError
 
 _GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
 
 
+@operators.verb
 def cortical_sites(
     fixation: Any, budget: int = 273, size: tuple[int, int] = (1024, 1024), patch: int = 14, e0: float = 0.05
 ) -> torch.Tensor:
@@ -52,6 +53,14 @@ def cortical_sites(
     points, single = checks.fixations(fixation)
     sites = _sites(points.double(), budget, height, width, patch, e0).float()
     return sites[0] if single else sites
+
+
+def _like(fixation: torch.Tensor, budget: int = 273, *_: Any) -> torch.Tensor:
+    """What `cortical_sites` returns, without values."""
+    return torch.empty(*fixation.shape[:-1], budget, 3, dtype=torch.float32, device=fixation.device)
+
+
+operators.register(cortical_sites, _like)
 
 
 def _sites(points: torch.Tensor, budget: int, height: int, width: int, patch: int, e0: float) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,8 +52,15 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     return _choosers[verb](*args, **kwargs)
 
 
+def chooser(verb: Callable[..., Any]) -> Callable[..., Choice] | None:
+    """What chooses for a verb, if its backends are more than one."""
+    return _choosers.get(verb)
+
+
 def elsewhere(device: torch.device) -> Choice:
     """What "auto" takes for tensors that are not on the CPU."""
+    if torch.compiler.is_compiling():
+        return Choice("torch", "asked again when the graph runs")
     if device.type != "cuda":
         return Choice("torch", f"the tensor is on {device}, and OpenGL shares memory with CPU and CUDA tensors only")
     problem = why_not(device)
@@ -66,6 +73,30 @@ def elsewhere(device: torch.device) -> Choice:
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def pull(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    again: bool = False,
+) -> Sequence[torch.Tensor | None]:
+    """Gradients in the inputs from those in the outputs; None for an input that no output rests on."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    return torch.autograd.grad(
+        [output for output, _ in pairs],
+        inputs,
+        [gradient for _, gradient in pairs],
+        allow_unused=True,
+        create_graph=again,
+    )
 
 
 class _WithReferenceGradient(torch.autograd.Function):
@@ -86,18 +117,7 @@ class _WithReferenceGradient(torch.autograd.Function):
                 t if again else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
             ]
             outputs = ctx.reference(*inputs)
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, gradients, strict=True)
-                if gradient is not None and output.requires_grad
-            ]
-            found = torch.autograd.grad(
-                [output for output, _ in pairs],
-                [t for t, w in zip(inputs, wanted, strict=True) if w],
-                [gradient for _, gradient in pairs],
-                allow_unused=True,
-                create_graph=again,
-            )
+            found = pull(outputs, [t for t, w in zip(inputs, wanted, strict=True) if w], gradients, again=again)
         result = iter(found)
         return (None, None, *(next(result) if w else None for w in wanted))
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.generators import Chain, reduce_by
-from gpu_lod.mipmap import stored
+from gpu_lod.mipmap import empty, stored
 from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import Planes, scratch_planes
 
 BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 
 
+@operators.verb
 def gaussian(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Pyramid:
     """A Gaussian pyramid: each level is every other sample of the one above, smoothed.
 
@@ -76,7 +77,14 @@ def choose(image: torch.Tensor, backend: Backend) -> Choice:
     return Choice("torch", "on a CPU torch's strided sums measure faster than the shader at every size")
 
 
+def _like(image: torch.Tensor, levels: int | None = None, *_: str) -> Pyramid:
+    """What `gaussian` returns, without values."""
+    height, width = image.shape[-2:]
+    return empty(image, burt_sizes(height, width, checks.levels(levels, height, width, burt_sizes)), "gaussian")
+
+
 dispatch.register(gaussian, _choose)
+operators.register(gaussian, _like)
 
 
 def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:

@@ -6,16 +6,17 @@ from typing import Literal
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.dispatch import Backend, Choice
-from gpu_lod.mipmap import choose_generator, make
+from gpu_lod.mipmap import choose_generator, empty, make
 from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.pyramid import Pyramid
+from gpu_lod.pyramid import Pyramid, level_sizes
 
 _REDUCES = ("max", "min")
 _GENERATORS = ("auto", "compute", "fragment", "sampler")
 
 
+@operators.verb
 def hiz(
     relevance: torch.Tensor,
     reduce: Literal["max", "min"] = "max",
@@ -59,7 +60,13 @@ def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto
     return choose_generator(relevance, generator, backend)
 
 
+def _like(relevance: torch.Tensor, reduce: Literal["max", "min"] = "max", *_: str) -> Pyramid:
+    """What `hiz` returns, without values."""
+    return empty(relevance, level_sizes(*relevance.shape[-2:]), reduce)
+
+
 dispatch.register(hiz, _choose)
+operators.register(hiz, _like)
 
 
 def reference(relevance: torch.Tensor, reduce: Literal["max", "min"] = "max") -> list[torch.Tensor]:

@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
-from gpu_lod.dispatch import Backend, Choice, needs_grad
-from gpu_lod.errors import UnsupportedError
+from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.log_polar import bilinear, ring_rule
 from gpu_lod.mipmap import stored
 from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_planes, planes_of
@@ -19,6 +18,7 @@ from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_plan
 _BORDERS = ("clamp", "zero")
 
 
+@operators.verb
 def inverse_log_polar(
     polar: torch.Tensor,
     fixation: Any,
@@ -62,11 +62,6 @@ def inverse_log_polar(
     rest = (float(inner), float(r_max), spacing == "cortical", border == "zero")
     if chosen.backend == "torch":
         return reference(polar, points, (height, width), *rest)
-    if needs_grad(points):
-        raise UnsupportedError(
-            "fixation requires grad, and the GL backend gives gradients in the map only. Use backend='torch', or "
-            "fixation.detach()."
-        )
     ctx = context_for(polar)
     points = points.detach().clone()  # the backward needs them as they are now
     (result,) = dispatch.run_gl(
@@ -95,6 +90,7 @@ def _choose(
     ring_rule(polar.shape[-2], polar.shape[-1], r_min, r_max, spacing, e0)
     if backend == "gl":
         checks.gl_input(polar)
+        checks.gl_fixation(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
     if polar.device.type != "cpu":
@@ -103,6 +99,7 @@ def _choose(
 
 
 dispatch.register(inverse_log_polar, _choose)
+operators.register(inverse_log_polar, lambda polar, fixation, size, *_: polar.new_empty(*polar.shape[:-2], *size))
 
 
 def reference(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
@@ -17,6 +17,7 @@ from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import GL_DTYPES, Planes, chunks, make_words, packed_planes, planes_of, scratch_planes
 
 
+@operators.verb
 def laplacian(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Pyramid:
     """A Laplacian pyramid: the Gaussian pyramid as differences, and its last level as it is.
 
@@ -57,9 +58,19 @@ def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "
     return choose(checks.image(image, max_channels=None), backend)
 
 
+def _like(image: torch.Tensor, levels: int | None = None, *_: str) -> Pyramid:
+    """What `laplacian` returns, without values."""
+    height, width = image.shape[-2:]
+    sizes = burt_sizes(height, width, checks.levels(levels, height, width, burt_sizes))
+    dtype = torch.float32 if image.dtype == torch.uint8 else image.dtype
+    return Pyramid(tuple(image.new_empty(*image.shape[:-2], *size, dtype=dtype) for size in sizes), "laplacian")
+
+
 dispatch.register(laplacian, _choose)
+operators.register(laplacian, _like)
 
 
+@operators.verb
 def collapse(pyramid: Pyramid, backend: Backend = "auto") -> torch.Tensor:
     """The image that a Laplacian pyramid was made of.
 
@@ -98,6 +109,7 @@ def _choose_collapse(pyramid: Pyramid, backend: Backend = "auto") -> Choice:
 
 
 dispatch.register(collapse, _choose_collapse)
+operators.register(collapse, lambda pyramid, *_: pyramid.levels[0].new_empty(pyramid.levels[0].shape))
 
 
 def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import Private
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
@@ -31,6 +31,7 @@ AUTO_MIN_SAMPLES = 64 * 1024
 """From this many output samples on, GL measures faster than torch on a pyramid that is a texture already."""
 
 
+@operators.verb
 def log_polar(
     src: torch.Tensor | Pyramid,
     fixation: Any,
@@ -90,12 +91,6 @@ def log_polar(
             src.check_unchanged()
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
-    checks.gl_input(image)
-    if needs_grad(points):
-        raise UnsupportedError(
-            "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
-            "fixation.detach()."
-        )
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend="gl")
     ctx = pyramid.texture_context() or context_for(*pyramid.levels)
     points = points.detach().clone()  # the backward needs them as they are now
@@ -139,6 +134,8 @@ def _choose_for(
     if generator != "auto" and backend == "torch":
         raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
     if backend == "gl" or generator != "auto":
+        checks.gl_input(image)
+        checks.gl_fixation(fixation)
         return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
     if backend == "torch":
         return Choice("torch", "asked for")
@@ -146,6 +143,8 @@ def _choose_for(
         return dispatch.elsewhere(image.device)
     if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
         return Choice("torch", "the fixation requires grad")
+    if checks.transformed(fixation) or checks.transformed(image):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
     if not isinstance(src, Pyramid):
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
     if src.texture_context() is None:
@@ -158,7 +157,14 @@ def _choose_for(
     return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
 
 
+def _like(src: torch.Tensor | Pyramid, fixation: Any, rings: int, wedges: int, *_: Any) -> torch.Tensor:
+    """What `log_polar` returns, without values."""
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    return image.new_empty(*image.shape[:-2], rings, wedges)
+
+
 dispatch.register(log_polar, _choose)
+operators.register(log_polar, _like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +184,7 @@ class Rule:
 
 
 def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
+    """The checked rule. In compiled code the check alone: rings are laid out when the graph runs."""
     checks.choice(spacing, "spacing", _SPACINGS)
     checks.integer(rings, "rings", at_least=1, at_most=2**20)
     checks.integer(wedges, "wedges", at_least=1, at_most=2**20)
@@ -190,13 +197,16 @@ def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacin
         e0 = checks.number(e0, "e0")
         if e0 <= 0 or r_max <= 0:
             raise InputError(f"e0 is {e0} and r_max {r_max}; both must be positive.")
-        return _make_rule(rings, wedges, 0.0, r_max, e0)
-    start = 0.01 if r_min is None else checks.number(r_min, "r_min")
-    if not 0 < start < r_max:
-        raise InputError(
-            f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side."
-        )
-    return _make_rule(rings, wedges, start, r_max, None)
+        start, scale = 0.0, e0
+    else:
+        start, scale = 0.01 if r_min is None else checks.number(r_min, "r_min"), None
+        if not 0 < start < r_max:
+            raise InputError(
+                f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side."
+            )
+    if torch.compiler.is_compiling():
+        return Rule(rings, wedges, (), ())
+    return _make_rule(rings, wedges, start, r_max, scale)
 
 
 @functools.lru_cache(maxsize=64)

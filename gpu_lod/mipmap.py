@@ -7,16 +7,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, generators
+from gpu_lod import checks, dispatch, generators, operators
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
-from gpu_lod.pyramid import Pyramid, Reduce, level_sizes
+from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "fragment", "driver")
 
 
+@operators.verb
 def mipmap(
     image: torch.Tensor,
     levels: int | None = None,
@@ -92,7 +93,19 @@ def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> C
     )
 
 
+def _like(image: torch.Tensor, levels: int | None = None, reduce: Reduce = "mean", *_: str) -> Pyramid:
+    """What `mipmap` returns, without values."""
+    height, width = image.shape[-2:]
+    return empty(image, level_sizes(height, width, checks.levels(levels, height, width)), reduce)
+
+
+def empty(image: torch.Tensor, sizes: list[tuple[int, int]], kind: Kind) -> Pyramid:
+    """A pyramid on an image, without values below it."""
+    return Pyramid((image, *(image.new_empty(*image.shape[:-2], *size) for size in sizes[1:])), kind)
+
+
 dispatch.register(mipmap, _choose)
+operators.register(mipmap, _like)
 
 
 def reference(image: torch.Tensor, levels: int | None = None, reduce: Reduce = "mean") -> list[torch.Tensor]:

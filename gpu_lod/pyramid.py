@@ -18,6 +18,8 @@ Reduce = Literal["mean", "max", "min"]
 Kind = Literal["mean", "max", "min", "gaussian", "laplacian"]
 BURT = ("gaussian", "laplacian")
 """Kinds with Burt and Adelson's sizes: sides halve and round up."""
+OWN_LEVEL_0 = ("laplacian",)
+"""Kinds whose level 0 is not the source itself."""
 
 
 def level_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:
@@ -72,7 +74,8 @@ class Pyramid:
                     f"{(*top.shape[:-2], *size)} on {top.device}: sides halve and round "
                     + ("up, as gaussian() makes them." if self.reduce in BURT else "down, as mipmap() makes them.")
                 )
-        object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
 
     def __reduce__(self) -> Any:
         return _unflatten, _flatten(self)  # without the cache: copies and other processes make their own textures
@@ -135,6 +138,10 @@ class Pyramid:
 
     def check_unchanged(self) -> None:
         """Raises PyramidChangedError if a level was written to since the pyramid was built."""
+        if torch.compiler.is_compiling():
+            return  # versions are unknown before the graph runs
+        if not self._versions:  # made in compiled code: from now on
+            object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
         if tuple(map(_version, self.levels)) != self._versions:
             raise PyramidChangedError(
                 "a tensor of this pyramid was changed in place after the pyramid was built, so its levels no longer "

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
@@ -16,6 +16,7 @@ from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_plan
 Bound = Literal["max", "min"]
 
 
+@operators.verb
 def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> torch.Tensor:
     """An upper bound of each box over a max pyramid, from at most four texels.
 
@@ -43,6 +44,7 @@ def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
     return _region(hz, boxes, backend, "max")
 
 
+@operators.verb
 def region_min(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> torch.Tensor:
     """A lower bound of each box over a min pyramid: `region_max` the other way round.
 
@@ -85,6 +87,15 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
 
 dispatch.register(region_max, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "max"))
 dispatch.register(region_min, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "min"))
+
+
+def _like(hz: Pyramid, boxes: torch.Tensor, *_: str) -> torch.Tensor:
+    """What `region_max` and `region_min` return, without values."""
+    return hz.levels[0].new_empty(*hz.levels[0].shape[:-2], boxes.shape[-2])
+
+
+for verb in (region_max, region_min):
+    operators.register(verb, _like, differentiable=False)
 
 
 def _boxes(hz: Pyramid, boxes: torch.Tensor) -> torch.Tensor:

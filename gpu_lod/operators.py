@@ -1,0 +1,252 @@
+"""Verbs as custom ops: what torch.compile and torch.export put into a graph where eager code runs a verb.
+
+An op runs the eager verb, so values, backends and contexts are looked at when the graph runs. Its fake tells shapes and
+dtypes alone, and its backward is an op too: the vector-Jacobian product of the verb in plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+from torch.utils import _pytree
+
+from gpu_lod import dispatch
+from gpu_lod.errors import UnsupportedError
+from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_library = torch.library.Library("gpu_lod", "FRAGMENT")
+_TORCH = {"backend": "torch", "generator": "auto"}
+_SAVED = object()
+_TYPES = {int: "SymInt", float: "float", str: "str", bool: "bool"}
+operators: dict[str, Operator] = {}
+"""By the names of the verbs."""
+
+
+def verb(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a verb: compiled code calls its op, everything else the function itself."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            result: R = operators[function.__name__].traced(*args, **kwargs)
+            return result
+        return function(*args, **kwargs)
+
+    return call
+
+
+def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiable: bool = True) -> None:
+    """Make a verb an op, `torch.ops.gpu_lod.<verb>`.
+
+    Args:
+        verb: decorated; its annotations give the op's schema.
+        fake: takes the verb's arguments and returns what it returns, made of `new_empty`: dense tensors, which differ
+            from the arguments but for level 0 of a pyramid that holds its source.
+        differentiable: False for a verb that gives no gradients.
+    """
+    operators[verb.__name__] = Operator(verb, fake, differentiable)
+
+
+class Operator:
+    """A verb's op and the op of its backward.
+
+    A Pyramid among the arguments becomes two arguments, its levels and what they hold: `Tensor[] src, str? src_holds`
+    (None for an image). A Pyramid that is returned becomes the levels that are not the source.
+    """
+
+    def __init__(self, verb: Callable[..., Any], fake: Callable[..., Any], differentiable: bool) -> None:
+        self.verb = inspect.unwrap(verb)
+        self.fake = fake
+        self.differentiable = differentiable
+        self.choose = dispatch.chooser(verb)
+        self.signature = inspect.signature(self.verb)
+        hints = typing.get_type_hints(self.verb)
+        self.returns_tensor, self.returns_pyramid = hints["return"] is torch.Tensor, hints["return"] is Pyramid
+        parameters = [_parameter(name, hints[name], p.default) for name, p in self.signature.parameters.items()]
+        self.tensors = tuple("Tensor" in parameter for parameter in parameters)
+        self.pyramids = tuple("Tensor[]" in parameter for parameter in parameters)
+        # Without defaults: torch would leave out arguments that are equal to them.
+        arguments = ", ".join(parameters)
+        returns = "Tensor" if self.returns_tensor else "Tensor[]"
+        name = f"gpu_lod::{self.verb.__name__}"
+        op = torch.library.custom_op(name, self._run, mutates_args=(), schema=f"({arguments}) -> {returns}")
+        op.register_fake(self._fake)
+        self.op = op._opoverload
+        if not differentiable:
+            return
+        op.register_autograd(self._backward, setup_context=self._setup_context)
+        # Not by custom_op, whose own gradient this one would have to give.
+        back = f"{self.verb.__name__}_backward"
+        _library.define(f"{back}(Tensor[] gradients, bool[] wanted, {arguments}) -> Tensor[]")
+        _library.impl(back, self._run_backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"gpu_lod::{back}", self._fake_backward, lib=_library)
+        self.adjoint = getattr(torch.ops.gpu_lod, back).default
+
+    def traced(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands in a graph for a call of the verb."""
+        flat = self.arguments(*args, **kwargs)
+        if not self.differentiable:
+            flat = [_detached(value) for value in flat]
+        given = self._unflatten(flat)
+        if self.choose is not None:
+            self.choose(*given)  # for what it refuses
+        if not self.returns_pyramid:
+            return self.op(*flat)
+        like = self.fake(*given)
+        source = 0 if like.reduce in OWN_LEVEL_0 else 1
+        levels = self.op(*flat) if len(like) > source else []
+        return Pyramid((*like.levels[:source], *levels), like.reduce, "compiled")
+
+    # -- the verb's arguments and the op's --------------------------------------------------------------------------
+
+    def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The op's arguments for a call of the verb."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        flat: list[Any] = []
+        for value, tensor, pyramid in zip(bound.arguments.values(), self.tensors, self.pyramids, strict=True):
+            if isinstance(value, Pyramid):
+                flat += [list(value.levels), value.reduce]
+            elif pyramid:
+                flat += [[value], None]
+            elif tensor and value is not None and not isinstance(value, torch.Tensor):
+                flat.append(_numbers(value))
+            else:
+                flat.append(value)
+        return flat
+
+    def _unflatten(self, flat: Sequence[Any]) -> list[Any]:
+        values = iter(flat)
+        return [self._pyramid(next(values), next(values)) if pyramid else next(values) for pyramid in self.pyramids]
+
+    @staticmethod
+    def _pyramid(levels: list[torch.Tensor], holds: Any) -> Any:
+        return levels[0] if holds is None else Pyramid(tuple(levels), holds)
+
+    def _outputs(self, result: Any) -> list[torch.Tensor]:
+        if isinstance(result, Pyramid):
+            return list(result.levels if result.reduce in OWN_LEVEL_0 else result.levels[1:])
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
+    def _packed(self, outputs: list[torch.Tensor]) -> Any:
+        return outputs[0] if self.returns_tensor else outputs
+
+    # -- the kernels ------------------------------------------------------------------------------------------------
+
+    def _run(self, *flat: Any) -> Any:
+        return self._packed(_apart(self._outputs(self.verb(*self._unflatten(flat))), flat))
+
+    def _fake(self, *flat: Any) -> Any:
+        return self._packed(self._outputs(self.fake(*self._unflatten(flat))))
+
+    def _run_backward(self, gradients: list[torch.Tensor], wanted: list[bool], *flat: Any) -> list[torch.Tensor]:
+        leaves, spec = _leaves(flat)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        places = [i for i, want in zip(places, wanted, strict=True) if want]
+
+        with _autograd():
+            asked = [leaves[place].detach().requires_grad_() for place in places]
+            for place, leaf in zip(places, asked, strict=True):
+                leaves[place] = leaf
+            values = self._unflatten(_pytree.tree_unflatten(leaves, spec))
+            given = {
+                name: _TORCH.get(name, value) for name, value in zip(self.signature.parameters, values, strict=True)
+            }
+            found = dispatch.pull(self._outputs(self.verb(**given)), asked, gradients)
+        pairs = zip(found, asked, strict=True)
+        return _apart([torch.zeros_like(leaf) if one is None else one for one, leaf in pairs], (gradients, *flat))
+
+    def _fake_backward(self, gradients: list[torch.Tensor], wanted: list[bool], *flat: Any) -> list[torch.Tensor]:
+        return [t.new_empty(t.shape) for t, want in zip(_tensors(flat), wanted, strict=True) if want]
+
+    @staticmethod
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        leaves, ctx.spec = _leaves(inputs)
+        ctx.save_for_backward(*_tensors(leaves))
+        ctx.leaves = [_SAVED if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def _backward(self, ctx: Any, gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "gradients of gradients do not pass through compiled verbs. Call the function without torch.compile."
+            )
+        asked, _ = _leaves(ctx.needs_input_grad)
+        saved = iter(ctx.saved_tensors)
+        leaves = [next(saved) if leaf is _SAVED else leaf for leaf in ctx.leaves]
+        wanted = [want for want, leaf in zip(asked, ctx.leaves, strict=True) if leaf is _SAVED]
+        flat = _pytree.tree_unflatten(leaves, ctx.spec)
+        found = iter(self.adjoint([gradients] if self.returns_tensor else gradients, wanted, *flat))
+        return tuple(_pytree.tree_unflatten([next(found) if want else None for want in asked], ctx.spec))
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside a kernel, where torch has it switched off."""
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+        yield
+
+
+def _parameter(name: str, hint: Any, default: Any) -> str:
+    """A parameter of a verb as the schema of an op says it."""
+    kinds: set[Any] = {str} if typing.get_origin(hint) is Literal else set(typing.get_args(hint)) or {hint}
+    if Pyramid in kinds:
+        return f"Tensor[] {name}, str? {name}_holds"
+    optional = "?" if type(None) in kinds or default is None else ""
+    if torch.Tensor in kinds or Any in kinds:  # Any: a fixation, which may be numbers
+        kind = "Tensor"
+    elif typing.get_origin(hint) is tuple:
+        kind = "SymInt[]"
+    else:
+        [plain] = kinds - {type(None)}
+        kind = _TYPES[plain]
+    return f"{kind}{optional} {name}"
+
+
+def _leaves(flat: Sequence[Any]) -> tuple[list[Any], Any]:
+    """An op's arguments with lists of tensors taken apart, but not lists of numbers."""
+
+    def numbers(value: Any) -> bool:
+        return isinstance(value, list) and value is not flat and not isinstance(value[0], (torch.Tensor, bool))
+
+    return _pytree.tree_flatten(flat, is_leaf=numbers)
+
+
+def _numbers(value: Any) -> torch.Tensor:
+    """Numbers as Python holds them, some of which may be tensors."""
+    if isinstance(value, (list, tuple)):
+        return torch.stack([_numbers(item) for item in value])
+    return (
+        value.to("cpu", torch.float64)
+        if isinstance(value, torch.Tensor)
+        else torch.scalar_tensor(value, dtype=torch.float64)
+    )
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_detached(item) for item in value]
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _apart(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Dense outputs with memory of their own, as an op must return them; levels that a shader made share a buffer."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in _tensors(inputs)}
+    result = []
+    for output in outputs:
+        tensor = output.detach().contiguous()
+        memory = tensor.untyped_storage()
+        result.append(tensor.clone() if memory.nbytes() != tensor.nbytes or memory.data_ptr() in taken else tensor)
+    return result

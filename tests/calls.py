@@ -1,0 +1,100 @@
+"""Every verb as a function of tensors, for what holds of all verbs: gradients, custom ops, compiled code.
+
+A new verb gets a row, in LINEAR if its backward is an adjoint and in OTHERS if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from images import noise
+
+import gpu_lod as lod
+from gpu_lod import gaussian, inverse_log_polar, laplacian, log_polar, mipmap
+
+FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a verb on tensors."""
+
+    verb: Callable[..., Any]
+    inputs: Callable[[], tuple[torch.Tensor, ...]]
+    """Floats that gradients are asked in."""
+    arguments: Callable[..., tuple[Any, ...]]
+    """The verb's arguments, from the inputs."""
+    reference: Callable[..., Any] | None = None
+    """The inputs to outputs in plain torch, in float64 too."""
+    backends: tuple[str, ...] = ("torch", "gl")
+
+    def run(self, *inputs: torch.Tensor, backend: str | None = None) -> list[torch.Tensor]:
+        """What the verb makes of them, as tensors, without level 0 where that is the image."""
+        how = {} if backend is None or not self.backends else {"backend": backend}
+        result = self.verb(*self.arguments(*inputs), **how)
+        if isinstance(result, lod.Pyramid):
+            return list(result.levels[result.reduce != "laplacian" :])
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def image() -> tuple[torch.Tensor, ...]:
+    return (noise(2, 3, 13, 18),)
+
+
+def levels(kind: str) -> tuple[torch.Tensor, ...]:
+    make = {"mean": lod.mipmap, "laplacian": lod.laplacian, "max": lod.hiz}[kind]
+    return tuple(level.clone() for level in make(*image()))
+
+
+def pyramid(kind: Any) -> Callable[..., lod.Pyramid]:
+    return lambda *levels: lod.Pyramid(levels, kind)
+
+
+RULE = (6, 10, None, 0.7, "log", 0.05)
+SIZE = (11, 9)
+BOXES = torch.tensor([[0.1, 0.2, 0.5, 0.4], [0.0, 0.0, 1.0, 1.0]])
+
+LINEAR = {
+    "mipmap": Call(lod.mipmap, image, lambda x: (x,), lambda x: mipmap.reference(x)[1:]),
+    "gaussian": Call(lod.gaussian, image, lambda x: (x, 3), lambda x: gaussian.reference(x, 3)[1:]),
+    "laplacian": Call(lod.laplacian, image, lambda x: (x, 3), lambda x: laplacian.reference(x, 3)),
+    "collapse": Call(
+        lod.collapse,
+        lambda: levels("laplacian"),
+        lambda *x: (lod.Pyramid(x, "laplacian"),),
+        lambda *x: laplacian.collapse_reference(list(x)),
+    ),
+    "log_polar": Call(
+        lod.log_polar,
+        image,
+        lambda x: (x, FIXATION, *RULE),
+        lambda x: log_polar.reference(mipmap.reference(x), FIXATION, log_polar.ring_rule(*RULE)),  # type: ignore[arg-type]
+    ),
+    "log_polar of a pyramid": Call(
+        lod.log_polar,
+        lambda: levels("mean"),
+        lambda *x: (lod.Pyramid(x), FIXATION, *RULE),
+        lambda *x: log_polar.reference(list(x), FIXATION, log_polar.ring_rule(*RULE)),  # type: ignore[arg-type]
+    ),
+    "inverse_log_polar": Call(
+        lod.inverse_log_polar,
+        image,
+        lambda x: (x, FIXATION, SIZE),
+        lambda x: inverse_log_polar.reference(x, FIXATION, SIZE, 0.01, 0.7, False, True),
+    ),
+}
+OTHERS = {
+    "mipmap max": Call(lod.mipmap, image, lambda x: (x, 3, "max"), lambda x: mipmap.reference(x, 3, "max")[1:]),
+    "hiz": Call(lod.hiz, image, lambda x: (x, "min"), lambda x: mipmap.reference(x, None, "min")[1:]),
+    "region_max": Call(lod.region_max, lambda: levels("max"), lambda *x: (lod.Pyramid(x, "max"), BOXES)),
+    "region_min": Call(
+        lod.region_min, lambda: tuple(-x for x in levels("max")), lambda *x: (lod.Pyramid(x, "min"), BOXES)
+    ),
+    "cortical_sites": Call(lod.cortical_sites, lambda: (FIXATION.clone(),), lambda x: (x, 40, (90, 120)), backends=()),
+}
+CALLS = LINEAR | OTHERS
+CASES = [(name, backend) for name, call in CALLS.items() for backend in call.backends or ("auto",)]
+LINEAR_CASES = [(name, backend) for name, call in LINEAR.items() for backend in call.backends]

@@ -1,0 +1,231 @@
+"""Verbs as custom ops: in torch.compile, torch.export and torch.library's own checks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import CALLS, CASES
+from images import DTYPES, noise
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.operators import operators
+
+BACKENDS: list[Any] = ["auto", "torch", "gl"]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> tuple[Callable[..., Any], Any]:
+    """In one graph or not at all; and a counter of compilations."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic), counter
+
+
+# -- the ops -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_verb_is_called_here() -> None:
+    assert {CALLS[name].verb.__name__ for name, _ in CASES} == set(operators)
+    assert {name for name in lod.__all__ if getattr(getattr(lod, name), "__wrapped__", None)} == set(operators)
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_opcheck(name: str, backend: Any) -> None:
+    call = CALLS[name]
+    operator = operators[call.verb.__name__]
+    inputs = tuple(x.requires_grad_(operator.differentiable) for x in call.inputs())
+    how = {"backend": backend} if call.backends else {}
+    flat = operator.arguments(*call.arguments(*inputs), **how)
+    torch.library.opcheck(operator.op, tuple(flat))
+    if operator.differentiable:
+        gradients = [torch.rand_like(output) for output in call.run(*inputs, backend=backend)]
+        wanted = [any(tensor is x for x in inputs) for tensor in tensors(flat)]
+        for x in inputs:
+            x.requires_grad_(False)
+        torch.library.opcheck(operator.adjoint, (gradients, wanted, *flat))
+
+
+def tensors(flat: list[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(flat) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_ops_have_fakes_of_every_dtype_and_layout(backend: Any, dtype: torch.dtype) -> None:
+    batch = noise(2, 3, 13, 18, dtype=dtype)
+    for image in (batch, batch[1], batch.to(memory_format=torch.channels_last), batch.transpose(-1, -2)):
+        for verb in (lod.mipmap, lod.gaussian, lod.laplacian, lod.hiz):
+            operator = operators[verb.__name__]
+            torch.library.opcheck(
+                operator.op, tuple(operator.arguments(image, backend=backend)), test_utils="test_faketensor"
+            )
+        flat = operators["log_polar"].arguments(image, (0.4, 0.5), 4, 6, backend=backend)
+        torch.library.opcheck(operators["log_polar"].op, tuple(flat), test_utils="test_faketensor")
+    (whole,) = lod.laplacian(batch, 1).levels
+    flat = operators["collapse"].arguments(lod.Pyramid((whole,), "laplacian"), backend)
+    assert operators["collapse"].op(*flat).data_ptr() != whole.data_ptr()
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_compiled_verbs_equal_eager_ones(name: str, backend: Any, dynamic: bool) -> None:
+    call = CALLS[name]
+    run, _ = compiled(lambda *inputs: call.run(*inputs, backend=backend), dynamic)
+    inputs = call.inputs()
+    expected = call.run(*inputs, backend=backend)
+    for one, two in zip(run(*inputs), expected, strict=True):
+        assert torch.equal(one, two) and not one.requires_grad
+    for x in inputs:
+        x.requires_grad_()
+    expected = call.run(*inputs, backend=backend)
+    found = run(*inputs)
+    assert [x.requires_grad for x in found] == [x.requires_grad for x in expected]
+    if not expected[0].requires_grad:
+        return
+    ys = [torch.rand_like(x) for x in expected]
+    eager = torch.autograd.grad(expected, inputs, ys, allow_unused=True)  # the sampler need not read every level
+    for x, one, two in zip(inputs, torch.autograd.grad(found, inputs, ys), eager, strict=True):
+        assert torch.allclose(one, torch.zeros_like(x) if two is None else two, atol=1e-6)
+
+
+def chain(image: torch.Tensor, fixation: Any, backend: Any = "auto") -> Any:
+    pyramid = lod.mipmap(image, backend=backend)
+    return lod.log_polar(pyramid, fixation, 16, 32, backend=backend), pyramid[2] * 2, pyramid
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_of_verbs_is_one_graph(backend: Any, dynamic: bool) -> None:
+    run, counter = compiled(lambda image, fixation: chain(image, fixation, backend), dynamic)
+    for height, width in ((40, 37), (44, 39), (35, 60), (100, 60)):
+        image, fixation = noise(2, 3, height, width).requires_grad_(), torch.rand(2, 2)
+        polar, level, pyramid = run(image, fixation)
+        expected = chain(image, fixation, backend)
+        assert isinstance(pyramid, lod.Pyramid) and pyramid[0] is image and pyramid.generator == "compiled"
+        for one, two in zip((polar, level, *pyramid), (*expected[:2], *expected[2]), strict=True):
+            assert torch.equal(one, two)
+        y, w = torch.rand_like(polar), torch.rand_like(pyramid[3])
+        (one,) = torch.autograd.grad((polar, pyramid[3]), image, (y, w))
+        (two,) = torch.autograd.grad((expected[0], expected[2][3]), image, (y, w))
+        assert torch.allclose(one, two, atol=1e-6)
+    assert counter.frame_count <= 5
+
+
+def test_a_new_fixation_or_pyramid_does_not_compile_again() -> None:
+    run, counter = compiled(lambda pyramid, fixation: lod.log_polar(pyramid, fixation, 4, 8))
+    for upload in (False, False, True):
+        pyramid = lod.mipmap(noise(3, 20, 24))
+        fixation = torch.rand(2)
+        expected = lod.log_polar(pyramid, fixation, 4, 8)
+        assert torch.equal(run(pyramid.upload() if upload else pyramid, fixation), expected)
+    assert counter.frame_count == 1
+
+
+def test_fixations_may_be_numbers() -> None:
+    image, x = noise(1, 3, 20, 24), torch.tensor(0.3)
+    for fixation in ((0.3, 0.7), [0.3, 0.7], (x, 0.7), [[0.3, 0.7]], torch.tensor([0.3, 0.7], dtype=torch.float64)):
+        run, _ = compiled(lambda image, given: (lod.log_polar(image, given, 4, 8), lod.cortical_sites(given, 9)))
+        polar, sites = run(image, fixation)
+        assert torch.equal(polar, lod.log_polar(image, (0.3, 0.7), 4, 8))
+        assert torch.equal(sites.view(9, 3), lod.cortical_sites((0.3, 0.7), 9))
+
+
+def test_a_pyramid_goes_in_and_comes_out() -> None:
+    run, _ = compiled(lambda pyramid: (lod.collapse(pyramid), pyramid, lod.laplacian(pyramid[1])))
+    pyramid = lod.laplacian(noise(1, 17, 20))
+    back, same, other = run(pyramid)
+    assert torch.equal(back, lod.collapse(pyramid)) and same is pyramid
+    assert torch.equal(lod.collapse(other), lod.collapse(lod.laplacian(pyramid[1])))
+    other[0].add_(1)
+    with pytest.raises(PyramidChangedError):
+        lod.collapse(other)
+
+
+def test_one_level_is_the_image() -> None:
+    image = noise(1, 9, 9)
+    run, _ = compiled(lambda x: (lod.mipmap(x, 1), lod.laplacian(x, 1)[0] + 1))
+    pyramid, plus = run(image)
+    assert pyramid[0] is image and torch.equal(plus, image + 1)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler for inductor")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own
+def test_inductor() -> None:
+    image, fixation = noise(2, 3, 40, 37).to(memory_format=torch.channels_last).requires_grad_(), torch.rand(2, 2)
+
+    def loss(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        polar, level, _ = chain(image * 2, fixation, "gl")
+        return polar.sin().sum() + level.cos().sum()
+
+    run = torch.compile(loss, fullgraph=True)
+    one, two = run(image, fixation), loss(image, fixation)
+    assert torch.allclose(one, two)
+    (one,), (two,) = torch.autograd.grad(one, image), torch.autograd.grad(two, image)
+    assert torch.allclose(one, two, atol=1e-5)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_while_tracing() -> None:
+    """With fullgraph torch wraps what was raised; without it the function runs uncompiled and raises as ever."""
+    image = noise(1, 9, 9)
+    for bad, words in (
+        (lambda x: lod.log_polar(x, (0.5, 0.5), 0, 4), "rings is 0"),
+        (lambda x: lod.mipmap(x, 7), "levels is 7"),
+        (lambda x: lod.mipmap(x[0]), "unsqueeze"),
+        (lambda x: lod.gaussian(x, backend="cpu"), "expected one of"),
+        (lambda x: lod.collapse(lod.gaussian(x)), "gaussian pyramid"),
+        (lambda x: lod.inverse_log_polar(x.double(), (0.5, 0.5), (4, 4)), "float64"),
+    ):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            compiled(bad)[0](image)
+        assert words in repr(caught.value.__cause__)
+        with pytest.raises(InputError, match=words):
+            torch.compile(bad, backend="aot_eager")(image)
+
+
+def test_bad_values_are_refused_when_the_graph_runs() -> None:
+    run, _ = compiled(lambda image, fixation: lod.log_polar(image, fixation, 4, 4))
+    with pytest.raises(InputError, match=r"holds 2\.0"):
+        run(noise(1, 9, 9), torch.tensor([0.5, 2.0]))
+
+
+def test_gl_gives_no_gradient_in_a_fixation() -> None:
+    fixation = torch.tensor([0.5, 0.4], requires_grad=True)
+    run = torch.compile(lambda x, f: lod.log_polar(x, f, 4, 4, backend="gl"), backend="aot_eager")
+    with pytest.raises(UnsupportedError, match="fixation"):
+        run(noise(1, 9, 9), fixation)
+
+
+# -- torch.export ------------------------------------------------------------------------------------------------------
+
+
+class Retina(torch.nn.Module):
+    def forward(self, image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        return lod.log_polar(image, fixation, 6, 10)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    batch = torch.export.Dim("batch")
+    example = (noise(2, 3, 20, 24), torch.rand(2, 2))
+    shapes = ({0: batch}, {0: batch})
+    program = torch.export.export(Retina(), example, dynamic_shapes=shapes, strict=strict)
+    assert [str(node.target) for node in program.graph.nodes if node.op == "call_function"][-1] == (
+        "gpu_lod.log_polar.default"
+    )
+    image, fixation = noise(3, 3, 20, 24), torch.rand(3, 2)
+    assert torch.equal(program.module()(image, fixation), Retina()(image, fixation))
