@@ -187,11 +187,30 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
 
 def gl_fixation(value: Any) -> None:
     """The GL backend reads a fixation's values, and gives no gradients in it."""
-    if isinstance(value, torch.Tensor) and (transformed(value) or (value.requires_grad and torch.is_grad_enabled())):
+    if transformed(value):
         raise UnsupportedError(
-            "fixation requires grad or is transformed by torch.func, and the GL backend gives gradients in the image "
-            "only. Use backend='torch', or fixation.detach()."
+            "fixation is transformed by torch.func (vmap, grad or jvp), of which the GL backend knows nothing. Use "
+            "backend='torch'; for several fixations pass [B, 2] and image.expand(B, -1, -1, -1)."
         )
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
+            "fixation.detach()."
+        )
+
+
+def no_vmap(value: Any, verb: str, instead: str) -> None:
+    """For verbs that decide by values how much they return or compute."""
+    if not torch.compiler.is_compiling() and isinstance(value, torch.Tensor) and _batched(value):
+        raise UnsupportedError(f"{verb} does not run under torch.func.vmap: {instead}")
+
+
+def _batched(value: torch.Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            return True
+        value = torch._C._functorch.get_unwrapped(value)
+    return False
 
 
 def gl_input(value: torch.Tensor) -> None:

@@ -50,6 +50,7 @@ def cortical_sites(
     e0 = checks.number(e0, "e0")
     if e0 <= 0:
         raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
+    checks.no_vmap(fixation, "cortical_sites", "how far it looks depends on the values. Pass all fixations, [B, 2].")
     points, single = checks.fixations(fixation)
     sites = _sites(points.double(), budget, height, width, patch, e0).float()
     return sites[0] if single else sites

@@ -113,8 +113,11 @@ class _WithReferenceGradient(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         again = torch.is_grad_enabled()  # for gradients of gradients
         with torch.enable_grad():
+            # Views, for gradients of gradients: an input may rest on another one, as a level does on the image, and
+            # what passes between them is not this function's.
             inputs = [
-                t if again else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
+                t.view_as(t) if again else t.detach().requires_grad_(w)
+                for t, w in zip(ctx.saved_tensors, wanted, strict=True)
             ]
             outputs = ctx.reference(*inputs)
             found = pull(outputs, [t for t, w in zip(inputs, wanted, strict=True) if w], gradients, again=again)

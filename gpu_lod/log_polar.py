@@ -301,7 +301,13 @@ def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts:
 
 
 def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    return F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    try:
+        return F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            "torch's grid_sample, by which the samplers read, has no forward-mode gradients (torch.func.jvp). Use "
+            "reverse mode (vjp, grad). Samplers are linear in the image: the jvp in it is the same call on the tangent."
+        ) from error
 
 
 def _gl(

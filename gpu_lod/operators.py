@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 from gpu_lod import dispatch
@@ -93,6 +94,8 @@ class Operator:
 
     def traced(self, *args: Any, **kwargs: Any) -> Any:
         """What stands in a graph for a call of the verb."""
+        if forward_ad._current_level >= 0:  # torch would drop the tangent
+            raise UnsupportedError("compiled verbs have no forward-mode gradients. Call the function uncompiled.")
         flat = self.arguments(*args, **kwargs)
         if not self.differentiable:
             flat = [_detached(value) for value in flat]

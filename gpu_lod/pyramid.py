@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree
 
 from gpu_lod.context import Context, context_for
-from gpu_lod.errors import InputError, LimitError, PyramidChangedError
+from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, planes_to_texture
 
@@ -44,7 +44,7 @@ class Pyramid:
         lie one behind the other in one buffer if a shader made them. `packed` gives all of them in one tensor.
     Frozen: writing to a level, or to the source, after the pyramid was built makes every later use raise
         `PyramidChangedError` (changes to inference-mode tensors, and through numpy or
-        `.data`, cannot be seen). Build it again instead.
+        `.data`, cannot be seen, nor can any inside compiled code). Build it again instead.
 
     It is a pytree: `torch.utils._pytree.tree_map` and everything built on it see its levels.
     """
@@ -53,7 +53,7 @@ class Pyramid:
     reduce: Kind = "mean"
     """What the levels hold: "mean", "max" or "min" of footprints, "gaussian" or "laplacian"."""
     generator: str = "torch"
-    """What made it: "torch" or the name of a GL generator."""
+    """What made it: "torch", the name of a GL generator, or "compiled" where compiled code left that open."""
     _versions: tuple[int, ...] = field(default=(), init=False)
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -171,8 +171,13 @@ class Pyramid:
     def upload(self, context: Context | None = None) -> Pyramid:
         """Make the pyramid a texture now rather than at the first GL sample; returns itself.
 
-        With `backend="auto"` samplers use the texture units where they are faster once the texture is there.
+        With `backend="auto"` samplers use the texture units where they are faster once the texture is there. In
+        compiled code this does nothing.
         """
+        if torch.compiler.is_compiling():
+            return self
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, self.levels)):
+            raise UnsupportedError("a pyramid inside a torch.func transform has no memory to upload; leave that out.")
         ctx = context or context_for(*self.levels)
         with ctx.active(self.device):
             self.textures(ctx)

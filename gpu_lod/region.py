@@ -63,7 +63,6 @@ def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -
     elif chosen.backend == "torch":
         result = reference([level.detach() for level in levels], prepared, reduce)
     else:
-        checks.gl_input(levels[0])
         result = _gl(hz.texture_context() or context_for(*hz.levels), hz, prepared, reduce)
     return result if hz.batched else result[0]
 
@@ -76,10 +75,15 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
             f"the pyramid has {len(hz)} levels and ends at {hz.levels[-1].shape[-1]} x {hz.levels[-1].shape[-2]}; "
             "expected all of them down to 1 x 1, as hiz() makes them."
         )
+    if backend == "gl":
+        checks.gl_input(hz.levels[0])
+        checks.gl_input(checks.tensor(boxes, "boxes"))
     if backend != "auto":
         return Choice(backend, "asked for")
     if hz.device.type != "cpu":
         return dispatch.elsewhere(hz.device)
+    if checks.transformed(hz.levels[0]) or checks.transformed(boxes):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
     if hz.texture_context() is not None:
         return Choice("gl", "the pyramid is a texture, and four fetches a box measure faster than torch's gathers")
     return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
@@ -111,9 +115,10 @@ def _boxes(hz: Pyramid, boxes: torch.Tensor) -> torch.Tensor:
         )
     checks.same_device(hz.levels[0], boxes, "boxes")
     boxes = boxes.detach().float()
-    if not bool(torch.isfinite(boxes).all()):
+    seen = checks.values(boxes)
+    if not bool(torch.isfinite(seen).all()):
         raise InputError("boxes holds NaN or infinity; expected finite (x0, y0, x1, y1).")
-    if bool((boxes[..., 2:] < boxes[..., :2]).any()):
+    if bool((seen[..., 2:] < seen[..., :2]).any()):
         raise InputError("a box has x1 < x0 or y1 < y0; expected (x0, y0, x1, y1) with x0 <= x1 and y0 <= y1.")
     return boxes.expand(hz.batch, -1, 4) if boxes.ndim == 3 else boxes[None].expand(hz.batch, -1, 4)
 

@@ -13,7 +13,13 @@ import torch
 from images import noise
 
 import gpu_lod as lod
-from gpu_lod import gaussian, inverse_log_polar, laplacian, log_polar, mipmap
+from gpu_lod.gaussian import reference as gaussian_chain
+from gpu_lod.inverse_log_polar import reference as inverse_samples
+from gpu_lod.laplacian import collapse_reference
+from gpu_lod.laplacian import reference as laplacian_chain
+from gpu_lod.log_polar import reference as samples
+from gpu_lod.log_polar import ring_rule
+from gpu_lod.mipmap import reference as mip_chain
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
 
@@ -44,51 +50,47 @@ def image() -> tuple[torch.Tensor, ...]:
     return (noise(2, 3, 13, 18),)
 
 
-def levels(kind: str) -> tuple[torch.Tensor, ...]:
+def levels(kind: Any) -> tuple[torch.Tensor, ...]:
     make = {"mean": lod.mipmap, "laplacian": lod.laplacian, "max": lod.hiz}[kind]
     return tuple(level.clone() for level in make(*image()))
 
 
-def pyramid(kind: Any) -> Callable[..., lod.Pyramid]:
-    return lambda *levels: lod.Pyramid(levels, kind)
-
-
-RULE = (6, 10, None, 0.7, "log", 0.05)
+RULE: Any = (6, 10, None, 0.7, "log", 0.05)
 SIZE = (11, 9)
 BOXES = torch.tensor([[0.1, 0.2, 0.5, 0.4], [0.0, 0.0, 1.0, 1.0]])
 
 LINEAR = {
-    "mipmap": Call(lod.mipmap, image, lambda x: (x,), lambda x: mipmap.reference(x)[1:]),
-    "gaussian": Call(lod.gaussian, image, lambda x: (x, 3), lambda x: gaussian.reference(x, 3)[1:]),
-    "laplacian": Call(lod.laplacian, image, lambda x: (x, 3), lambda x: laplacian.reference(x, 3)),
+    "mipmap": Call(lod.mipmap, image, lambda x: (x,), lambda x: mip_chain(x)[1:]),
+    "gaussian": Call(lod.gaussian, image, lambda x: (x, 3), lambda x: gaussian_chain(x, 3)[1:]),
+    "laplacian": Call(lod.laplacian, image, lambda x: (x, 3), lambda x: laplacian_chain(x, 3)),
     "collapse": Call(
         lod.collapse,
         lambda: levels("laplacian"),
         lambda *x: (lod.Pyramid(x, "laplacian"),),
-        lambda *x: laplacian.collapse_reference(list(x)),
+        lambda *x: collapse_reference(list(x)),
     ),
     "log_polar": Call(
         lod.log_polar,
         image,
         lambda x: (x, FIXATION, *RULE),
-        lambda x: log_polar.reference(mipmap.reference(x), FIXATION, log_polar.ring_rule(*RULE)),  # type: ignore[arg-type]
+        lambda x: samples(mip_chain(x), FIXATION, ring_rule(*RULE)),
     ),
     "log_polar of a pyramid": Call(
         lod.log_polar,
         lambda: levels("mean"),
         lambda *x: (lod.Pyramid(x), FIXATION, *RULE),
-        lambda *x: log_polar.reference(list(x), FIXATION, log_polar.ring_rule(*RULE)),  # type: ignore[arg-type]
+        lambda *x: samples(list(x), FIXATION, ring_rule(*RULE)),
     ),
     "inverse_log_polar": Call(
         lod.inverse_log_polar,
         image,
         lambda x: (x, FIXATION, SIZE),
-        lambda x: inverse_log_polar.reference(x, FIXATION, SIZE, 0.01, 0.7, False, True),
+        lambda x: inverse_samples(x, FIXATION, SIZE, 0.01, 0.7, False, True),
     ),
 }
 OTHERS = {
-    "mipmap max": Call(lod.mipmap, image, lambda x: (x, 3, "max"), lambda x: mipmap.reference(x, 3, "max")[1:]),
-    "hiz": Call(lod.hiz, image, lambda x: (x, "min"), lambda x: mipmap.reference(x, None, "min")[1:]),
+    "mipmap max": Call(lod.mipmap, image, lambda x: (x, 3, "max"), lambda x: mip_chain(x, 3, "max")[1:]),
+    "hiz": Call(lod.hiz, image, lambda x: (x, "min"), lambda x: mip_chain(x, None, "min")[1:]),
     "region_max": Call(lod.region_max, lambda: levels("max"), lambda *x: (lod.Pyramid(x, "max"), BOXES)),
     "region_min": Call(
         lod.region_min, lambda: tuple(-x for x in levels("max")), lambda *x: (lod.Pyramid(x, "min"), BOXES)

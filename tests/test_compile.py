@@ -35,7 +35,7 @@ def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> tuple
 
 def test_every_verb_is_called_here() -> None:
     assert {CALLS[name].verb.__name__ for name, _ in CASES} == set(operators)
-    assert {name for name in lod.__all__ if getattr(getattr(lod, name), "__wrapped__", None)} == set(operators)
+    assert {name for name in lod.__all__ if hasattr(getattr(lod, name), "__wrapped__")} == set(operators)
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
@@ -208,6 +208,32 @@ def test_gl_gives_no_gradient_in_a_fixation() -> None:
     run = torch.compile(lambda x, f: lod.log_polar(x, f, 4, 4, backend="gl"), backend="aot_eager")
     with pytest.raises(UnsupportedError, match="fixation"):
         run(noise(1, 9, 9), fixation)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
+def test_what_compiled_verbs_cannot_do_is_never_silent() -> None:
+    image = noise(1, 9, 9).requires_grad_()
+
+    def tangent(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda x: lod.mipmap(x)[1], (x,), (x,))[1]
+
+    with pytest.raises(UnsupportedError, match="forward-mode"):
+        torch.compile(tangent, backend="aot_eager")(image)
+    for transform in (torch.func.vmap, torch.func.grad):
+        run, _ = compiled(transform(lambda x: lod.log_polar(x, (0.5, 0.5), 4, 4).sum()))
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="gpu_lod"):
+            run(noise(2, 3, 9, 9) if transform is torch.func.vmap else noise(3, 9, 9))
+    operator = operators["mipmap"]
+    level = operator.op(*operator.arguments(image))[0]
+    with pytest.raises(UnsupportedError, match="gradients of gradients"):
+        torch.autograd.grad(level.square().sum(), image, create_graph=True)
+
+
+def test_upload_in_compiled_code() -> None:
+    """There is no texture in a graph, so it does nothing."""
+    image = noise(1, 9, 9)
+    run, _ = compiled(lambda x: lod.log_polar(lod.mipmap(x).upload(), (0.5, 0.5), 4, 4))
+    assert torch.equal(run(image), lod.log_polar(image, (0.5, 0.5), 4, 4))
 
 
 # -- torch.export ------------------------------------------------------------------------------------------------------

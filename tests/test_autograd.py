@@ -1,0 +1,249 @@
+"""Gradients of every verb, on every backend, and under torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import CALLS, CASES, FIXATION, LINEAR, LINEAR_CASES
+from images import noise
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
+
+GRADIENTS = [(name, backend) for name, backend in CASES if not name.startswith("region")]
+torchs_own_warnings = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+SAMPLERS: dict[str, Callable[..., torch.Tensor]] = {
+    "log_polar": lambda x, f, **how: lod.log_polar(x, f, 6, 10, **how),
+    "log_polar of a pyramid": lambda x, f, **how: lod.log_polar(lod.mipmap(x), f, 6, 10, **how),
+    "inverse_log_polar": lambda x, f, **how: lod.inverse_log_polar(x, f, (11, 9), **how),
+}
+
+
+def gradients(name: str, backend: Any, inputs: tuple[torch.Tensor, ...], **how: Any) -> tuple[torch.Tensor, ...]:
+    outputs = CALLS[name].run(*inputs, backend=backend)
+    energy = sum((output**2).sum() for output in outputs)
+    return torch.autograd.grad(energy, inputs, allow_unused=True, materialize_grads=True, **how)  # type: ignore[arg-type]
+
+
+# -- adjoints ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "backend"), LINEAR_CASES)
+def test_backward_is_the_adjoint(name: str, backend: Any) -> None:
+    """<A x, y> = <x, A' y>"""
+    xs = tuple(torch.randn_like(x).requires_grad_() for x in LINEAR[name].inputs())
+    outputs = LINEAR[name].run(*xs, backend=backend)
+    ys = [torch.randn_like(output) for output in outputs]
+    back = torch.autograd.grad(outputs, xs, ys, allow_unused=True, materialize_grads=True)
+    left = sum(float((output.detach().double() * y).sum()) for output, y in zip(outputs, ys, strict=True))
+    right = sum(float((x.detach().double() * one).sum()) for x, one in zip(xs, back, strict=True))
+    scale = sum(float((output.detach() * y).abs().double().sum()) for output, y in zip(outputs, ys, strict=True))
+    assert abs(left - right) < 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.reference])
+def test_gradcheck(name: str) -> None:
+    reference = CALLS[name].reference
+    assert reference is not None
+    xs = tuple(x.double().requires_grad_() for x in CALLS[name].inputs())
+
+    def run(*xs: torch.Tensor) -> Any:
+        result = reference(*xs)
+        return result if isinstance(result, torch.Tensor) else tuple(result)
+
+    assert torch.autograd.gradcheck(run, xs, fast_mode=True)
+
+
+@pytest.mark.parametrize(("name", "backend"), GRADIENTS)
+def test_gradients_of_gradients(name: str, backend: Any) -> None:
+    """Asking for them changes no gradient, and the square of the energy's gradient has that of the torch backend."""
+    xs = tuple(x.requires_grad_() for x in CALLS[name].inputs())
+
+    def twice(backend: Any) -> tuple[torch.Tensor, ...]:
+        once = gradients(name, backend, xs, create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in once), xs, allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+
+    for one, two in zip(gradients(name, backend, xs, create_graph=True), gradients(name, backend, xs), strict=True):
+        assert torch.allclose(one, two, rtol=1e-4, atol=1e-5)
+    found = twice(backend)
+    assert any(bool(g.abs().sum() > 0) for g in found)
+    for one, two in zip(found, twice("torch"), strict=True):
+        assert torch.allclose(one, two, rtol=1e-3, atol=1e-4)
+
+
+# -- what has no gradient, and what changes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_integers_have_no_gradients(backend: Any) -> None:
+    counts = noise(1, 3, 12, 12, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="floating point"):
+        counts.requires_grad_()
+    for verb in (lod.mipmap, lod.gaussian, lod.laplacian):
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            verb(counts, backend=backend)[1].float().sum().backward()
+
+
+@pytest.mark.parametrize("changed", [0, -1])
+@pytest.mark.parametrize(("name", "backend"), GRADIENTS)
+def test_an_input_changed_before_the_backward(name: str, backend: Any, changed: int) -> None:
+    """Torch notices, or it makes no difference."""
+    leaves = tuple(x.requires_grad_() for x in CALLS[name].inputs())
+    weights: list[torch.Tensor] = []
+
+    def gradient(*, change: bool) -> tuple[torch.Tensor, ...]:
+        xs = tuple(leaf * 1 for leaf in leaves)
+        outputs = CALLS[name].run(*xs, backend=backend)
+        weights.extend(torch.rand_like(output) for output in outputs if len(weights) < len(outputs))
+        if change:
+            xs[changed].mul_(0.5)
+        loss = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+
+    expected = gradient(change=False)
+    try:
+        found = gradient(change=True)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_fixation_changed_before_the_backward(sampler: str, backend: Any) -> None:
+    image = noise(2, 3, 13, 18).requires_grad_()
+
+    def gradient(*, change: bool) -> torch.Tensor:
+        fixation = FIXATION.clone()
+        loss = SAMPLERS[sampler](image, fixation, backend=backend).square().sum()
+        if change:
+            fixation.mul_(0.5)
+        return torch.autograd.grad(loss, image)[0]
+
+    assert torch.equal(gradient(change=True), gradient(change=False))
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_a_pyramid_changed_before_it_is_used_or_differentiated(backend: Any) -> None:
+    image = noise(1, 13, 18).requires_grad_()
+    pyramid = lod.mipmap(image * 1, backend=backend)
+    result = lod.log_polar(pyramid, (0.5, 0.5), 6, 10, backend=backend)
+    pyramid[0].mul_(0.5)
+    with pytest.raises(RuntimeError, match="inplace"):
+        result.sum().backward()
+    with pytest.raises(PyramidChangedError):
+        lod.log_polar(pyramid, (0.5, 0.5), 6, 10, backend=backend)
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+def stacked(function: Callable[..., Any], *xs: torch.Tensor) -> list[torch.Tensor]:
+    """What vmap should give: a loop."""
+    results = [function(*(x[i] for x in xs)) for i in range(xs[0].shape[0])]
+    return [torch.stack(parts) for parts in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.backends])
+def test_vmap_is_a_loop(name: str, backend: Any) -> None:
+    xs = [torch.stack([x, x.flip(-1), x * 0.5]) for x in CALLS[name].inputs()]
+
+    def run(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(CALLS[name].run(*xs, backend=backend))
+
+    for one, two in zip(torch.func.vmap(run)(*xs), stacked(run, *xs), strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+
+
+@pytest.mark.parametrize("upload", [False, True])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_vmap_over_fixations(sampler: str, upload: bool) -> None:
+    """Also where auto would take the texture units."""
+    image, fixations = noise(3, 13, 18), torch.rand(4, 2)
+    source = lod.mipmap(image).upload() if upload and sampler != "inverse_log_polar" else image
+
+    def run(fixation: torch.Tensor) -> tuple[torch.Tensor]:
+        if isinstance(source, lod.Pyramid):
+            return (lod.log_polar(source, fixation, 256, 256),)
+        return (SAMPLERS[sampler](source, fixation),)
+
+    (found,), (expected,) = torch.func.vmap(run)(fixations), stacked(run, fixations)
+    assert torch.allclose(found, expected, atol=2e-5)
+    with pytest.raises(InputError, match=r"\[0, 1\]"):
+        torch.func.vmap(run)(fixations + torch.tensor([[0.0], [0.0], [0.0], [1.0]]))
+
+
+def test_vmap_over_boxes() -> None:
+    hz = lod.hiz(noise(2, 3, 20, 30))
+    boxes = torch.rand(4, 5, 2, 2).sort(dim=2).values.flatten(2)
+    for upload in (False, True):
+        if upload:
+            hz.upload()
+        found = torch.func.vmap(lambda b: lod.region_max(hz, b))(boxes)
+        assert torch.equal(found, torch.stack([lod.region_max(hz, b) for b in boxes]))
+    with pytest.raises(InputError, match="NaN"):
+        torch.func.vmap(lambda b: lod.region_max(hz, b))(boxes * torch.nan)
+
+
+def test_what_does_not_run_under_vmap_says_so() -> None:
+    image, points = noise(2, 3, 9, 9), torch.rand(3, 2)
+    hz = lod.hiz(image)
+    for function, argument, words in (
+        (lambda f: lod.cortical_sites(f, 9), points, r"all fixations, \[B, 2\]"),
+        (lambda x: lod.cull(lod.hiz(x), 0.5).mask, image, r"Pass \[B, C, H, W\]"),
+        (lambda t: lod.cull(hz, t).mask, points[0], r"Pass \[B, C, H, W\]"),
+        (lambda f: lod.log_polar(image, f, 4, 4, backend="gl"), points, "backend='torch'"),
+        (lambda b: lod.region_max(hz, b, backend="gl"), torch.zeros(2, 3, 4), "backend='torch'"),
+        (lambda x: lod.mipmap(x).upload()[1], image, "upload"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            torch.func.vmap(function)(argument)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("region")])
+def test_func_grad(name: str) -> None:
+    xs = CALLS[name].inputs()
+
+    def energy(*xs: torch.Tensor) -> torch.Tensor:
+        return sum((output**2).sum() for output in CALLS[name].run(*xs))  # type: ignore[return-value]
+
+    found = torch.func.grad(energy, tuple(range(len(xs))))(*xs)
+    expected = gradients(name, None, tuple(x.requires_grad_() for x in xs))
+    for one, two in zip(found, expected, strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+@torchs_own_warnings
+@pytest.mark.parametrize("name", LINEAR)
+def test_func_jvp_of_a_linear_verb_is_the_verb(name: str) -> None:
+    xs = LINEAR[name].inputs()
+    tangents = tuple(torch.rand_like(x) for x in xs)
+
+    def run(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(LINEAR[name].run(*xs))
+
+    if "polar" in name:
+        with pytest.raises(UnsupportedError, match="reverse mode"):
+            torch.func.jvp(run, xs, tangents)
+        return
+    for one, two in zip(torch.func.jvp(run, xs, tangents)[1], run(*tangents), strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+@torchs_own_warnings
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "gl" in call.backends])
+def test_gl_refuses_torch_func(name: str) -> None:
+    xs = CALLS[name].inputs()
+
+    def run(*xs: torch.Tensor) -> torch.Tensor:
+        return CALLS[name].run(*xs, backend="gl")[0].sum()
+
+    for transform in (torch.func.grad, torch.func.vmap, lambda f: lambda *x: torch.func.jvp(f, x, x)):
+        with pytest.raises(UnsupportedError, match="backend='torch'"):
+            transform(run)(*xs)
