@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.private import clear
 from gpu_lod.context import Context, context_for
@@ -33,6 +33,7 @@ class Culled:
     """How many texels, of all levels, were compared with the threshold."""
 
 
+@operators.verb
 def cull(hz: Pyramid, threshold: float | torch.Tensor, backend: Backend = "auto") -> Culled:
     """Keep the level-0 texels that reach a threshold; a coarse texel below it prunes everything under it unseen.
 
@@ -78,7 +79,18 @@ def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
     )
 
 
+def _like(hz: Pyramid, *_: Any) -> Culled:
+    """What `cull` returns, without values, for lengths that only a run can tell."""
+    top, ctx = hz.levels[0], torch.library.get_ctx()
+    kept, pruned = ctx.new_dynamic_size(), ctx.new_dynamic_size()
+    mask = torch.empty(top.shape, dtype=torch.bool, device=top.device)
+    indices = torch.empty(kept, top.ndim, dtype=torch.int64, device=top.device)
+    nodes = torch.empty(pruned, top.ndim + 1, dtype=torch.int64, device=top.device)
+    return Culled(mask, indices, nodes, torch.empty((), dtype=torch.int64))  # type: ignore[arg-type]
+
+
 dispatch.register(cull, _choose)
+operators.register(cull, _like, differentiable=False)
 
 
 def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:

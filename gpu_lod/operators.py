@@ -7,6 +7,7 @@ dtypes alone, and its backward is an op too: the vector-Jacobian product of the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import typing
@@ -61,7 +62,8 @@ class Operator:
     """A verb's op and the op of its backward.
 
     A Pyramid among the arguments becomes two arguments, its levels and what they hold: `Tensor[] src, str? src_holds`
-    (None for an image). A Pyramid that is returned becomes the levels that are not the source.
+    (None for an image). A Pyramid that is returned becomes the levels that are not the source, and another dataclass
+    its fields, whole numbers as tensors.
     """
 
     def __init__(self, verb: Callable[..., Any], fake: Callable[..., Any], differentiable: bool) -> None:
@@ -71,7 +73,11 @@ class Operator:
         self.choose = dispatch.chooser(verb)
         self.signature = inspect.signature(self.verb)
         hints = typing.get_type_hints(self.verb)
-        self.returns_tensor, self.returns_pyramid = hints["return"] is torch.Tensor, hints["return"] is Pyramid
+        self.returns = hints["return"]
+        self.returns_tensor = self.returns is torch.Tensor
+        self.whole = None
+        if dataclasses.is_dataclass(self.returns) and self.returns is not Pyramid:
+            self.whole = [field.type == "int" for field in dataclasses.fields(self.returns)]
         parameters = [_parameter(name, hints[name], p.default) for name, p in self.signature.parameters.items()]
         self.tensors = tuple("Tensor" in parameter for parameter in parameters)
         self.pyramids = tuple("Tensor[]" in parameter for parameter in parameters)
@@ -102,8 +108,8 @@ class Operator:
         given = self._unflatten(flat)
         if self.choose is not None:
             self.choose(*given)  # for what it refuses
-        if not self.returns_pyramid:
-            return self.op(*flat)
+        if self.returns is not Pyramid:
+            return self._record(self.op(*flat))
         like = self.fake(*given)
         source = 0 if like.reduce in OWN_LEVEL_0 else 1
         levels = self.op(*flat) if len(like) > source else []
@@ -135,9 +141,17 @@ class Operator:
     def _pyramid(levels: list[torch.Tensor], holds: Any) -> Any:
         return levels[0] if holds is None else Pyramid(tuple(levels), holds)
 
+    def _record(self, outputs: Any) -> Any:
+        """What a verb returns, if that is a dataclass of tensors and whole numbers."""
+        if self.whole is None:
+            return outputs
+        return self.returns(*[out.item() if whole else out for out, whole in zip(outputs, self.whole, strict=True)])
+
     def _outputs(self, result: Any) -> list[torch.Tensor]:
         if isinstance(result, Pyramid):
             return list(result.levels if result.reduce in OWN_LEVEL_0 else result.levels[1:])
+        if dataclasses.is_dataclass(result):
+            return [torch.as_tensor(getattr(result, field.name)) for field in dataclasses.fields(result)]
         return [result] if isinstance(result, torch.Tensor) else list(result)
 
     def _packed(self, outputs: list[torch.Tensor]) -> Any:

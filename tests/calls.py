@@ -41,6 +41,8 @@ class Call:
         """What the verb makes of them, as tensors, without level 0 where that is the image."""
         how = {} if backend is None or not self.backends else {"backend": backend}
         result = self.verb(*self.arguments(*inputs), **how)
+        if isinstance(result, lod.Culled):
+            return [result.mask, result.indices, result.pruned, torch.tensor(result.tested)]
         if isinstance(result, lod.Pyramid):
             return list(result.levels[result.reduce != "laplacian" :])
         return [result] if isinstance(result, torch.Tensor) else list(result)
@@ -95,6 +97,7 @@ OTHERS = {
     "region_min": Call(
         lod.region_min, lambda: tuple(-x for x in levels("max")), lambda *x: (lod.Pyramid(x, "min"), BOXES)
     ),
+    "cull": Call(lod.cull, lambda: levels("max"), lambda *x: (lod.Pyramid(x, "max"), torch.tensor([0.7, 0.9]))),
     "cortical_sites": Call(lod.cortical_sites, lambda: (FIXATION.clone(),), lambda x: (x, 40, (90, 120)), backends=()),
 }
 CALLS = LINEAR | OTHERS
