@@ -112,7 +112,7 @@ def chain(image: torch.Tensor, fixation: Any, backend: Any = "auto") -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chain_of_verbs_is_one_graph(backend: Any, dynamic: bool) -> None:
     run, counter = compiled(lambda image, fixation: chain(image, fixation, backend), dynamic)
-    for height, width in ((40, 37), (44, 39), (35, 60), (100, 60)):
+    for height, width in ((40, 37), (44, 39), (35, 60)):
         image, fixation = noise(2, 3, height, width).requires_grad_(), torch.rand(2, 2)
         polar, level, pyramid = run(image, fixation)
         expected = chain(image, fixation, backend)
@@ -123,7 +123,7 @@ def test_a_chain_of_verbs_is_one_graph(backend: Any, dynamic: bool) -> None:
         (one,) = torch.autograd.grad((polar, pyramid[3]), image, (y, w))
         (two,) = torch.autograd.grad((expected[0], expected[2][3]), image, (y, w))
         assert torch.allclose(one, two, atol=1e-6)
-    assert counter.frame_count <= 5
+    assert counter.frame_count <= 4
 
 
 def test_a_new_fixation_or_pyramid_does_not_compile_again() -> None:
