@@ -93,6 +93,14 @@ def number(value: Any, name: str) -> float:
     return result
 
 
+def numbers(value: Any, name: str, count: int) -> tuple[float, ...]:
+    """One finite number a channel."""
+    values = value.tolist() if isinstance(value, torch.Tensor) else value
+    if not isinstance(values, (tuple, list)) or len(values) != count:
+        raise InputError(f"{name} is {value!r}; expected {count} numbers, one a channel.")
+    return tuple(number(one, name) for one in values)
+
+
 def levels(
     value: Any, height: int, width: int, sizes: Callable[[int, int], list[tuple[int, int]]] = level_sizes
 ) -> int:
@@ -141,15 +149,54 @@ def fixations(
     return rows, single
 
 
-def _points(value: Any) -> torch.Tensor:
+def _points(value: Any, name: str = "fixation") -> torch.Tensor:
+    expected = "(x, y) or a dense [B, 2]" if name == "fixation" else "a dense tensor [B, K, 3] or [K, 3]"
     if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout is not torch.strided):
-        raise InputError(f"fixation is a {value.layout} {value.dtype} tensor; expected (x, y) or a dense [B, 2].")
+        raise InputError(f"{name} is a {value.layout} {value.dtype} tensor; expected {expected}.")
     try:
         # On the CPU whatever the default device, but where it is if it is an array.
         where = None if hasattr(value, "__dlpack__") else torch.device("cpu")
         return torch.as_tensor(value, dtype=torch.float32, device=where)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(f"fixation is {_kind(value)}; expected (x, y) or a tensor [B, 2] ({error}).") from None
+        raise InputError(f"{name} is {_kind(value)}; expected {expected} ({error}).") from None
+
+
+def sites(value: Any, image: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Sites (x, y, level) as fp32 [B, K, 3] or [1, K, 3], where they are, and their highest level.
+
+    They are read on the host: on a GPU that waits for the work that makes them.
+    """
+    batch = image.shape[0] if image.ndim == 4 else 1
+    points = value if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else _points(value, "sites")
+    shape = tuple(points.shape)
+    expected = f"[K, 3], or [{batch}, K, 3] for this batch of {batch}: (x, y, level)"
+    if points.ndim not in (2, 3) or shape[-1] != 3 or (points.ndim == 3 and shape[0] != batch):
+        raise InputError(f"sites have shape {shape}; expected {expected}.")
+    if shape[-2] < 1:
+        raise InputError(f"sites have shape {shape}, that is none; expected at least one, {expected}.")
+    lowest, highest = torch.aminmax(points.detach().flatten(0, -2), dim=0)
+    low, high = lowest.tolist(), highest.tolist()
+    for name, least, most in zip("xy", low, high, strict=False):
+        if not (least >= 0.0 and most <= 1.0):  # also NaN
+            raise InputError(
+                f"sites have {name} from {least} to {most}; expected [0, 1], y down. Divide pixel positions by "
+                "(width, height)."
+            )
+    if not (low[2] >= 0.0 and math.isfinite(high[2])):
+        raise InputError(
+            f"sites have levels from {low[2]} to {high[2]}; expected finite ones of at least 0, which is full "
+            "resolution. Levels past the last read the last."
+        )
+    return points if points.ndim == 3 else points[None], high[2]
+
+
+def mean_source(src: Any, verb: str, *, max_channels: int | None = 4) -> torch.Tensor:
+    """The image, or level 0 of the mean pyramid, that a sampler reads."""
+    if not isinstance(src, Pyramid):
+        return image(src, "src", max_channels=max_channels)
+    if src.reduce != "mean":
+        raise InputError(f"src is a {src.reduce} pyramid; {verb} samples mean ones: pass mipmap(image).")
+    return image(src.levels[0], "src", max_channels=max_channels)
 
 
 def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:

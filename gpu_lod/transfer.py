@@ -197,7 +197,8 @@ def bind_table(ctx: Context, binding: int, table: Private) -> None:
     if table.nbytes > ctx.limits.storage_bytes:
         raise LimitError(
             f"a table of {table.nbytes} bytes does not fit this device's storage-buffer bindings of "
-            f"{ctx.limits.storage_bytes}. Pass fewer boxes, rings, wedges or images at once, or use backend='torch'."
+            f"{ctx.limits.storage_bytes}. Pass fewer boxes, sites, rings, wedges or images at once, or use "
+            "backend='torch'."
         )
     table.item.bind(binding, 0, table.nbytes)
 

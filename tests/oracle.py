@@ -203,3 +203,28 @@ def inverse_log_polar(
                 stacked = torch.stack(taps)
                 spread[image, :, row, column] = stacked.amax(0) - stacked.amin(0)
     return result, spread
+
+
+def gather_patches(
+    levels: list[torch.Tensor], sites: torch.Tensor, patch: int, border: str = "clamp"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, K, C, P, P] in float64, with the largest texel difference and the level difference at each sample."""
+    levels = [level.double() for level in levels]
+    batch, _, height, width = levels[0].shape
+    results = []
+    for image in range(batch):
+        mine = [level[image] for level in levels]
+        for x, y, level in sites[image if len(sites) > 1 else 0].double().tolist():
+            steps = (torch.arange(patch, dtype=torch.float64) - (patch - 1) / 2) * 2**level
+            across = (round(x * width * 1024) / 1024 + steps).expand(patch, patch) / width
+            down = (round(y * height * 1024) / 1024 + steps)[:, None].expand(patch, patch) / height
+            read = min(level, len(levels) - 1)
+            fine = torch.full((patch, patch), int(read))
+            a, da = _bilinear(mine, fine, across, down)
+            b, db = _bilinear(mine, (fine + 1).clamp(max=len(levels) - 1), across, down)
+            value = a + (b - a) * (read - int(read))
+            if border == "zero":
+                value = value * ((across >= 0) & (across <= 1) & (down >= 0) & (down <= 1))
+            results.append(torch.stack([value, torch.maximum(da, db), (b - a).abs()]))
+    stacked = torch.stack(results).unflatten(0, (batch, -1))
+    return stacked[:, :, 0], stacked[:, :, 1], stacked[:, :, 2]

@@ -1,0 +1,333 @@
+"""Patches at sites: the tokens that a vision encoder embeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from gpu_lod import checks, dispatch
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice, needs_grad
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.log_polar import bilinear
+from gpu_lod.mipmap import mipmap, stored
+from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.program import MAX_GROUPS
+from gpu_lod.pyramid import Pyramid, level_sizes
+from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes
+
+_BORDERS = ("clamp", "zero")
+
+PER_PIXEL = 1024
+"""Centres are rounded to such parts of a pixel, so that fp32 positions of grid patches meet the texels exactly."""
+
+LANES_AT_ONCE = 128
+"""Invocations of a workgroup, if patches are smaller."""
+
+LARGEST_PATCH = 1024
+"""From this side on a row is more than a workgroup may have invocations."""
+
+
+def gather_patches(
+    src: torch.Tensor | Pyramid,
+    sites: Any,
+    patch: int = 14,
+    border: Literal["clamp", "zero"] = "clamp",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Read a patch of samples round each site, at the site's own level: what a ViT's patch embedding takes.
+
+    Shape: src is an image [B, C, H, W] or [C, H, W], or a mean `Pyramid` of one; sites are [B, K, 3], or [K, 3] for all
+        images alike; the result is [B, K, C, P, P], or [K, C, P, P] for an unbatched src.
+    Units: a site is (x, y, level), x and y in [0, 1] of width and height, y down; level 0 is full resolution, each 1
+        more halves the sampling rate, and levels between are blended.
+    Convention: sample u of 0..P-1 lies (u - (P - 1) / 2) 2^level pixels from the centre along each side, and is read at
+        that level of the mean mip chain, trilinear, texel i's centre at (i + 0.5) / n; above the last level the last is
+        read. Centres are rounded to 1/1024 px, so that patches on the pixel grid are exactly its pixels. uint8 values
+        are divided by 255 where the result is floating point.
+
+    Args:
+        patch: P, samples along a side; 14 and 16 are common, any is possible.
+        border: a sample outside the image takes the nearest edge ("clamp") or is 0 ("zero", 0 in the result, whatever
+            mean and std).
+        mean, std: a number a channel; the result is (value - mean) / std. Image processors of encoders hold them.
+        dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
+        backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`)
+            where that is faster. Both give gradients in src, "torch" also in the sites.
+
+    Raises:
+        InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
+            pyramid that is no mean one.
+        UnsupportedError: a backend that is not available.
+        LimitError: larger than the device allows.
+        PyramidChangedError: a level was written to since the pyramid was built.
+
+    Source: patches as in Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021); level of detail as in Williams,
+        "Pyramidal Parametrics" (1983).
+    """
+    src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
+    image = _image(src, backend)
+    look = _look(image, patch, border, mean, std, dtype)
+    points, highest = checks.sites(sites, image)
+    chosen = _choose_for(src, points, look, backend)
+    if not isinstance(src, Pyramid):
+        # No more of the chain than the sites read.
+        levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
+    if chosen.backend == "torch":
+        if isinstance(src, Pyramid):
+            src.check_unchanged()
+        chain = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels)
+        return reference(chain, points, look)
+    checks.gl_input(image)
+    if needs_grad(points):
+        raise UnsupportedError(
+            "sites require grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
+            "sites.detach()."
+        )
+    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
+    ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+    points = points.detach().clone()  # the backward needs them as they are now
+    (result,) = dispatch.run_gl(
+        lambda *levels: (_gl(ctx, pyramid, points, look),),
+        lambda *levels: (reference(list(levels), points, look),),
+        *pyramid.levels,
+    )
+    return result
+
+
+def _choose(
+    src: torch.Tensor | Pyramid,
+    sites: Any,
+    patch: int = 14,
+    border: str = "clamp",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> Choice:
+    src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
+    image = _image(src, backend)
+    return _choose_for(src, checks.sites(sites, image)[0], _look(image, patch, border, mean, std, dtype), backend)
+
+
+def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    return checks.mean_source(src, "gather_patches", max_channels=4 if backend == "gl" else None)
+
+
+def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, look: Look, backend: Backend) -> Choice:
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    if image.device.type != "cpu":
+        return dispatch.elsewhere(image.device)
+    if needs_grad(sites):
+        return Choice("torch", "the sites require grad")
+    if not isinstance(src, Pyramid):
+        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
+    if src.texture_context() is None:
+        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    if image.dtype == torch.float32 and src.batch > 1:
+        return Choice("torch", "a batch of fp32 images keeps every core busy in torch, which is then as fast or faster")
+    return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
+
+
+dispatch.register(gather_patches, _choose)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the patches look like: everything that depends neither on the picture nor on the sites."""
+
+    patch: int
+    zero: bool
+    scale: tuple[float, ...] | None
+    """By channel: a result is value * scale + offset; None leaves values as they are."""
+    offset: tuple[float, ...]
+    dtype: torch.dtype
+
+
+def _look(
+    image: torch.Tensor,
+    patch: int,
+    border: str,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    dtype: torch.dtype | None,
+) -> Look:
+    checks.integer(patch, "patch", at_least=1, at_most=2**14)
+    checks.choice(border, "border", _BORDERS)
+    channels = image.shape[-3]
+    means = (0.0,) * channels if mean is None else checks.numbers(mean, "mean", channels)
+    stds = (1.0,) * channels if std is None else checks.numbers(std, "std", channels)
+    if not all(stds):
+        raise InputError(f"std is {stds}; every channel's must differ from 0.")
+    normalised = mean is not None or std is not None
+    counts = image.dtype == torch.uint8
+    if dtype is None:
+        dtype = torch.float32 if counts and normalised else image.dtype
+    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) and not (dtype == image.dtype and not normalised):
+        raise InputError(
+            f"dtype is {dtype}; expected torch.float16, torch.bfloat16 or torch.float32"
+            + (", for mean and std give fractions." if normalised else ", or None for the image's own.")
+        )
+    unit = 1 / 255 if counts and dtype.is_floating_point else 1.0
+    scale = tuple(unit / s for s in stds) if normalised or unit != 1 else None
+    return Look(patch, border == "zero", scale, tuple(-m / s for m, s in zip(means, stds, strict=True)), dtype)
+
+
+def _centres(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) -> torch.Tensor:
+    """[B, K, 2] in pixels, rounded; gradients pass as if they were not."""
+    height, width = size
+    at = sites[..., :2].to(work) * torch.tensor([width, height], dtype=work, device=sites.device)
+    rounded = (at.detach() * PER_PIXEL).round() / PER_PIXEL
+    return at + (rounded - at).detach() if needs_grad(at) else rounded
+
+
+def _first_texels(sites: torch.Tensor, patch: int, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, K, 2] the texel of each first sample, at the site's level; [B, K] whether all samples are texels."""
+    level = sites[..., 2].clamp(max=30)
+    whole = torch.exp2(level.floor())[..., None]
+    first = _centres(sites, size, torch.float32) / whole - patch / 2
+    # Texels stand on a grid of whole steps only where the sides halve without a rest.
+    sides = torch.tensor([size[1], size[0]], dtype=torch.float32, device=sites.device) / whole
+    met = (first == first.floor()) & (sides == sides.floor())
+    return first, met.all(dim=-1) & (level == level.floor())
+
+
+def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> torch.Tensor:
+    """The same in plain torch, in the fastest way found: sites that read the same levels together, those whose samples
+    are texels as slices.
+
+    Args:
+        levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
+        sites: [B, K, 3], or [1, K, 3] for all images.
+
+    Differentiable in the levels and the sites.
+    """
+    chain = [level if level.ndim == 4 else level[None] for level in levels]
+    top = chain[0]
+    batch, channels, height, width = top.shape
+    work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
+    sites = sites.to(top.device).expand(batch, -1, -1)
+    budget, patch = sites.shape[1], look.patch
+    centres = _centres(sites, (height, width), work)
+    level = sites[..., 2].to(work).clamp(max=30)  # far beyond any image
+    read = level.clamp(max=len(levels) - 1)
+    fine = read.detach().floor()
+    with torch.no_grad():
+        first, texels = _first_texels(sites, patch, (height, width))
+        room = torch.tensor([width, height], dtype=work, device=top.device) / torch.exp2(fine)[..., None] - patch
+        slices = texels & (level == read) & ((first >= 0) & (first <= room)).all(dim=-1)
+        group = 3 * fine.int() + torch.where(slices, 2, (read > fine).int())
+    step = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
+    along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
+    sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
+    result = top.new_empty((batch, budget, channels, patch, patch), dtype=work)
+    for number in group.unique().tolist():
+        index, kind = divmod(number, 3)
+        member = group == number
+        image, site = member.nonzero(as_tuple=True)
+        if kind == 2:
+            windows = chain[index].unfold(2, patch, 1).unfold(3, patch, 1)
+            x, y = first[image, site].long().unbind(-1)
+            result[image, site] = windows[image, :, y, x].to(work)
+            continue
+        # As many of each image: some twice where one has fewer than another.
+        most = int(member.sum(dim=1).max())
+        order = member.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+        rows = torch.arange(batch, device=top.device)[:, None]
+        x, y = (2 * along[rows, order] / sides - 1).unbind(2)
+        grid = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1).flatten(1, 2)
+        values = bilinear(chain[index], grid, work)
+        if kind == 1:
+            share = (read - fine)[rows, order].repeat_interleave(patch, 1)[:, None, :, None]
+            values = torch.lerp(values, bilinear(chain[index + 1], grid, work), share)
+        values = values.unflatten(2, (most, patch)).transpose(1, 2)
+        whole = batch == 1 or image.numel() == batch * most
+        result[image, site] = values.flatten(0, 1) if whole else values[member[rows, order]]
+    if look.scale is not None:
+        scale, offset = torch.tensor([look.scale, look.offset], dtype=work, device=top.device)[..., None, None]
+        result = torch.addcmul(offset, result, scale)
+    if look.zero:
+        x, y = ((along >= 0) & (along <= sides)).unbind(2)
+        result = result * (x[:, :, None, :] & y[:, :, :, None])[:, :, None]
+    result = stored(result, look.dtype)
+    return result if levels[0].ndim == 4 else result[0]
+
+
+def _gl(ctx: Context, pyramid: Pyramid, sites: torch.Tensor, look: Look) -> torch.Tensor:
+    height, width = pyramid.size
+    channels, batch, patch = pyramid.channels, pyramid.batch, look.patch
+    budget = sites.shape[1]
+    counts = pyramid.dtype == torch.uint8  # textures hold them as fractions
+    unit = 255.0 if counts else 1.0
+    scale = (unit,) * channels if look.scale is None else tuple(unit * s for s in look.scale)
+    offset = look.offset if look.scale is not None else (0.0,) * channels
+    uniforms: dict[str, Any] = {
+        "u_size": (float(width), float(height)),
+        "u_last": float(len(pyramid) - 1),
+        "u_scale": (*scale, *(0.0,) * (4 - channels)),
+        "u_offset": (*offset, *(0.0,) * (4 - channels)),
+        "u_budget": budget,
+    }
+    defines = {
+        "CHANNELS": channels,
+        "PATCH": patch,
+        "BORDER_ZERO": look.zero,
+        "BFLOAT16": look.dtype == torch.bfloat16,
+    }
+    with ctx.active(pyramid.device):
+        textures = pyramid.textures(ctx)
+        target, result = new_planes(ctx, (batch, budget, channels, patch, patch), look.dtype)
+        table = ctx.private.lease(batch * budget * 12).write(sites.float().expand(batch, -1, -1))
+        bind_table(ctx, 1, table)
+        for first, texture in textures:
+            texture.bind(ctx.gl)
+            count = texture.key.layers
+            part = target.layers(first * budget * channels, count * budget * channels)
+            _make(ctx, part, channels, uniforms | {"u_first_site": first * budget}, defines)
+        ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+    return result if pyramid.batched else result[0]
+
+
+def _make(ctx: Context, target: Planes, channels: int, uniforms: dict[str, Any], defines: dict[str, Any]) -> None:
+    """The patches of one texture."""
+    patch = target.width
+    per_patch = channels * target.area
+    patches = target.count // channels
+    at_once = (ctx.limits.storage_bytes - 2 * ALIGNMENT) // (per_patch * target.dtype.itemsize)
+    if target.area % target.per_word or at_once == 0 or patch > LARGEST_PATCH:
+        for chunk in chunks(ctx, target):
+            first = {"u_first_plane": chunk.plane}
+            make_words(ctx, "patches_words.comp", target, chunk, uniforms=uniforms | first, defines=defines)
+        return
+    rows = 1 if patch % target.per_word == 0 else 2
+    steps = patch // rows
+    lanes = patch * rows // target.per_word
+    together = max(1, LANES_AT_ONCE // lanes)
+    # On a GPU every row has invocations of its own.
+    steps_at_once = steps if ctx.software else 1
+    shape = {"ROWS": rows, "PATCHES": together, "INVOCATIONS": lanes * together, "STEPS_AT_ONCE": steps_at_once}
+    program = ctx.programs.compute("patches.comp", PER_WORD=target.per_word, **shape, **defines)
+    for begin in range(0, patches, at_once):
+        count = min(at_once, patches - begin)
+        index = target.bind(ctx, 0, begin * per_patch, (begin + count) * per_patch - 1)
+        program.set(
+            u_first_word=(index + begin * per_patch) // target.per_word,
+            u_first_patch=begin,
+            u_patches=count,
+            u_steps=steps,
+            **uniforms,
+        )
+        groups = -(-count // together)
+        layers = -(-groups // MAX_GROUPS)
+        program.dispatch_groups(-(-groups // layers), -(-steps // steps_at_once), layers)

@@ -1,0 +1,359 @@
+"""Patches at sites: both backends against float64, and what an encoder relies on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from images import DTYPES, noise, smooth
+from oracle import gather_patches as oracle
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError, LimitError, UnsupportedError
+from gpu_lod.gather_patches import Look, reference
+
+BACKENDS: list[Any] = ["torch", "gl"]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def random_sites(batch: int, budget: int, highest: float = 6.0) -> torch.Tensor:
+    """Fractional levels, whole ones and level 0, corners and edges among them."""
+    sites = torch.rand(batch, budget, 3) * torch.tensor([1.0, 1.0, highest])
+    sites[:, ::3, 2] = sites[:, ::3, 2].floor()
+    sites[:, 0] = torch.tensor([0.0, 1.0, 0.0])
+    sites[:, -1] = torch.tensor([1.0, 0.5, 1.5])
+    return sites
+
+
+def grid_sites(height: int, width: int, patch: int, level: int = 0) -> torch.Tensor:
+    """Centres of the whole patches of a level, row-major, [K, 3]."""
+    side = patch << level
+    y, x = torch.meshgrid(torch.arange(height // side), torch.arange(width // side), indexing="ij")
+    x, y = (x.flatten() + 0.5) * side / width, (y.flatten() + 0.5) * side / height
+    return torch.stack([x, y, torch.full_like(x, float(level))], dim=-1)
+
+
+def unfolded(image: torch.Tensor, patch: int) -> torch.Tensor:
+    """The patches of [C, H, W], row-major, [K, C, P, P]."""
+    return image.unfold(1, patch, patch).unfold(2, patch, patch).permute(1, 2, 0, 3, 4).flatten(0, 1)
+
+
+def check(
+    ctx: lod.Context, pyramid: lod.Pyramid, sites: torch.Tensor, patch: int, backend: Any, border: Any = "clamp"
+) -> None:
+    found = lod.gather_patches(pyramid, sites, patch, border=border, backend=backend)
+    levels = [level if pyramid.batched else level[None] for level in pyramid.levels]
+    expected, texels, blend = oracle(levels, sites if sites.ndim == 3 else sites[None], patch, border)
+    if not pyramid.batched:
+        expected, texels, blend = expected[0], texels[0], blend[0]
+    assert found.dtype == pyramid.dtype and found.is_contiguous()
+    exact = ctx.software or backend == "torch"
+    # Rounding of a centre, to 1/1024 px, may go either way in fp32; positions are fp32. Hardware weights have 8 bits.
+    position = 2.0**-10 + max(pyramid.size) * 2.0**-22 + (0 if exact else HARDWARE_WEIGHT_ERROR)
+    slack = 2 * position * texels + (2.0**-20 if exact else HARDWARE_WEIGHT_ERROR) * blend
+    if border == "zero":  # a sample on the very border may fall to either side
+        height, width = pyramid.size
+        points = sites.expand(pyramid.batch, -1, -1).double()
+        steps = (torch.arange(patch) - (patch - 1) / 2) * 2 ** points[..., 2:]
+        x, y = points[..., :1] * width + steps, points[..., 1:2] * height + steps
+        near = [
+            (torch.minimum(at.abs(), (at - side).abs()) < 2e-3 + 1e-6 * side) for at, side in ((x, width), (y, height))
+        ]
+        edge = (near[0][..., None, :] | near[1][..., :, None])[:, :, None]
+        slack = slack + expected.abs() * (edge if pyramid.batched else edge[0])
+    assert_matches(found, expected, "trilinear", slack=slack, where=f"{backend} {border} {patch}")
+
+
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parity(ctx: lod.Context, backend: Any, dtype: torch.dtype, border: Any) -> None:
+    for shape, budget, patch in (
+        ((2, 3, 64, 96), 9, 14),
+        ((3, 1, 33, 21), 5, 16),
+        ((4, 57, 40), 6, 7),
+        ((1, 2, 1, 1), 3, 3),
+        ((1, 3, 1, 50), 4, 1),
+        ((2, 3, 40, 40), 4, 5),
+    ):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        check(ctx, pyramid, random_sites(pyramid.batch, budget), patch, backend, border)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_real_picture_at_cortical_sites(ctx: lod.Context, backend: Any, photo: torch.Tensor) -> None:
+    sites = lod.cortical_sites((0.43, 0.27), 273, (512, 512))
+    for image in (photo, photo.float() / 255):
+        check(ctx, lod.mipmap(image), sites, 14, backend)
+
+
+@pytest.mark.parametrize("patch", [1, 3, 4, 14, 15, 16, 32, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grid_sites_return_the_exact_pixels(backend: Any, dtype: torch.dtype, patch: int) -> None:
+    image = noise(3, 301, 423, dtype=dtype)
+    found = lod.gather_patches(image, grid_sites(301, 423, patch), patch, backend=backend)
+    assert torch.equal(found, unfolded(image, patch))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nodes_of_a_quadtree_return_the_exact_texels(backend: Any) -> None:
+    image = noise(3, 224, 448)
+    pyramid = lod.mipmap(image)
+    for level in (1, 2, 3):
+        found = lod.gather_patches(pyramid, grid_sites(224, 448, 14, level), 14, backend=backend)
+        assert torch.equal(found, unfolded(pyramid[level], 14))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exact_where_the_sides_of_a_large_picture_are_no_powers_of_two(backend: Any) -> None:
+    image = torch.arange(2 * 5003, dtype=torch.float32).view(1, 2, 5003)
+    centre = torch.tensor([[(4990 + 0.5) / 5003, 0.25, 0.0]])
+    found = lod.gather_patches(image, centre, 1, backend=backend)
+    assert found.item() == 4990
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_convention_offsets_and_levels(backend: Any) -> None:
+    """A ramp says where it was read: samples 2^level pixels apart, symmetric about the centre."""
+    size, patch = 256, 6
+    ramp = ((torch.arange(size) + 0.5) / size).expand(1, size, size).contiguous()
+    for level in (0.0, 0.5, 1.0, 1.75, 3.0):
+        found = lod.gather_patches(ramp, [[0.5, 0.375, level]], patch, backend=backend)
+        expected = 0.5 + (torch.arange(patch) - (patch - 1) / 2) * 2**level / size
+        assert torch.allclose(found[0, 0], expected.expand(patch, patch), atol=2e-5)
+    down = lod.gather_patches(ramp.transpose(1, 2).contiguous(), [[0.5, 0.375, 0.0]], patch, backend=backend)
+    assert torch.allclose(down[0, 0, :, 0], 0.375 + (torch.arange(patch) - 2.5) / size, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_popping_between_levels(backend: Any) -> None:
+    """A small step of the level is a small step of the patch, also across whole levels."""
+    pyramid = lod.mipmap(smooth(96, 128))
+    levels = torch.linspace(0, 4, 401)
+    sites = torch.stack([torch.full_like(levels, 0.4), torch.full_like(levels, 0.6), levels], dim=-1)
+    found = lod.gather_patches(pyramid, sites, 8, backend=backend)
+    assert float((found[1:] - found[:-1]).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_levels_past_the_last_read_the_last(backend: Any) -> None:
+    pyramid = lod.mipmap(noise(3, 32, 48))
+    far = lod.gather_patches(pyramid, [[0.5, 0.5, 7.0], [0.5, 0.5, 1e30]], 4, backend=backend)
+    assert torch.allclose(far, pyramid[-1].expand(2, 3, 4, 4), atol=1e-6)
+    short = lod.mipmap(noise(1, 64, 64), levels=2)  # read at its last level, still 2^level pixels apart
+    found = lod.gather_patches(short, [[0.5, 0.5, 3.0]], 2, backend=backend)
+    expected = lod.gather_patches(short, [[0.5 - 4 / 64, 0.5 - 4 / 64, 1.0]], 1, backend=backend)
+    assert torch.allclose(found[0, :, :1, :1], expected[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_image_equals_its_pyramid(backend: Any) -> None:
+    image, sites = noise(2, 3, 50, 70), random_sites(2, 7, 3.4)
+    whole = lod.gather_patches(lod.mipmap(image), sites, 14, backend=backend)
+    assert torch.allclose(lod.gather_patches(image, sites, 14, backend=backend), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sites_for_every_image_and_for_each(backend: Any) -> None:
+    image, sites = noise(3, 3, 40, 40), random_sites(1, 6)
+    shared = lod.gather_patches(image, sites[0], 8, backend=backend)
+    each = lod.gather_patches(image, sites.expand(3, -1, -1), 8, backend=backend)
+    assert torch.equal(shared, each) and shared.shape == (3, 6, 3, 8, 8)
+    for one in range(3):
+        single = lod.gather_patches(image[one], sites[0], 8, backend=backend)
+        assert torch.allclose(single, shared[one], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_normalised_as_image_processors_do(backend: Any, dtype: torch.dtype) -> None:
+    image = noise(2, 3, 56, 70, dtype=dtype)
+    sites = grid_sites(56, 70, 14)
+    mean, std = (0.481, 0.457, 0.408), (0.268, 0.261, 0.275)
+    unit = image.float() / (255 if dtype == torch.uint8 else 1)
+    normal = (unit - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    expected = torch.stack([unfolded(one, 14) for one in normal])
+    for into, tolerance in ((None, 1e-5), (torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+        found = lod.gather_patches(image, sites, 14, mean=mean, std=std, dtype=into, backend=backend)
+        stays = image.dtype if dtype.is_floating_point else torch.float32
+        assert found.dtype == (into or stays)
+        tolerance = max(tolerance, {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(found.dtype, 0.0))
+        assert float((found.float() - expected).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_dtypes_are_rounded_once_to_nearest(backend: Any) -> None:
+    image = noise(1, 64, 64)
+    wide = lod.gather_patches(image, grid_sites(64, 64, 16), 16, backend=backend)
+    for dtype in (torch.float16, torch.bfloat16):
+        small = lod.gather_patches(image, grid_sites(64, 64, 16), 16, dtype=dtype, backend=backend)
+        assert torch.equal(small, wide.to(dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counts_become_fractions_only_in_floats(backend: Any) -> None:
+    image = torch.full((1, 20, 20), 51, dtype=torch.uint8)
+    site = [[0.5, 0.5, 0.0]]
+    assert bool((lod.gather_patches(image, site, 4, backend=backend) == 51).all())
+    assert torch.allclose(lod.gather_patches(image, site, 4, dtype=torch.float32, backend=backend), torch.tensor(0.2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_border_zero_is_zero_after_normalisation(backend: Any) -> None:
+    image = torch.ones(1, 8, 8)
+    found = lod.gather_patches(image, [[0.0, 0.5, 0.0]], 4, border="zero", mean=[0.5], std=[0.25], backend=backend)
+    assert torch.equal(found[0, 0], torch.tensor([0.0, 0.0, 2.0, 2.0]).expand(4, 4))
+    clamped = lod.gather_patches(image, [[0.0, 0.5, 0.0]], 4, mean=[0.5], std=[0.25], backend=backend)
+    assert torch.equal(clamped, torch.full((1, 1, 4, 4), 2.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constant_stays_constant(backend: Any) -> None:
+    found = lod.gather_patches(torch.full((3, 45, 30), 0.3), random_sites(1, 20)[0], 14, backend=backend)
+    assert float((found - 0.3).abs().max()) < 1e-6
+
+
+def test_gradient_in_the_image_is_the_adjoint() -> None:
+    sites = random_sites(2, 9)
+    for border in ("clamp", "zero"):
+        for backend in BACKENDS:
+            image = noise(2, 3, 24, 30).requires_grad_()
+            y = torch.randn(2, 9, 3, 7, 7)
+            forward = (lod.gather_patches(image, sites, 7, border=border, backend=backend) * y).sum()
+            (adjoint,) = torch.autograd.grad(forward, image)
+            assert abs(float(((image * adjoint).sum() - forward).detach())) < 1e-5 * float(y.abs().sum()), backend
+
+
+def test_gradients_in_the_sites_are_the_torch_backends() -> None:
+    torch.manual_seed(3)
+    levels = [level.double()[None] for level in lod.mipmap(smooth(40, 56)).levels]
+    look = Look(4, False, None, (0.0,) * 3, torch.float64)
+    sites = torch.tensor([[[0.41, 0.37, 0.6], [0.52, 0.71, 1.3]]], dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(reference(levels, sites, look).sum(), sites)
+    for index in range(6):  # centres are rounded, so differences are taken over a wide step
+        wide = torch.zeros(6, dtype=torch.float64)
+        wide[index] = 8 / 1024 / (56, 40, 8)[index % 3]
+        step = wide.view_as(sites)
+        after, before = (reference(levels, (sites + sign * step).detach(), look).sum() for sign in (1, -1))
+        slope = float(after - before) / float(2 * wide[index])
+        assert math.isclose(float(found.flatten()[index]), slope, rel_tol=0.1, abs_tol=0.05), index
+    image = smooth(40, 56)
+    points = sites[0].detach().float().requires_grad_()
+    assert lod.explain(lod.gather_patches, lod.mipmap(image).upload(), points, 4).backend == "torch"
+    with pytest.raises(UnsupportedError, match="sites"):
+        lod.gather_patches(image, points, 4, backend="gl")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("patch", [7, 14])
+def test_low_storage_limit_splits(restored_limits: lod.Context, patch: int, dtype: torch.dtype) -> None:
+    pyramid = lod.mipmap(noise(5, 3, 32, 32, dtype=dtype), backend="gl").upload()
+    sites = random_sites(5, 20)
+    whole = lod.gather_patches(pyramid, sites, patch, backend="gl")
+    for limit in (6000, 1300):
+        restored_limits.limits.storage_bytes = limit
+        assert torch.equal(lod.gather_patches(pyramid, sites, patch, backend="gl"), whole)
+    restored_limits.limits.storage_bytes = 1024
+    with pytest.raises(LimitError, match="sites"):
+        lod.gather_patches(pyramid, sites, patch, backend="gl")
+
+
+def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+    restored_limits.limits.layers = 256
+    pyramid = lod.mipmap(noise(600, 1, 6, 6))
+    check(restored_limits, pyramid, random_sites(600, 2), 3, "gl")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+def test_65536_sites(dtype: torch.dtype) -> None:
+    image = noise(1, 64, 64, dtype=dtype)
+    sites = torch.rand(65536, 3) * torch.tensor([1.0, 1.0, 0.0])
+    found = lod.gather_patches(image, sites, 4, backend="gl")
+    expected = lod.gather_patches(image, sites, 4, backend="torch")
+    assert found.shape == (65536, 1, 4, 4)
+    assert float((found.float() - expected.float()).abs().max()) <= (1 if dtype == torch.uint8 else 2e-3)
+
+
+@pytest.mark.parametrize("patch", [1, 1030])
+def test_smallest_and_huge_patches(patch: int) -> None:
+    image = noise(1, 40, 1100)
+    site = [[0.5, 0.5, 0.0]]
+    found, expected = (lod.gather_patches(image, site, patch, backend=backend) for backend in BACKENDS)
+    assert float((found - expected).abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"sites": torch.tensor([[0.5, 1.01, 0.0]])}, r"y from .*\[0, 1\]"),
+        ({"sites": torch.tensor([[-0.1, 0.5, 0.0]])}, r"x from"),
+        ({"sites": torch.tensor([[float("nan"), 0.5, 0.0]])}, "nan"),
+        ({"sites": torch.tensor([[0.5, 0.5, -0.5]])}, "levels from -0.5"),
+        ({"sites": torch.tensor([[0.5, 0.5, float("inf")]])}, "levels"),
+        ({"sites": torch.tensor([[0.5, 0.5, float("nan")]])}, "levels"),
+        ({"sites": torch.zeros(0, 3)}, "none"),
+        ({"sites": torch.zeros(4, 2)}, r"\(4, 2\)"),
+        ({"sites": torch.zeros(3)}, r"\(3,\)"),
+        ({"sites": torch.zeros(3, 4, 3)}, r"\[2, K, 3\]"),
+        ({"sites": "everywhere"}, "sites"),
+        ({"sites": torch.zeros(4, 3, dtype=torch.complex64)}, "complex"),
+        ({"patch": 0}, "patch"),
+        ({"patch": -3}, "patch"),
+        ({"patch": 2.5}, "patch"),
+        ({"patch": True}, "patch"),
+        ({"border": "wrap"}, "'clamp', 'zero'"),
+        ({"mean": [0.5]}, "3 numbers"),
+        ({"mean": 0.5}, "3 numbers"),
+        ({"std": [1.0, 0.0, 1.0]}, "differ from 0"),
+        ({"std": [1.0, float("nan"), 1.0]}, "finite"),
+        ({"dtype": torch.int32}, "torch.float16"),
+        ({"dtype": torch.uint8, "mean": [0.5, 0.5, 0.5]}, "fractions"),
+        ({"dtype": "half"}, "torch.float16"),
+        ({"backend": "metal"}, "'torch'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], hint: str) -> None:
+    image = noise(2, 3, 16, 16)
+    good: dict[str, Any] = {"sites": torch.full((5, 3), 0.5), "patch": 4}
+    for backend in BACKENDS:
+        with pytest.raises(InputError, match=hint):
+            lod.gather_patches(image, **{"backend": backend, **good, **arguments})
+    assert lod.gather_patches(image, **good, backend="gl").shape == (2, 5, 3, 4, 4)
+
+
+def test_wrong_sources() -> None:
+    site = [[0.5, 0.5, 0.0]]
+    with pytest.raises(InputError, match="gaussian pyramid"):
+        lod.gather_patches(lod.gaussian(noise(1, 8, 8)), site, 4)
+    with pytest.raises(InputError, match="max pyramid"):
+        lod.gather_patches(lod.hiz(noise(1, 8, 8)), site, 4)
+    with pytest.raises(InputError, match="tensor"):
+        lod.gather_patches(None, site, 4)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="channels"):
+        lod.gather_patches(noise(40, 16, 16), site, 4, backend="gl")
+    assert lod.gather_patches(noise(40, 16, 16), site, 4).shape == (1, 40, 4, 4)  # feature maps
+
+
+def test_sites_changed_before_backward_change_nothing() -> None:
+    def gradient(backend: Any, *, change: bool) -> torch.Tensor:
+        torch.manual_seed(2)
+        image, sites = noise(3, 24, 30).requires_grad_(), random_sites(1, 4)[0]
+        loss = lod.gather_patches(image, sites, 6, backend=backend).square().sum()
+        if change:
+            sites.mul_(0.5)
+        return torch.autograd.grad(loss, image)[0]
+
+    for backend in BACKENDS:
+        assert torch.equal(gradient(backend, change=True), gradient(backend, change=False))
+
+
+def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor) -> None:
+    pyramid = lod.mipmap(photo)
+    sites = lod.cortical_sites((0.5, 0.5), 273, (512, 512))
+    assert lod.explain(lod.gather_patches, photo, sites).backend == "torch"
+    assert lod.explain(lod.gather_patches, pyramid, sites).backend == "torch"
+    assert lod.explain(lod.gather_patches, pyramid.upload(), sites).backend == "gl"
