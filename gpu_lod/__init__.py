@@ -5,6 +5,7 @@ from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import Culled, cull
 from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
+from gpu_lod.foveate import foveate
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.gaussian import gaussian
 from gpu_lod.hiz import hiz
@@ -29,6 +30,7 @@ __all__ = [
     "cortical_sites",
     "cull",
     "explain",
+    "foveate",
     "gather_patches",
     "gaussian",
     "hiz",

@@ -228,3 +228,25 @@ def gather_patches(
             results.append(torch.stack([value, torch.maximum(da, db), (b - a).abs()]))
     stacked = torch.stack(results).unflatten(0, (batch, -1))
     return stacked[:, :, 0], stacked[:, :, 1], stacked[:, :, 2]
+
+
+def foveate(
+    levels: list[torch.Tensor], fixation: torch.Tensor, e0: float = 0.05, bias: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, C, H, W] in float64, with the largest texel difference and the level difference at each sample."""
+    levels = [level.double() for level in levels]
+    batch, _, height, width = levels[0].shape
+    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).expand(height, width)
+    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height)[:, None].expand(height, width)
+    results = []
+    for image in range(batch):
+        fx, fy = fixation[image].double()
+        e = torch.hypot((x - fx) * width, (y - fy) * height) / max(height, width)
+        lod = (((e + e0) / e0).log2() + bias).clamp(0, len(levels) - 1)
+        fine = lod.floor().long()
+        mine = [level[image] for level in levels]
+        a, da = _bilinear(mine, fine, x, y)
+        b, db = _bilinear(mine, (fine + 1).clamp(max=len(levels) - 1), x, y)
+        results.append(torch.stack([a + (b - a) * (lod - fine), torch.maximum(da, db), (b - a).abs()]))
+    stacked = torch.stack(results)
+    return stacked[:, 0], stacked[:, 1], stacked[:, 2]

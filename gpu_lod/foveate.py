@@ -1,0 +1,389 @@
+"""Foveation: a picture as sharp as the eye would see it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks, dispatch
+from gpu_lod.bridge import gl as G
+from gpu_lod.context import Context, context_for
+from gpu_lod.dispatch import Backend, Choice, needs_grad
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.log_polar import bilinear
+from gpu_lod.mipmap import mipmap, stored
+from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.program import MAX_GROUPS
+from gpu_lod.pyramid import Pyramid, level_sizes
+from gpu_lod.texture import Texture
+from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
+
+ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
+TILE = (64, 16)
+"""(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
+
+
+def foveate(
+    src: torch.Tensor | Pyramid,
+    fixation: Any,
+    e0: float = 0.05,
+    bias: float = 0.0,
+    anisotropy: float = 1.0,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Blur a picture as eccentricity grows: sharp at the fixation, an octave less for each doubling of e + e0.
+
+    Shape: src is an image [B, C, H, W] or [C, H, W], C 1 to 4, or a mean `Pyramid` of one; the result has the image's
+        shape and dtype.
+    Units: eccentricity e in units of the longer side; fixation (x, y) in [0, 1] of width and height, y down.
+    Convention: each pixel is read at its own position at level max(0, log2((e + e0) / e0) + bias), trilinear over the
+        mean mip chain, texel i's centre at (i + 0.5) / n, clamped to the edge; past the last level the last is read.
+        With anisotropy a > 1 the footprint is 2^level pixels along the radius and 2^level / a across it, as crowding
+        zones of the visual field are; the texture unit filters it in its own way on the GL backend, and torch takes the
+        mean of ceil(a) trilinear samples along the radius, as the extension describes it. So the two differ where there
+        is detail.
+
+    Args:
+        fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
+        e0: eccentricity at which resolution has halved.
+        bias: added to the level: more is blurrier.
+        anisotropy: 1 to 16.
+        backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`).
+            Both give gradients in src, "torch" also in the fixation.
+
+    Raises:
+        InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
+            that is no mean one.
+        UnsupportedError: a backend that is not available, or anisotropy on a device without
+            GL_EXT_texture_filter_anisotropic.
+        LimitError: larger than the device allows.
+        PyramidChangedError: a level was written to since the pyramid was built.
+
+    Source: Perry and Geisler, "Gaze-contingent Real-time Simulation of Arbitrary Visual Fields" (2002); Toet and Levi
+        (1992) for zones that are longer along the radius; EXT_texture_filter_anisotropic.
+    """
+    src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
+    chosen = _choose(src, fixation, e0, bias, anisotropy, backend)
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1)
+    rule = (float(e0), float(bias), float(anisotropy))
+    if not isinstance(src, Pyramid):
+        levels = _levels(image, points, *rule[:2])
+    if chosen.backend == "torch":
+        if isinstance(src, Pyramid):
+            src.check_unchanged()
+        return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
+    checks.gl_input(image)
+    if needs_grad(points):
+        raise UnsupportedError(
+            "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
+            "fixation.detach()."
+        )
+    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
+    ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+    points = points.detach().clone()  # the backward needs them as they are now
+    (result,) = dispatch.run_gl(
+        lambda *levels: (_gl(ctx, pyramid, points, *rule),),
+        lambda *levels: (reference(list(levels), points, *rule),),
+        *pyramid.levels,
+    )
+    return result
+
+
+def _choose(
+    src: torch.Tensor | Pyramid,
+    fixation: Any,
+    e0: float = 0.05,
+    bias: float = 0.0,
+    anisotropy: float = 1.0,
+    backend: Backend = "auto",
+) -> Choice:
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    image = checks.mean_source(src, "foveate")
+    if checks.number(e0, "e0") <= 0:
+        raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
+    checks.number(bias, "bias")
+    if not 1 <= checks.number(anisotropy, "anisotropy") <= 16:
+        raise InputError(f"anisotropy is {anisotropy}; expected 1 (none) to 16.")
+    if backend != "auto":
+        return Choice(backend, "asked for")
+    if image.device.type != "cpu":
+        return dispatch.elsewhere(image.device)
+    if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
+        return Choice("torch", "the fixation requires grad")
+    if not isinstance(src, Pyramid):
+        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
+    if src.texture_context() is None:
+        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    if anisotropy > 1:
+        return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
+    return Choice("gl", "the pyramid is a texture, and the shader samples it faster than torch")
+
+
+dispatch.register(foveate, _choose)
+
+
+def _levels(image: torch.Tensor, points: torch.Tensor, e0: float, bias: float) -> int:
+    """How many levels of the chain are read."""
+    height, width = image.shape[-2:]
+    last = len(level_sizes(height, width)) - 1
+    return max(_highest((x, y), (height, width), e0, bias, last) for x, y in points.tolist()) + 1
+
+
+def _highest(fixation: tuple[float, float], size: tuple[int, int], e0: float, bias: float, last: int) -> int:
+    """The last level that is read."""
+    height, width = size
+    x, y = fixation
+    far = math.hypot(max(x, 1 - x) * width, max(y, 1 - y) * height) / max(size)
+    return min(last, math.ceil(max(0.0, math.log2(1 + far / e0) + bias)))
+
+
+def reference(
+    levels: list[torch.Tensor], fixation: torch.Tensor, e0: float, bias: float = 0.0, anisotropy: float = 1.0
+) -> torch.Tensor:
+    """The same in plain torch, in the fastest way found: from the coarsest level to the finest, each blended in over no
+    more than the box of pixels that read it.
+
+    Args:
+        levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
+        fixation: [B, 2].
+
+    Differentiable in the levels and the fixation.
+    """
+    chain = [level if level.ndim == 4 else level[None] for level in levels]
+    top = chain[0]
+    work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
+    points = fixation.to(top.device, work)
+    make = _trilinear if anisotropy == 1 else _probes
+    parts = [
+        make([level[image : image + 1] for level in chain], points[image], e0, bias, anisotropy)
+        for image in range(top.shape[0])
+    ]
+    result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
+    return result if levels[0].ndim == 4 else result[0]
+
+
+def _away(point: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [1, W] and y [H, 1] from the fixation, in units of the longer side."""
+    height, width = size
+    y = (torch.arange(height, dtype=point.dtype, device=point.device) + 0.5) / height
+    x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5) / width
+    return (x - point[0])[None] * (width / max(size)), (y - point[1])[:, None] * (height / max(size))
+
+
+def _level(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
+    """[H, W] the level of each pixel."""
+    x, y = _away(point, size)
+    # The root has no slope at 0. Its square is far below any rounding.
+    squared = ((x / e0).square() + (y / e0).square()).clamp_(min=1e-30)
+    if needs_grad(squared):
+        return ((squared.sqrt() + 1).log2() + bias).clamp(min=0)
+    return squared.sqrt_().add_(1).log2_().add_(bias).clamp_(min=0)
+
+
+def _trilinear(
+    chain: list[torch.Tensor], point: torch.Tensor, e0: float, bias: float, anisotropy: float
+) -> torch.Tensor:
+    """One image [1, C, H, W]."""
+    size = height, width = chain[0].shape[-2], chain[0].shape[-1]
+    fx, fy = point.tolist()
+    last = _highest((fx, fy), size, e0, bias, len(chain) - 1)
+    in_place = not needs_grad(point, *chain)
+    level = _level(point, size, e0, bias)
+    result = _enlarged(chain[last], last, size, (0, height, 0, width), point.dtype)
+    if last and in_place:
+        result = result.contiguous()
+    for index in range(last - 1, -1, -1):
+        # Pixels that read this level or a finer one; all where a graph must be kept.
+        reach = max(e0 * (2.0 ** (index + 1 - bias) - 1) * max(size), 0.0) if in_place else math.inf
+        y0, y1 = _span(fy * height, reach, height)
+        x0, x1 = _span(fx * width, reach, width)
+        if y0 >= y1 or x0 >= x1:
+            break
+        fine = _enlarged(chain[index], index, size, (y0, y1, x0, x1), point.dtype)
+        coarse = result[..., y0:y1, x0:x1]
+        share = level[y0:y1, x0:x1] - index
+        if in_place:
+            torch.lerp(fine, coarse, share.clamp_(0, 1), out=coarse)
+        else:
+            result = torch.lerp(fine, coarse, share.clamp(0, 1))
+    return result
+
+
+def _span(centre: float, reach: float, n: int) -> tuple[int, int]:
+    """Pixels within reach of the centre, first and one past the last."""
+    reach = min(reach, n)
+    return max(0, math.floor(centre - reach)), min(n, math.ceil(centre + reach))
+
+
+def _enlarged(
+    level: torch.Tensor, index: int, size: tuple[int, int], box: tuple[int, int, int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows y0..y1 and columns x0..x1 of a level brought to full size, bilinear."""
+    y0, y1, x0, x1 = box
+    if index == 0:
+        return level[..., y0:y1, x0:x1].to(dtype)
+
+    def part(first: int, last: int, n: int) -> tuple[int, int, int, int]:
+        """Pixels and texels of no more than that range, and a texel on both sides."""
+        whole = 1 << index
+        if n % whole:  # parts of it would be scaled by another factor
+            return 0, n, 0, max(1, n >> index)
+        begin, end = max(first // whole - 1, 0), min(-(-last // whole) + 1, n >> index)
+        return begin * whole, end * whole, begin, end
+
+    top, bottom, row, rows = part(y0, y1, size[0])
+    left, right, column, columns = part(x0, x1, size[1])
+    texels = level[..., row:rows, column:columns].to(dtype)
+    pixels = F.interpolate(texels, size=(bottom - top, right - left), mode="bilinear", align_corners=False)
+    return pixels[..., y0 - top : y1 - top, x0 - left : x1 - left]
+
+
+def _probes(chain: list[torch.Tensor], point: torch.Tensor, e0: float, bias: float, anisotropy: float) -> torch.Tensor:
+    """One image [1, C, H, W]: the mean of several trilinear samples along the radius."""
+    size = height, width = chain[0].shape[-2], chain[0].shape[-1]
+    x, y = torch.broadcast_tensors(*_away(point, size))
+    level = _level(point, size, e0, bias)
+    e = (x.square() + y.square()).clamp(min=1e-30).sqrt()
+    pixels = torch.exp2(level)
+    probes = math.ceil(anisotropy)
+    read = (level - math.log2(probes)).clamp(min=0, max=len(chain) - 1)
+    total: Any = 0
+    for probe in range(probes):
+        step = pixels * ((probe + 1) / (probes + 1) - 0.5) / e
+        at_x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5 + x * step) / width
+        at_y = (torch.arange(height, dtype=point.dtype, device=point.device)[:, None] + 0.5 + y * step) / height
+        grid = torch.stack([2 * at_x - 1, 2 * at_y - 1], dim=-1)[None]
+        for index, texels in enumerate(chain):
+            weight = (1 - (read - index).abs()).clamp(min=0)
+            if bool((weight > 0).any()):
+                total = total + weight * bilinear(texels, grid, point.dtype)
+    return torch.as_tensor(total / probes)
+
+
+def _gl(
+    ctx: Context, pyramid: Pyramid, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float
+) -> torch.Tensor:
+    height, width = pyramid.size
+    longer = max(height, width)
+    channels, batch = pyramid.channels, pyramid.batch
+    dtype = GL_DTYPES[pyramid.dtype]
+    if anisotropy > 1 and not ANISOTROPY_EXTENSIONS & ctx.extensions:
+        raise UnsupportedError(
+            f"{ctx.renderer} has no GL_EXT_texture_filter_anisotropic. Use anisotropy=1, or backend='torch'."
+        )
+    uniforms: dict[str, Any] = {
+        "u_pixel": (1 / width, 1 / height),
+        "u_box": (width / longer / e0, height / longer / e0),
+        "u_bias": bias,
+    }
+    defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
+    with ctx.active(pyramid.device):
+        textures = pyramid.textures(ctx)
+        target, result = new_planes(ctx, (batch, channels, height, width), dtype)
+        points = ctx.private.lease(batch * 8).write(fixation.float())
+        bind_table(ctx, 1, points)
+        for first, texture in textures:
+            count = texture.key.layers
+            part = target.layers(first * channels, count * channels)
+            texture.bind(ctx.gl)
+            here = uniforms | {"u_first_image": first}
+            if anisotropy > 1:
+                _anisotropic(ctx, texture, part, here | {"u_anisotropy": anisotropy}, defines)
+            elif ctx.software and width % part.per_word == 0 and part.span_fits(ctx, 0, part.elements - 1):
+                _blocks(ctx, part, fixation[first : first + count], len(pyramid), (e0, bias), here, defines)
+            else:
+                _pixels(ctx, part, here, defines)
+        ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+    if pyramid.dtype == torch.bfloat16:
+        result = result.bfloat16()
+    return result if pyramid.batched else result[0]
+
+
+def _pixels(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]) -> None:
+    """Each pixel by the texture unit."""
+    for chunk in chunks(ctx, target):
+        first = {"u_first_plane": chunk.plane}
+        make_words(
+            ctx,
+            "foveate.comp",
+            target,
+            chunk,
+            shared_channels=defines["CHANNELS"],
+            uniforms=uniforms | first,
+            defines=defines,
+        )
+
+
+def _anisotropic(
+    ctx: Context, texture: Texture, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]
+) -> None:
+    most = ctx.gl.integer(G.MAX_TEXTURE_MAX_ANISOTROPY)
+    if uniforms["u_anisotropy"] > most:
+        raise UnsupportedError(
+            f"anisotropy is {uniforms['u_anisotropy']}, and this device's texture units go to {most}. Use less, or "
+            "backend='torch'."
+        )
+    ctx.gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MAX_ANISOTROPY, most)
+    try:
+        _pixels(ctx, target, uniforms, defines | {"ANISOTROPIC": True})
+    finally:
+        ctx.gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MAX_ANISOTROPY, 1)
+
+
+def _blocks(
+    ctx: Context,
+    target: Planes,
+    fixation: torch.Tensor,
+    levels: int,
+    rule: tuple[float, float],
+    uniforms: dict[str, Any],
+    defines: dict[str, Any],
+) -> None:
+    """Filtered by the shader itself. A dispatch for each kind of tile: blocks of coarser levels touch fewer texels."""
+    size = target.height, target.width
+    least = _least_levels(fixation, size, *rule)
+    down, across = least.shape[1:]
+    # Where texels cover whole blocks, their centres lie between blocks from level 3 on, and two of a side do.
+    last = max(_highest((x, y), size, *rule, levels - 1) for x, y in fixation.tolist())
+    whole = all(n % (1 << last) == 0 for n in size)
+    kinds = [least < 2, (least >= 2) & (least < 3), least >= 3] if whole else [least < 2, least >= 2]
+    if levels <= 3:  # the last level is read in place of higher ones
+        kinds = [least >= 0]
+    lists = [np.flatnonzero(kind).astype(np.int32) for kind in kinds]
+    numbers = np.concatenate(lists) + np.int32(uniforms["u_first_image"] * across * down)
+    table = ctx.private.lease(numbers.nbytes).write(torch.from_numpy(numbers))
+    bind_table(ctx, 2, table)
+    index = target.bind(ctx, 0, 0, target.elements - 1)
+    done = 0
+    for texels, tiles in zip((4, 3, 2), map(len, lists), strict=False):
+        if tiles:
+            program = ctx.programs.compute("foveate_blocks.comp", PER_WORD=target.per_word, TEXELS=texels, **defines)
+            program.set(
+                u_first_word=index // target.per_word,
+                u_first_tile=done,
+                u_tiles=tiles,
+                u_tile_counts=(across, down),
+                u_size=(target.width, target.height),
+                **uniforms,
+            )
+            rows = -(-tiles // MAX_GROUPS)
+            program.dispatch_groups(-(-tiles // rows), rows, 1)
+        done += tiles
+
+
+def _least_levels(fixation: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> np.ndarray[Any, Any]:
+    """[B, rows, columns] the lowest level in each tile, less what rounding may make of it."""
+    points = fixation.detach().cpu().double().numpy()
+    gaps = []
+    for axis in (0, 1):
+        n = size[1 - axis]
+        begin = np.arange(0, n, TILE[axis])
+        at = points[:, axis, None] * n
+        gaps.append(np.maximum(begin - at, 0) + np.maximum(at - begin - TILE[axis], 0))
+    e = np.hypot(gaps[0][:, None, :], gaps[1][:, :, None]) / max(size)
+    return np.maximum(np.log2(1 + e / e0) + bias, 0) * 0.9999

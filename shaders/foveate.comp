@@ -1,0 +1,82 @@
+#version 430
+// A picture whose sharpness falls with eccentricity: each pixel reads the mean pyramid at its own place and its own level,
+// straight into a planar tensor.
+//
+// PER_WORD (words.glsl), CHANNELS, TO_STORED (foveate.glsl)
+// WHOLE_ROWS    (place.glsl) an invocation makes the same word of every channel, so that one fetch serves them all
+// ANISOTROPIC   footprints are u_anisotropy times as long along the radius as across it; the texture unit does the rest
+#include "words.glsl"
+#include "place.glsl"
+#include "foveate.glsl"
+
+layout(local_size_x = LOCAL_SIZE) in;
+layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
+uniform int u_first_plane;  // of the chunk's first element, counted from the texture's first image
+#ifdef ANISOTROPIC
+uniform float u_anisotropy;
+#endif
+
+vec4 foveated(int layer, vec2 fixation, ivec2 at) {
+    vec2 place = (vec2(at) + 0.5) * u_pixel;
+    vec2 away = away_from(fixation, place);
+    float level = level_at(away);
+#ifdef ANISOTROPIC
+    float e = length(away), side = exp2(level);
+    vec2 radius = e > 0.0 ? away / e : vec2(1.0, 0.0);
+    vec2 across = vec2(-radius.y, radius.x) * (side / u_anisotropy);
+    return textureGrad(t_pyramid, vec3(place, layer), radius * side * u_pixel, across * u_pixel) * TO_STORED;
+#else
+    return textureLod(t_pyramid, vec3(place, layer), level) * TO_STORED;
+#endif
+}
+
+#ifdef WHOLE_ROWS
+#if PER_WORD == 1
+#define GATHER(c) texel[0].c
+#elif PER_WORD == 2
+#define GATHER(c) vec2(texel[0].c, texel[1].c)
+#else
+#define GATHER(c) vec4(texel[0].c, texel[1].c, texel[2].c, texel[3].c)
+#endif
+
+void main() {
+    ivec2 at = ivec2(int(gl_GlobalInvocationID.x) * PER_WORD, gl_WorkGroupID.y);
+    if (at.x >= u_target_size.x) return;
+    int layer = int(gl_WorkGroupID.z) + u_first_plane / CHANNELS;
+    vec2 fixation = b_fixations[u_first_image + layer];
+    vec4 texel[PER_WORD];
+    for (int k = 0; k < PER_WORD; ++k) texel[k] = foveated(layer, fixation, at + ivec2(k, 0));
+    uint row_words = uint(u_target_size.x / PER_WORD), plane_words = row_words * uint(u_target_size.y);
+    uint target = gl_WorkGroupID.z * uint(CHANNELS) * plane_words + uint(at.y) * row_words + gl_GlobalInvocationID.x;
+    b_target[target] = pack(GATHER(r));
+#if CHANNELS > 1
+    b_target[target + plane_words] = pack(GATHER(g));
+#endif
+#if CHANNELS > 2
+    b_target[target + 2u * plane_words] = pack(GATHER(b));
+#endif
+#if CHANNELS > 3
+    b_target[target + 3u * plane_words] = pack(GATHER(a));
+#endif
+}
+
+#else
+
+void main() {
+    Place p = place();
+    if (!p.inside) return;
+    float value[PER_WORD];
+    for (int k = 0; k < PER_WORD; ++k) {
+        value[k] = 0.0;
+        if (holds(p, k)) {
+            int plane = u_first_plane + int(p.plane);
+            int layer = plane / CHANNELS;
+            vec4 texel = foveated(layer, b_fixations[u_first_image + layer], p.at);
+            int channel = plane - layer * CHANNELS;
+            value[k] = channel == 0 ? texel.r : channel == 1 ? texel.g : channel == 2 ? texel.b : texel.a;
+        }
+        advance(p);
+    }
+    b_target[p.word] = pack(VALUES_OF(value));
+}
+#endif

@@ -1,0 +1,120 @@
+#version 430
+// A foveated picture for renderers whose texture units are software: an invocation makes a block of 4 x 4 pixels, fetches
+// each texel under it once for all of them, and filters by itself. About half the time of foveate.comp on a CPU.
+//
+// PER_WORD (words.glsl): rows are whole words. CHANNELS, TO_STORED (foveate.glsl)
+// TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
+//          where the sides of all levels are halves
+#include "words.glsl"
+#include "foveate.glsl"
+
+layout(local_size_x = 16, local_size_y = 4) in;
+layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
+layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 16 pixels, numbered through the batch
+uniform int u_first_word;    // index in b_target of the texture's first element
+uniform int u_first_tile;    // of the texture's tiles in b_tiles
+uniform int u_tiles;
+uniform ivec2 u_tile_counts;  // of an image
+uniform ivec2 u_size;
+
+#if CHANNELS == 1
+#define TEXEL float
+#define SWIZZLE r
+#elif CHANNELS == 2
+#define TEXEL vec2
+#define SWIZZLE rg
+#elif CHANNELS == 3
+#define TEXEL vec3
+#define SWIZZLE rgb
+#else
+#define TEXEL vec4
+#define SWIZZLE rgba
+#endif
+
+#if PER_WORD == 1
+#define GATHER(c) texel[k].c
+#elif PER_WORD == 2
+#define GATHER(c) vec2(texel[k].c, texel[k + 1].c)
+#else
+#define GATHER(c) vec4(texel[0].c, texel[1].c, texel[2].c, texel[3].c)
+#endif
+
+float near(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
+
+void main() {
+    int turn = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
+    if (turn >= u_tiles) return;
+    int tile = b_tiles[u_first_tile + turn];
+    int per_image = u_tile_counts.x * u_tile_counts.y;
+    int image = tile / per_image, layer = image - u_first_image;
+    tile -= image * per_image;
+    int row = tile / u_tile_counts.x;
+    ivec2 at = ivec2(64, 16) * ivec2(tile - row * u_tile_counts.x, row) + 4 * ivec2(gl_LocalInvocationID.xy);
+    if (at.x >= u_size.x || at.y >= u_size.y) return;
+
+    vec2 place = (vec2(at) + 0.5) * u_pixel;
+    vec2 away = away_from(b_fixations[image], place), step_ = u_pixel * u_box;
+    float level[16];
+    TEXEL sum[16];
+    float least = 100.0, most = 0.0;
+    for (int i = 0; i < 16; ++i) {
+        level[i] = level_at(away + vec2(i & 3, i >> 2) * step_);
+        least = min(least, level[i]);
+        most = max(most, level[i]);
+        sum[i] = TEXEL(0.0);
+    }
+    int last = textureQueryLevels(t_pyramid) - 1;
+    least = min(least, float(last));
+    // Each level in its turn, for all pixels of the block: two levels, seldom three.
+    for (int l = int(least); l <= min(int(most) + 1, last); ++l) {
+        ivec2 size = max(u_size >> l, 1);
+        vec2 first = l == 0 ? vec2(at) : place * vec2(size) - 0.5;  // exact where texels are pixels
+        vec2 whole = floor(first), per_pixel = vec2(size) * u_pixel;
+        first -= whole;
+        TEXEL across[4 * TEXELS];  // rows of texels, filtered along x
+        for (int j = 0; j < TEXELS; ++j) {
+            TEXEL texels[TEXELS];
+            for (int i = 0; i < TEXELS; ++i) {
+                ivec2 from = clamp(ivec2(whole) + ivec2(i, j), ivec2(0), size - 1);
+                texels[i] = texelFetch(t_pyramid, ivec3(from, layer), l).SWIZZLE;
+            }
+            for (int x = 0; x < 4; ++x) {
+                float u = first.x + float(x) * per_pixel.x;
+                across[4 * j + x] = texels[0] * near(u);
+                for (int i = 1; i < TEXELS; ++i) across[4 * j + x] += texels[i] * near(u - float(i));
+            }
+        }
+        for (int y = 0; y < 4; ++y) {
+            float v = first.y + float(y) * per_pixel.y;
+            for (int x = 0; x < 4; ++x) {
+                TEXEL value = across[x] * near(v);
+                for (int j = 1; j < TEXELS; ++j) value += across[4 * j + x] * near(v - float(j));
+                sum[4 * y + x] += near(min(level[4 * y + x], float(last)) - float(l)) * value;
+            }
+        }
+    }
+    int row_words = u_size.x / PER_WORD, plane_words = row_words * u_size.y;
+    int target = u_first_word + (layer * CHANNELS * u_size.y + at.y) * row_words + at.x / PER_WORD;
+    for (int y = 0; y < 4; ++y) {
+        vec4 texel[4];
+        for (int x = 0; x < 4; ++x) {
+            texel[x] = vec4(0.0);
+            texel[x].SWIZZLE = sum[4 * y + x] * TO_STORED;
+        }
+        for (int k = 0; k < 4; k += PER_WORD) {
+            if (at.y + y < u_size.y && at.x + k < u_size.x) {
+                int word = target + y * row_words + k / PER_WORD;
+                b_target[word] = pack(GATHER(r));
+#if CHANNELS > 1
+                b_target[word + plane_words] = pack(GATHER(g));
+#endif
+#if CHANNELS > 2
+                b_target[word + 2 * plane_words] = pack(GATHER(b));
+#endif
+#if CHANNELS > 3
+                b_target[word + 3 * plane_words] = pack(GATHER(a));
+#endif
+            }
+        }
+    }
+}

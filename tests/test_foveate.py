@@ -1,0 +1,276 @@
+"""Foveation: both backends against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from images import DTYPES, noise, smooth
+from oracle import foveate as oracle
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.foveate import reference
+from gpu_lod.sharing import Sharing
+
+WAYS = ("torch", "gl", "texture units")
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A software renderer filters in the shader; as "texture units" it is asked to take the way of a GPU."""
+    if request.param == "texture units":
+        monkeypatch.setattr(Sharing, "software", False)
+    yield request.param
+
+
+each_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+def run(src: Any, fixation: Any, way: str, **options: Any) -> torch.Tensor:
+    return lod.foveate(src, fixation, backend="torch" if way == "torch" else "gl", **options)
+
+
+def check(ctx: lod.Context, pyramid: lod.Pyramid, fixation: torch.Tensor, way: str, **options: float) -> None:
+    found = run(pyramid, fixation, way, **options)
+    levels = [level if pyramid.batched else level[None] for level in pyramid.levels]
+    expected, texels, blend = oracle(levels, fixation.expand(pyramid.batch, 2), **options)
+    if not pyramid.batched:
+        expected, texels, blend = expected[0], texels[0], blend[0]
+    assert found.dtype == pyramid.dtype and found.shape == pyramid[0].shape and found.is_contiguous()
+    exact = ctx.renderer.startswith("llvmpipe") or way == "torch"
+    # Positions are fp32, and so is the logarithm. Hardware weights have 8 bits.
+    position = max(pyramid.size) * 2.0**-22 + (0 if exact else HARDWARE_WEIGHT_ERROR)
+    slack = 2 * position * texels + (2.0**-18 if exact else HARDWARE_WEIGHT_ERROR) * blend
+    assert_matches(found, expected, "trilinear", slack=slack, where=f"{way} {options}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_way
+def test_parity(ctx: lod.Context, way: str, dtype: torch.dtype) -> None:
+    for shape in (
+        (2, 3, 64, 96),
+        (3, 1, 33, 21),
+        (4, 57, 40),
+        (1, 2, 1, 1),
+        (1, 3, 1, 50),
+        (2, 2, 130, 3),
+        (3, 128, 128),
+    ):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        for options in ({}, {"e0": 0.5}, {"e0": 0.004, "bias": 0.7}, {"bias": -2.0}):
+            check(ctx, pyramid, torch.rand(pyramid.batch, 2), way, **options)
+
+
+@each_way
+def test_real_pictures(ctx: lod.Context, way: str, photo: torch.Tensor, page: torch.Tensor) -> None:
+    for image in (photo, page, photo.float() / 255, photo[:, :400, :333].contiguous()):
+        check(ctx, lod.mipmap(image), torch.tensor([0.43, 0.27]), way)
+
+
+@each_way
+def test_corners_and_texel_centres(ctx: lod.Context, way: str) -> None:
+    pyramid = lod.mipmap(noise(5, 3, 41, 61))
+    points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.5]])
+    check(ctx, pyramid, points, way)
+
+
+@each_way
+def test_short_pyramids_read_their_last_level(ctx: lod.Context, way: str) -> None:
+    for levels in (1, 2, 3, 4):
+        check(ctx, lod.mipmap(noise(3, 96, 128), levels=levels), torch.tensor([0.3, 0.6]), way, bias=1.0)
+
+
+@each_way
+def test_image_equals_its_pyramid(way: str) -> None:
+    image, fixation = noise(2, 3, 50, 70), torch.rand(2, 2)
+    assert torch.allclose(run(image, fixation, way), run(lod.mipmap(image), fixation, way), atol=1e-6)
+
+
+@each_way
+def test_convention_sharp_at_the_fixation_and_an_octave_at_e0(way: str) -> None:
+    """With bias 0 the pixel on the fixation is itself, and at e = e0 level 1 is read."""
+    image = noise(1, 128, 128)
+    pyramid = lod.mipmap(image)
+    at = (torch.tensor([40, 88]) + 0.5) / 128  # x, y
+    found = run(pyramid, at, way, e0=16 / 128)
+    assert math.isclose(float(found[0, 88, 40]), float(image[0, 88, 40]), abs_tol=1e-6)
+    for x, y in ((56, 88), (40, 72)):  # 16 pixels to the right, and up
+        level1 = lod.gather_patches(pyramid, [[(x + 0.5) / 128, (y + 0.5) / 128, 1.0]], 1, backend="torch")
+        assert math.isclose(float(found[0, y, x]), float(level1), abs_tol=1e-5)
+
+
+@each_way
+def test_circles_stay_circles_on_wide_images(way: str) -> None:
+    """Equally far in pixels is equally blurred, across and down: a chessboard's contrast tells the level."""
+    y, x = torch.meshgrid(torch.arange(100), torch.arange(200), indexing="ij")
+    found = run(((x + y) % 2).float()[None], (100.5 / 200, 50.5 / 100), way, e0=0.3)
+    contrast = (found[0] - 0.5).abs()
+    assert torch.allclose(contrast[50, 100:140], contrast[50:90, 100], atol=1e-5)
+    assert 0.1 < float(contrast[50, 130]) < 0.4
+
+
+@each_way
+def test_constant_stays_constant(way: str) -> None:
+    found = run(torch.full((3, 45, 30), 0.3), (0.2, 0.9), way)
+    assert float((found - 0.3).abs().max()) < 1e-6
+
+
+@each_way
+def test_blur_grows_with_eccentricity(way: str, photo: torch.Tensor) -> None:
+    image = photo.float() / 255
+    found = run(image, (0.5, 0.5), way)
+    loss = (found - image).square().mean(0)
+    y, x = torch.meshgrid(torch.arange(512) - 255.5, torch.arange(512) - 255.5, indexing="ij")
+    e = torch.hypot(x, y) / 512
+    rings = [float(loss[(e >= low) & (e < low + 0.1)].mean()) for low in (0.0, 0.1, 0.2, 0.3)]
+    assert rings[0] < rings[1] < rings[2] and rings[0] < rings[3]
+
+
+def test_gradient_in_the_image_is_the_adjoint() -> None:
+    for backend in ("torch", "gl"):
+        image = noise(2, 3, 24, 30).requires_grad_()
+        y = torch.randn(2, 3, 24, 30)
+        forward = (lod.foveate(image, torch.rand(2, 2), backend=backend) * y).sum()  # type: ignore[arg-type]
+        (adjoint,) = torch.autograd.grad(forward, image)
+        assert abs(float(((image * adjoint).sum() - forward).detach())) < 1e-5 * float(y.abs().sum()), backend
+
+
+def test_reference_with_a_graph_equals_the_one_without() -> None:
+    levels = list(lod.mipmap(noise(2, 3, 48, 64)).levels)
+    fixation = torch.rand(2, 2)
+    plain = reference(levels, fixation, 0.05)
+    graph = reference([level.clone().requires_grad_() for level in levels], fixation, 0.05)
+    assert graph.requires_grad
+    assert torch.allclose(plain, graph, atol=1e-6)
+
+
+def test_gradcheck_of_the_reference() -> None:
+    torch.manual_seed(1)
+    levels = [level.double()[None].requires_grad_() for level in lod.mipmap(noise(1, 6, 9)).levels]
+    fixation = torch.tensor([[0.31, 0.62]], dtype=torch.float64, requires_grad=True)
+
+    def function(point: torch.Tensor, *chain: torch.Tensor) -> torch.Tensor:
+        return reference(list(chain), point, 0.2)
+
+    assert torch.autograd.gradcheck(function, (fixation, *levels), atol=1e-4)
+
+
+def test_fixation_gradients_are_the_torch_backends() -> None:
+    image = smooth(40, 40)
+    fixation = torch.tensor([0.4, 0.6], requires_grad=True)
+    (gradient,) = torch.autograd.grad(lod.foveate(image, fixation).square().sum(), fixation)
+    assert float(gradient.abs().sum()) > 0
+    with pytest.raises(UnsupportedError, match="fixation"):
+        lod.foveate(image, fixation, backend="gl")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+def test_low_storage_limit_splits(restored_limits: lod.Context, dtype: torch.dtype) -> None:
+    pyramid = lod.mipmap(noise(5, 3, 32, 32, dtype=dtype), backend="gl").upload()
+    fixation = torch.rand(5, 2)
+    whole = lod.foveate(pyramid, fixation, backend="gl")
+    restored_limits.limits.storage_bytes = 5500
+    split = lod.foveate(pyramid, fixation, backend="gl")
+    assert float((split.float() - whole.float()).abs().max()) <= (1 if dtype == torch.uint8 else 1e-3)
+
+
+def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+    restored_limits.limits.layers = 256
+    check(restored_limits, lod.mipmap(noise(600, 1, 6, 6)), torch.rand(600, 2), "gl")
+
+
+def test_no_anisotropy_is_anisotropy_of_one() -> None:
+    levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
+    point = torch.tensor([[0.4, 0.6]])
+    from gpu_lod.foveate import _probes, _trilinear
+
+    assert torch.allclose(
+        _probes(levels, point[0], 0.05, 0.0, 1.0), _trilinear(levels, point[0], 0.05, 0.0, 1.0), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_anisotropy_keeps_detail_across_the_radius(backend: Any) -> None:
+    """Right of the fixation the radius lies along x: stripes along it stay, stripes across it go."""
+    size = 256
+    along = ((torch.arange(size) // 2 % 2).float())[:, None].expand(1, size, size).contiguous()  # horizontal stripes
+    across = along.transpose(1, 2).contiguous()
+    place = slice(120, 136), slice(200, 216)
+    contrast = {}
+    for a in (1.0, 4.0, 16.0):
+        for name, image in (("along", along), ("across", across)):
+            found = lod.foveate(image, (0.5, 0.5), e0=0.1, anisotropy=a, backend=backend)
+            contrast[a, name] = float(found[0][place].std())
+    assert contrast[16.0, "along"] > 3 * contrast[1.0, "along"]
+    assert contrast[4.0, "along"] > 1.5 * contrast[1.0, "along"]
+    assert contrast[16.0, "along"] > 3 * contrast[16.0, "across"]
+
+
+def test_anisotropy_of_a_smooth_picture_is_alike_on_both_backends() -> None:
+    image = smooth(120, 160)
+    for a in (1.5, 4.0, 16.0):
+        found, expected = (lod.foveate(image, (0.4, 0.3), anisotropy=a, backend=b) for b in ("gl", "torch"))  # type: ignore[arg-type]
+        difference = (found - expected).abs()
+        assert float(difference[:, 10:-10, 10:-10].max()) < 0.006
+        assert float(difference.max()) < 0.05  # at the edge the two see another part of what is outside
+    flat = lod.foveate(torch.full((1, 40, 40), 0.3), (0.4, 0.3), anisotropy=8, backend="gl")
+    assert float((flat - 0.3).abs().max()) < 1e-5
+
+
+def test_anisotropy_leaves_the_texture_as_it_was() -> None:
+    pyramid = lod.mipmap(noise(3, 64, 64)).upload()
+    before = lod.log_polar(pyramid, (0.5, 0.5), 16, 32, generator="compute")
+    lod.foveate(pyramid, (0.5, 0.5), anisotropy=16, backend="gl")
+    assert torch.equal(lod.log_polar(pyramid, (0.5, 0.5), 16, 32, generator="compute"), before)
+
+
+def test_no_anisotropy_without_the_extension(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctx, "extensions", ctx.extensions - {name for name in ctx.extensions if "aniso" in name})
+    with pytest.raises(UnsupportedError, match="anisotropy=1"):
+        lod.foveate(noise(1, 8, 8), (0.5, 0.5), anisotropy=2, backend="gl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"fixation": (float("nan"), 0.5)}, "nan"),
+        ({"fixation": (1.2, 0.5)}, r"\[0, 1\]"),
+        ({"fixation": torch.rand(3, 2)}, r"\[2, 2\]"),
+        ({"e0": 0.0}, "e0"),
+        ({"e0": -1}, "e0"),
+        ({"e0": float("inf")}, "finite"),
+        ({"e0": "wide"}, "number"),
+        ({"bias": float("nan")}, "finite"),
+        ({"anisotropy": 0.5}, "1 .none. to 16"),
+        ({"anisotropy": 17}, "1 .none. to 16"),
+        ({"backend": "metal"}, "'torch'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], hint: str) -> None:
+    image = noise(2, 3, 16, 16)
+    for backend in ("torch", "gl"):
+        with pytest.raises(InputError, match=hint):
+            lod.foveate(image, **{"backend": backend, "fixation": (0.5, 0.5), **arguments})
+    assert lod.foveate(image, (0.5, 0.5), backend="gl").shape == image.shape
+
+
+def test_wrong_sources() -> None:
+    with pytest.raises(InputError, match="gaussian pyramid"):
+        lod.foveate(lod.gaussian(noise(1, 8, 8)), (0.5, 0.5))
+    with pytest.raises(InputError, match="tensor"):
+        lod.foveate(None, (0.5, 0.5))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="channels"):
+        lod.foveate(noise(5, 8, 8), (0.5, 0.5))
+
+
+def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor) -> None:
+    pyramid = lod.mipmap(photo)
+    assert lod.explain(lod.foveate, photo, (0.5, 0.5)).backend == "torch"
+    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
+    assert lod.explain(lod.foveate, pyramid.upload(), (0.5, 0.5)).backend == "gl"
+    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "torch"
