@@ -35,6 +35,7 @@ Device = Annotated[
 Backend = Annotated[
     Literal["auto", "gl", "torch"], typer.Option(help="auto takes what measures fastest; a name is used or fails.")
 ]
+Eccentricity = Annotated[float, typer.Option(help="Eccentricity of half resolution, in units of the longer side.")]
 Fixation = Annotated[str, typer.Option(metavar="X,Y", help="Fixation in fractions of width and height, y down.")]
 
 
@@ -232,6 +233,78 @@ def log_polar(
         mapped = lod.log_polar(picture, points, rings, wedges, **arguments)
         images.save(mapped, path)
     _report("log-polar", image, [path], [mapped], choice, as_json)
+
+
+@app.command()
+def foveate(
+    image: Picture,
+    fixation: Fixation = "0.5,0.5",
+    e0: Eccentricity = 0.05,
+    bias: Annotated[float, typer.Option(help="Added to the level: more is blurrier.")] = 0.0,
+    anisotropy: Annotated[
+        float, typer.Option(min=1, max=16, help="How much longer footprints are along the radius than across it.")
+    ] = 1.0,
+    level_map: Annotated[bool, typer.Option("--map/--no-map", help="The map of the levels beside the picture.")] = True,
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a picture as sharp as the eye would see it that looks at the fixation, beside the map of its levels."""
+    from gpu_lod import drawing
+    from gpu_lod.foveate import level_map as levels_of
+
+    path = _path(image, "foveate", output)
+    point = _fixation(fixation)
+    with _on(device), printing.busy("foveate"):
+        picture = images.load(image)
+        arguments: dict[str, Any] = {
+            "e0": e0, "bias": bias, "anisotropy": anisotropy, "backend": _backend(backend, device)
+        }  # fmt: skip
+        choice = lod.explain(lod.foveate, picture, point, **arguments)
+        seen = lod.foveate(picture, point, **arguments)
+        drawn = seen
+        if level_map:
+            height, width = picture.shape[-2:]
+            levels = levels_of(torch.tensor(point), (height, width), e0, bias)
+            last = max(height, width).bit_length() - 1
+            drawn = drawing.beside_level_map(seen, levels.clamp(max=last), point)
+        images.save(drawn, path)
+    _report("foveate", image, [path], [seen], choice, as_json)
+
+
+@app.command()
+def sites(
+    image: Picture,
+    fixation: Fixation = "0.5,0.5",
+    budget: Annotated[int, typer.Option(min=1, help="How many.")] = 273,
+    patch: Annotated[int, typer.Option(min=1, help="Samples along a patch's side.")] = PATCH,
+    e0: Eccentricity = 0.05,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the cortical sites of a picture: circles as wide as the patch that a token sees, fine ones dark."""
+    from gpu_lod import drawing
+
+    path = _path(image, "sites", output)
+    point = _fixation(fixation)
+    with printing.busy("sites"):
+        picture = images.load(image)
+        height, width = picture.shape[-2:]
+        found = lod.cortical_sites(point, budget, (height, width), patch, e0)
+        images.save(drawing.footprints(picture, found, patch), path)
+    if as_json:
+        _print_json(
+            {
+                "verb": "cortical_sites",
+                "input": str(image),
+                "output": [str(path)],
+                "patch": patch,
+                "sites": found.tolist(),
+            }
+        )
+    else:
+        _wrote([path])
 
 
 def _on(device: int | None) -> AbstractContextManager[Any]:

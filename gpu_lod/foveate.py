@@ -175,7 +175,7 @@ def _away(point: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, tor
     return (x - point[0])[None] * (width / max(size)), (y - point[1])[:, None] * (height / max(size))
 
 
-def _level(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
+def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
     """[H, W] the level of each pixel."""
     x, y = _away(point, size)
     # The root has no slope at 0. Its square is far below any rounding.
@@ -193,7 +193,7 @@ def _trilinear(
     fx, fy = point.tolist()
     last = _highest((fx, fy), size, e0, bias, len(chain) - 1)
     in_place = not needs_grad(point, *chain)
-    level = _level(point, size, e0, bias)
+    level = level_map(point, size, e0, bias)
     result = _enlarged(chain[last], last, size, (0, height, 0, width), point.dtype)
     if last and in_place:
         result = result.contiguous()
@@ -247,7 +247,7 @@ def _probes(chain: list[torch.Tensor], point: torch.Tensor, e0: float, bias: flo
     """One image [1, C, H, W]: the mean of several trilinear samples along the radius."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
     x, y = torch.broadcast_tensors(*_away(point, size))
-    level = _level(point, size, e0, bias)
+    level = level_map(point, size, e0, bias)
     e = (x.square() + y.square()).clamp(min=1e-30).sqrt()
     pixels = torch.exp2(level)
     probes = math.ceil(anisotropy)

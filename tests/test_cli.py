@@ -221,6 +221,33 @@ def test_log_polar(tmp_path: Path, picture: Path) -> None:
     assert (load(tmp_path / "gl.png").int() - expected.int()).abs().max() <= 2
 
 
+def test_foveate(tmp_path: Path, picture: Path) -> None:
+    options = ("--fixation", "0.25,0.5", "--e0", "0.1", "--bias", "0.5")
+    found = json.loads(done(tmp_path, "foveate", "cat.png", *options, "--no-map", "--json"))
+    image = load(picture)
+    expected = lod.foveate(image, (0.25, 0.5), e0=0.1, bias=0.5, backend="torch")
+    assert found["shapes"] == [list(image.shape)]
+    assert torch.equal(load(tmp_path / "out" / "cat.foveate.png"), expected)
+
+    done(tmp_path, "foveate", "cat.png", *options, "-o", "map.png")
+    drawn = load(tmp_path / "map.png")
+    height, width = image.shape[-2:]
+    assert torch.equal(drawn[:3, :, :width], expected[:3])  # the picture, pixel for pixel
+    assert drawn.shape[1] == height and drawn.shape[2] > 2 * width
+    near, far = (drawn[:, height // 2, drawn.shape[2] // 2 + at].int() for at in (-width // 4, width // 4))
+    assert (near - far).abs().max() > 20  # another level, another colour
+
+
+def test_sites(tmp_path: Path, picture: Path) -> None:
+    found = json.loads(done(tmp_path, "sites", "cat.png", "--budget", "20", "--patch", "4", "--json"))
+    height, width = load(picture).shape[-2:]
+    expected = lod.cortical_sites((0.5, 0.5), 20, (height, width), 4)
+    assert torch.equal(torch.tensor(found["sites"]), expected)
+    assert done(tmp_path, "sites", "cat.png", "-o", "all.png") == "wrote all.png\n"
+    drawn, plain = load(tmp_path / "all.png"), load(picture)
+    assert drawn.shape[1] % plain.shape[1] == 0 and drawn.shape[1] >= plain.shape[1]
+
+
 def test_exif_alpha_and_16_bits_get_through(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: stored on its side
@@ -267,6 +294,9 @@ def test_bad_options(tmp_path: Path, picture: Path) -> None:
         ("log-polar cat.png --fixation 2,0.5", 2, "'--fixation': '2,0.5'"),
         ("log-polar cat.png --fixation nan,0", 2, "'--fixation': 'nan,0'"),
         ("log-polar cat.png --fixation middle", 2, "'--fixation': 'middle'"),
+        ("foveate cat.png --anisotropy 17", 2, "'--anisotropy'"),
+        ("foveate cat.png --e0 0", 2, "e0 is 0"),
+        ("sites cat.png --budget 0", 2, "'--budget'"),
         ("mipmap cat.png --generator fast", 2, "'fast' is not one of 'auto'"),
         ("mipmap cat.png --levels 99", 2, "levels is 99"),
         ("hiz cat.png --device 99", 2, "there is no EGL device 99"),
