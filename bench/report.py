@@ -30,6 +30,8 @@ def _job(row: dict[str, Any]) -> str:
     note = f"; {row['note']}" if row["note"] else ""
     if "torch one comparison" in row["sides"]:  # the honest opponent of cull, which gives the mask alone
         note += f"; for the mask alone one torch comparison takes {_ms(row, 'torch one comparison')}"
+    if "gl a call for each image" in row["sides"]:
+        note += f"; a call for each image takes {_ms(row, 'gl a call for each image')}"
     if row.get("dropped"):  # of no machine's OpenGL, or of this machine's compiler: the file says why
         note += f"; without {', '.join(sorted(row['dropped']))}"
     return f"{batch}{row['channels']} x {height} x {width} {row['dtype']}, {row['cache']}{note}"

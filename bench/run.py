@@ -1,6 +1,6 @@
 """Run the benchmarks and write bench/results/<device>.json, a plot beside it, and the table on the terminal.
 
-python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids] [--out FILE]
+python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers] [--out FILE]
 python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
 """
 
@@ -15,6 +15,7 @@ import bench_hiz
 import bench_log_polar
 import bench_mipmap
 import bench_pyramids
+import bench_samplers
 import report
 import torch
 from rich.console import Console
@@ -31,7 +32,7 @@ SIDES = [
 ]
 BATCHES = [(224, 224, 8), (224, 224, 32), (1024, 1024, 8)]
 SQUARE = [(1024, 1024, 1)]
-VERBS = "mipmap,hiz,log_polar,pyramids"
+VERBS = "mipmap,hiz,log_polar,pyramids,samplers"
 F32, SMALL = [torch.float32], [torch.uint8, torch.float16]
 
 
@@ -65,6 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
         "pyramids": lambda: [
             *bench_pyramids.rows([sizes[0], *square, *sizes[-2:]], seconds),
             *bench_pyramids.inverse(seconds),
+        ],
+        "samplers": lambda: [
+            *bench_samplers.foveate([sizes[0], *square, *sizes[-2:]], F32, seconds),
+            *bench_samplers.foveate(square, SMALL, seconds),
+            *bench_samplers.foveate_at_one_place(seconds),
+            *bench_samplers.gather_patches([*square, *sizes[-1:]], F32, seconds),
+            *bench_samplers.gather_patches(square, SMALL, seconds),
+            *bench_samplers.batches(seconds),
         ],
     }
     rows: list[Row] = []

@@ -143,7 +143,12 @@ def _highest(fixation: tuple[float, float], size: tuple[int, int], e0: float, bi
 
 
 def reference(
-    levels: list[torch.Tensor], fixation: torch.Tensor, e0: float, bias: float = 0.0, anisotropy: float = 1.0
+    levels: list[torch.Tensor],
+    fixation: torch.Tensor,
+    e0: float,
+    bias: float = 0.0,
+    anisotropy: float = 1.0,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, in the fastest way found: from the coarsest level to the finest, each blended in over no
     more than the box of pixels that read it.
@@ -151,6 +156,7 @@ def reference(
     Args:
         levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
         fixation: [B, 2].
+        kept: what `level_map` gave, for one image and a fixation that stays; worked out if None.
 
     Differentiable in the levels and the fixation.
     """
@@ -158,11 +164,13 @@ def reference(
     top = chain[0]
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
     points = fixation.to(top.device, work)
-    make = _trilinear if anisotropy == 1 else _probes
-    parts = [
-        make([level[image : image + 1] for level in chain], points[image], e0, bias, anisotropy)
-        for image in range(top.shape[0])
-    ]
+    parts = []
+    for image, point in enumerate(points):
+        one = [level[image : image + 1] for level in chain]
+        level = level_map(point, (top.shape[-2], top.shape[-1]), e0, bias) if kept is None else kept
+        parts.append(
+            _trilinear(one, point, level, e0, bias) if anisotropy == 1 else _probes(one, point, level, anisotropy)
+        )
     result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
     return result if levels[0].ndim == 4 else result[0]
 
@@ -186,14 +194,13 @@ def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float
 
 
 def _trilinear(
-    chain: list[torch.Tensor], point: torch.Tensor, e0: float, bias: float, anisotropy: float
+    chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor, e0: float, bias: float
 ) -> torch.Tensor:
     """One image [1, C, H, W]."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
     fx, fy = point.tolist()
     last = _highest((fx, fy), size, e0, bias, len(chain) - 1)
     in_place = not needs_grad(point, *chain)
-    level = level_map(point, size, e0, bias)
     result = _enlarged(chain[last], last, size, (0, height, 0, width), point.dtype)
     if last and in_place:
         result = result.contiguous()
@@ -243,11 +250,10 @@ def _enlarged(
     return pixels[..., y0 - top : y1 - top, x0 - left : x1 - left]
 
 
-def _probes(chain: list[torch.Tensor], point: torch.Tensor, e0: float, bias: float, anisotropy: float) -> torch.Tensor:
+def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor, anisotropy: float) -> torch.Tensor:
     """One image [1, C, H, W]: the mean of several trilinear samples along the radius."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
     x, y = torch.broadcast_tensors(*_away(point, size))
-    level = level_map(point, size, e0, bias)
     e = (x.square() + y.square()).clamp(min=1e-30).sqrt()
     pixels = torch.exp2(level)
     probes = math.ceil(anisotropy)

@@ -185,13 +185,14 @@ def test_more_images_than_layers(restored_limits: lod.Context) -> None:
 
 
 def test_no_anisotropy_is_anisotropy_of_one() -> None:
-    levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
-    point = torch.tensor([[0.4, 0.6]])
-    from gpu_lod.foveate import _probes, _trilinear
+    from gpu_lod.foveate import _probes, _trilinear, level_map
 
-    assert torch.allclose(
-        _probes(levels, point[0], 0.05, 0.0, 1.0), _trilinear(levels, point[0], 0.05, 0.0, 1.0), atol=1e-5
-    )
+    levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
+    point = torch.tensor([0.4, 0.6])
+    level = level_map(point, (40, 56), 0.05, 0.0)
+    assert torch.allclose(_probes(levels, point, level, 1.0), _trilinear(levels, point, level, 0.05, 0.0), atol=1e-5)
+    kept = reference(levels, point[None], 0.05, kept=level)
+    assert torch.equal(kept, reference(levels, point[None], 0.05))
 
 
 @pytest.mark.parametrize("backend", ["torch", "gl"])

@@ -19,6 +19,7 @@ from torch.utils import _pytree
 
 import gpu_lod as lod
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError
+from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_reference
 from gpu_lod.laplacian import collapse_reference, expand
 from gpu_lod.laplacian import reference as laplacian_reference
@@ -219,3 +220,22 @@ def test_collapse_wants_a_laplacian_pyramid() -> None:
     with pytest.raises(PyramidChangedError):
         lod.collapse(pyramid)
     assert lod.explain(lod.collapse, lod.laplacian(smooth(8, 8))).backend == "torch"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # its own
+def test_convention_beside_kornia() -> None:
+    """kornia's pyrdown blurs with the same binomial and mirrors alike, but then resamples bilinearly, halfway between
+    samples: our level is every other sample of its blurred picture, its own the mean of 2 x 2 of them."""
+    from kornia.filters import filter2d
+    from kornia.geometry.transform import build_pyramid, pyrdown
+
+    image = noise(2, 3, 40, 56)
+    side = torch.tensor(BINOMIAL)
+    blurred = filter2d(image, (side[:, None] * side)[None], border_type="reflect")
+    for backend in BACKENDS:
+        ours = lod.gaussian(image, 2, backend=backend)[1]
+        assert torch.allclose(ours, blurred[..., ::2, ::2], atol=1e-6)
+    theirs = pyrdown(image)
+    assert torch.allclose(theirs, torch.nn.functional.avg_pool2d(blurred, 2), atol=1e-6)
+    assert torch.allclose(build_pyramid(image, 2)[1], theirs, atol=1e-6)
+    assert float((theirs - ours).abs().max()) > 0.05  # not the same grid

@@ -1,0 +1,161 @@
+"""Foveation and patches from a pyramid that is there, at a new fixation every call; and batches in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from inputs import inputs_for, job, picture
+from rows import Row
+from timer import race
+
+import gpu_lod as lod
+from gpu_lod.foveate import level_map, reference
+
+Size = tuple[int, int, int]
+READY = "from a prebuilt pyramid, a texture already"
+BUDGET = 273
+
+
+def _foveate_every_level(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
+    """The way one writes it first: bring every level to full size, blend by weight."""
+    height, width = pyramid.size
+    total = torch.zeros(())
+    level = torch.stack([level_map(point, (height, width), 0.05, 0.0) for point in fixation])[:, None]
+    for index, image in enumerate(pyramid):
+        weight = (1 - (level - index).abs()).clamp(min=0)
+        if weight.any():
+            total = total + weight * F.interpolate(image.float(), (height, width), mode="bilinear")
+    return total
+
+
+def _patches_every_level(pyramid: lod.Pyramid, sites: torch.Tensor, patch: int = 14) -> torch.Tensor:
+    """The same of patches: all samples of every level that a site reads, blended by weight."""
+    height, width = pyramid.size
+    sites = sites.expand(pyramid.batch, -1, -1)
+    steps = torch.arange(patch) - (patch - 1) / 2
+    step = torch.exp2(sites[..., 2, None])
+    x = (sites[..., 0, None] + steps * step / width)[:, :, None, :].expand(-1, -1, patch, -1)
+    y = (sites[..., 1, None] + steps * step / height)[:, :, :, None].expand(-1, -1, -1, patch)
+    grid = torch.stack([2 * x - 1, 2 * y - 1], -1).flatten(2, 3)
+    total = torch.zeros(())
+    for index, image in enumerate(pyramid):
+        weight = (1 - (sites[..., 2] - index).abs()).clamp(min=0)
+        if weight.any():
+            sampled = F.grid_sample(image.float(), grid, padding_mode="border", align_corners=False)
+            total = total + weight[:, None, :, None] * sampled
+    return total.transpose(1, 2).unflatten(-1, (patch, patch))
+
+
+def _at(sample: Callable[..., object], points: Iterator[torch.Tensor]) -> Callable[[Any], object]:
+    return lambda src: sample(src, next(points))
+
+
+def foveate(sizes: list[Size], dtypes: list[torch.dtype], seconds: float) -> Iterator[Row]:
+    for height, width, batch in sizes:
+        for dtype in dtypes:
+            image = picture(height, width, batch=batch, dtype=dtype)
+            pyramids = inputs_for(image, "warm", lambda x: lod.mipmap(x).upload())
+            points = cycle(torch.rand(64, batch, 2).unbind())
+            sides: dict[str, Callable[[], object]] = {
+                name: job(_at(way, points), pyramids)
+                for name, way in (
+                    ("auto", lod.foveate),
+                    ("gl compute", partial(lod.foveate, backend="gl")),
+                    ("torch coarse to fine, boxes", partial(lod.foveate, backend="torch")),
+                    ("torch every level", _foveate_every_level),
+                )
+            }
+            yield Row(
+                "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], "warm", 2 * image.nbytes,
+                race(sides, seconds=seconds), note=READY,
+            )  # fmt: skip
+
+
+def foveate_at_one_place(seconds: float) -> Iterator[Row]:
+    """Torch may keep what depends on the fixation alone; the shader works it out at each call."""
+    image = picture(1024, 1024)
+    pyramid = lod.mipmap(image).upload()
+    point = torch.tensor([[0.4, 0.6]])
+    kept = level_map(point[0], (1024, 1024), 0.05, 0.0)
+    sides: dict[str, Callable[[], object]] = {
+        "gl compute": partial(lod.foveate, pyramid, point, backend="gl"),
+        "torch coarse to fine, boxes, levels kept": lambda: reference(list(pyramid.levels), point, 0.05, kept=kept),
+    }
+    yield Row(
+        "foveate", "end to end", 1024, 1024, 1, 3, "float32", "warm", 2 * image.nbytes,
+        race(sides, seconds=seconds), note=f"{READY}; the fixation stays, and torch has kept its level map",
+    )  # fmt: skip
+
+
+def _grid_sites(height: int, width: int, batch: int, patch: int) -> torch.Tensor:
+    """A random choice of the patches of the grid, as a top-k gives them."""
+    columns = width // patch
+    chosen = torch.stack([torch.randperm(columns * (height // patch))[:BUDGET] for _ in range(batch)])
+    x, y = (chosen % columns + 0.5) * patch / width, (chosen // columns + 0.5) * patch / height
+    return torch.stack([x, y, torch.zeros_like(x)], dim=-1)
+
+
+def gather_patches(sizes: list[Size], dtypes: list[torch.dtype], seconds: float) -> Iterator[Row]:
+    """273 patches of 14 x 14: cortical sites of fractional level, and patches of the grid."""
+    for height, width, batch in sizes:
+        for dtype in dtypes:
+            image = picture(height, width, batch=batch, dtype=dtype)
+            pyramids = inputs_for(image, "warm", lambda x: lod.mipmap(x).upload())
+            cortical = [lod.cortical_sites(torch.rand(batch, 2), BUDGET, (height, width)) for _ in range(16)]
+            grid = [_grid_sites(height, width, batch, 14) for _ in range(16)]
+            for note, sites in (("cortical sites", cortical), ("sites on the grid", grid)):
+                if sites[0].shape[1] < BUDGET:
+                    continue
+                points = cycle(sites)
+                sides: dict[str, Callable[[], object]] = {
+                    name: job(_at(way, points), pyramids)
+                    for name, way in (
+                        ("auto", lod.gather_patches),
+                        ("gl compute", partial(lod.gather_patches, backend="gl")),
+                        ("torch sites of a level together", partial(lod.gather_patches, backend="torch")),
+                        ("torch every level", _patches_every_level),
+                    )
+                }
+                moved = 2 * batch * BUDGET * 3 * 14 * 14 * dtype.itemsize
+                yield Row(
+                    "gather_patches", "end to end", height, width, batch, 3, str(dtype)[6:], "warm", moved,
+                    race(sides, seconds=seconds), note=f"{BUDGET} x 14 x 14, {note}; {READY}",
+                )  # fmt: skip
+
+
+SEPARATE = "gl a call for each image"
+
+
+def batches(seconds: float, batch: int = 32) -> Iterator[Row]:
+    """One call for a batch beside a call for each of its images."""
+    image = picture(224, 224, batch=batch)
+    whole = lod.mipmap(image).upload()
+    parts = [lod.mipmap(one[None]).upload() for one in image]
+    fixations = torch.rand(batch, 2)
+    sites = lod.cortical_sites(fixations, 64, (224, 224))
+    verbs: list[tuple[str, Callable[..., object], Any, Any]] = [
+        ("mipmap", lambda src, _, backend: lod.mipmap(src, backend=backend), image, [one[None] for one in image]),
+        ("log_polar", lambda src, at, backend: lod.log_polar(src, at, 64, 128, backend=backend), whole, parts),
+        ("foveate", lambda src, at, backend: lod.foveate(src, at, backend=backend), whole, parts),
+        ("gather_patches", lambda src, at, backend: lod.gather_patches(src, at, backend=backend), whole, parts),
+    ]
+    for name, verb, together, apart in verbs:
+        at = sites if name == "gather_patches" else fixations
+
+        def separately(verb: Any = verb, apart: Any = apart, at: Any = at) -> object:
+            return [verb(one, at[i : i + 1], "gl") for i, one in enumerate(apart)]
+
+        sides: dict[str, Callable[[], object]] = {
+            "gl one call": partial(verb, together, at, "gl"),
+            SEPARATE: separately,
+            "torch one call": partial(verb, together, at, "torch"),
+        }
+        yield Row(
+            name, "end to end", 224, 224, batch, 3, "float32", "warm", 2 * image.nbytes,
+            race(sides, seconds=seconds), other_job=(SEPARATE,), note="a batch in one call",
+        )  # fmt: skip
