@@ -135,7 +135,7 @@ def fixations(
     value: Any, expected: str = "[2] or [B, 2]", counts: tuple[int, ...] | None = None
 ) -> tuple[torch.Tensor, bool]:
     """Fixations as fp32 [B, 2], and whether it was a single one [2]."""
-    points = value if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else _points(value)
+    points = _numbers(value, "fixation")
     single = points.ndim == 1
     rows = points[None] if single else points
     if rows.ndim != 2 or rows.shape[1] != 2 or rows.shape[0] < 1 or (counts and rows.shape[0] not in counts):
@@ -149,10 +149,15 @@ def fixations(
     return rows, single
 
 
-def _points(value: Any, name: str = "fixation") -> torch.Tensor:
+def _numbers(value: Any, name: str) -> torch.Tensor:
+    """A dense fp32 tensor with data, of whatever holds numbers."""
     expected = "(x, y) or a dense [B, 2]" if name == "fixation" else "a dense tensor [B, K, 3] or [K, 3]"
-    if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout is not torch.strided):
-        raise InputError(f"{name} is a {value.layout} {value.dtype} tensor; expected {expected}.")
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout is not torch.strided or value.is_complex() or value.is_meta:
+            what = "nested tensor" if value.is_nested else _kind(value)
+            raise InputError(f"{name} is a {what}; expected {expected}, with data.")
+        if value.dtype == torch.float32:
+            return value
     try:
         # On the CPU whatever the default device, but where it is if it is an array.
         where = None if hasattr(value, "__dlpack__") else torch.device("cpu")
@@ -161,20 +166,25 @@ def _points(value: Any, name: str = "fixation") -> torch.Tensor:
         raise InputError(f"{name} is {_kind(value)}; expected {expected} ({error}).") from None
 
 
-def sites(value: Any, image: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Sites (x, y, level) as fp32 [B, K, 3] or [1, K, 3], where they are, and their highest level.
-
-    They are read on the host: on a GPU that waits for the work that makes them.
-    """
+def sites(value: Any, image: torch.Tensor) -> torch.Tensor:
+    """Sites (x, y, level) as fp32 [B, K, 3] or [1, K, 3], where they are."""
     batch = image.shape[0] if image.ndim == 4 else 1
-    points = value if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else _points(value, "sites")
+    points = _numbers(value, "sites")
     shape = tuple(points.shape)
     expected = f"[K, 3], or [{batch}, K, 3] for this batch of {batch}: (x, y, level)"
     if points.ndim not in (2, 3) or shape[-1] != 3 or (points.ndim == 3 and shape[0] != batch):
         raise InputError(f"sites have shape {shape}; expected {expected}.")
     if shape[-2] < 1:
         raise InputError(f"sites have shape {shape}, that is none; expected at least one, {expected}.")
-    lowest, highest = torch.aminmax(points.detach().flatten(0, -2), dim=0)
+    return points if points.ndim == 3 else points[None]
+
+
+def highest_level(sites: torch.Tensor) -> float:
+    """Of sites inside the image, of levels from 0 on.
+
+    They are read on the host: on a GPU that waits for the work that makes them.
+    """
+    lowest, highest = torch.aminmax(values(sites).flatten(0, -2), dim=0)
     low, high = lowest.tolist(), highest.tolist()
     for name, least, most in zip("xy", low, high, strict=False):
         if not (least >= 0.0 and most <= 1.0):  # also NaN
@@ -187,7 +197,8 @@ def sites(value: Any, image: torch.Tensor) -> tuple[torch.Tensor, float]:
             f"sites have levels from {low[2]} to {high[2]}; expected finite ones of at least 0, which is full "
             "resolution. Levels past the last read the last."
         )
-    return points if points.ndim == 3 else points[None], high[2]
+    result: float = high[2]
+    return result
 
 
 def mean_source(src: Any, verb: str, *, max_channels: int | None = 4) -> torch.Tensor:
@@ -232,17 +243,18 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def gl_fixation(value: Any) -> None:
-    """The GL backend reads a fixation's values, and gives no gradients in it."""
+def gl_place(value: Any, name: str = "fixation") -> None:
+    """The GL backend reads the values of a fixation, or of sites, and gives no gradients in them."""
     if transformed(value):
+        several = "fixations pass [B, 2]" if name == "fixation" else "sets of sites pass [B, K, 3]"
         raise UnsupportedError(
-            "fixation is transformed by torch.func (vmap, grad or jvp), of which the GL backend knows nothing. Use "
-            "backend='torch'; for several fixations pass [B, 2] and image.expand(B, -1, -1, -1)."
+            f"{name}: inside torch.func (vmap, grad or jvp), of which the GL backend knows nothing. Use "
+            f"backend='torch'; for several {several} and image.expand(B, -1, -1, -1)."
         )
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
-            "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
-            "fixation.detach()."
+            f"{name}: gradients are asked for, and the GL backend gives them in the image only. Use backend='torch', "
+            f"or {name}.detach()."
         )
 
 

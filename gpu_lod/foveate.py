@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
@@ -27,6 +27,7 @@ TILE = (64, 16)
 """(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
 
 
+@operators.verb
 def foveate(
     src: torch.Tensor | Pyramid,
     fixation: Any,
@@ -77,12 +78,6 @@ def foveate(
         if isinstance(src, Pyramid):
             src.check_unchanged()
         return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
-    checks.gl_input(image)
-    if needs_grad(points):
-        raise UnsupportedError(
-            "fixation requires grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
-            "fixation.detach()."
-        )
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
     ctx = pyramid.texture_context() or context_for(*pyramid.levels)
     points = points.detach().clone()  # the backward needs them as they are now
@@ -109,12 +104,17 @@ def _choose(
     checks.number(bias, "bias")
     if not 1 <= checks.number(anisotropy, "anisotropy") <= 16:
         raise InputError(f"anisotropy is {anisotropy}; expected 1 (none) to 16.")
+    if backend == "gl":
+        checks.gl_input(image)
+        checks.gl_place(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
     if image.device.type != "cpu":
         return dispatch.elsewhere(image.device)
     if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
         return Choice("torch", "the fixation requires grad")
+    if checks.transformed(fixation) or checks.transformed(image):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
     if not isinstance(src, Pyramid):
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
     if src.texture_context() is None:
@@ -124,14 +124,22 @@ def _choose(
     return Choice("gl", "the pyramid is a texture, and the shader samples it faster than torch")
 
 
+def _like(src: torch.Tensor | Pyramid, *_: Any) -> torch.Tensor:
+    """What `foveate` returns, without values."""
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    return image.new_empty(image.shape)
+
+
 dispatch.register(foveate, _choose)
+operators.register(foveate, _like)
 
 
 def _levels(image: torch.Tensor, points: torch.Tensor, e0: float, bias: float) -> int:
     """How many levels of the chain are read."""
     height, width = image.shape[-2:]
     last = len(level_sizes(height, width)) - 1
-    return max(_highest((x, y), (height, width), e0, bias, last) for x, y in points.tolist()) + 1
+    places = checks.values(points).flatten(0, -2).tolist()  # of all, inside torch.func.vmap
+    return max(_highest((x, y), (height, width), e0, bias, last) for x, y in places) + 1
 
 
 def _highest(fixation: tuple[float, float], size: tuple[int, int], e0: float, bias: float, last: int) -> int:
@@ -186,10 +194,10 @@ def _away(point: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, tor
 def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
     """[H, W] the level of each pixel."""
     x, y = _away(point, size)
-    # The root has no slope at 0. Its square is far below any rounding.
-    squared = ((x / e0).square() + (y / e0).square()).clamp_(min=1e-30)
-    if needs_grad(squared):
-        return ((squared.sqrt() + 1).log2() + bias).clamp(min=0)
+    squared = (x / e0).square() + (y / e0).square()
+    if needs_grad(point) or checks.transformed(point):
+        # The root has no slope at 0; this is far below any rounding.
+        return ((squared.clamp(min=1e-30).sqrt() + 1).log2() + bias).clamp(min=0)
     return squared.sqrt_().add_(1).log2_().add_(bias).clamp_(min=0)
 
 
@@ -198,9 +206,9 @@ def _trilinear(
 ) -> torch.Tensor:
     """One image [1, C, H, W]."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
-    fx, fy = point.tolist()
-    last = _highest((fx, fy), size, e0, bias, len(chain) - 1)
-    in_place = not needs_grad(point, *chain)
+    in_place = not (needs_grad(point, *chain) or checks.transformed(point) or checks.transformed(chain[0]))
+    fx, fy = (0.0, 0.0) if checks.transformed(point) else point.tolist()
+    last = len(chain) - 1 if checks.transformed(point) else _highest((fx, fy), size, e0, bias, len(chain) - 1)
     result = _enlarged(chain[last], last, size, (0, height, 0, width), point.dtype)
     if last and in_place:
         result = result.contiguous()
@@ -266,7 +274,7 @@ def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor,
         grid = torch.stack([2 * at_x - 1, 2 * at_y - 1], dim=-1)[None]
         for index, texels in enumerate(chain):
             weight = (1 - (read - index).abs()).clamp(min=0)
-            if bool((weight > 0).any()):
+            if checks.transformed(weight) or bool((weight > 0).any()):
                 total = total + weight * bilinear(texels, grid, point.dtype)
     return torch.as_tensor(total / probes)
 

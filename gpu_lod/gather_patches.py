@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
-from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.errors import InputError
 from gpu_lod.log_polar import bilinear
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
@@ -33,6 +33,7 @@ LARGEST_PATCH = 1024
 """From this side on a row is more than a workgroup may have invocations."""
 
 
+@operators.verb
 def gather_patches(
     src: torch.Tensor | Pyramid,
     sites: Any,
@@ -76,8 +77,14 @@ def gather_patches(
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
     look = _look(image, patch, border, mean, std, dtype)
-    points, highest = checks.sites(sites, image)
-    chosen = _choose_for(src, points, look, backend)
+    points = checks.sites(sites, image)
+    chosen = _choose_for(src, points, backend)
+    checks.no_vmap(
+        points,
+        "gather_patches",
+        "how much it reads depends on the sites. Pass [B, K, 3] and image.expand(B, -1, -1, -1).",
+    )
+    highest = checks.highest_level(points)
     if not isinstance(src, Pyramid):
         # No more of the chain than the sites read.
         levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
@@ -86,12 +93,6 @@ def gather_patches(
             src.check_unchanged()
         chain = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels)
         return reference(chain, points, look)
-    checks.gl_input(image)
-    if needs_grad(points):
-        raise UnsupportedError(
-            "sites require grad, and the GL backend gives gradients in the image only. Use backend='torch', or "
-            "sites.detach()."
-        )
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
     ctx = pyramid.texture_context() or context_for(*pyramid.levels)
     points = points.detach().clone()  # the backward needs them as they are now
@@ -115,22 +116,30 @@ def _choose(
 ) -> Choice:
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
-    return _choose_for(src, checks.sites(sites, image)[0], _look(image, patch, border, mean, std, dtype), backend)
+    _look(image, patch, border, mean, std, dtype)
+    return _choose_for(src, checks.sites(sites, image), backend)
 
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
     checks.choice(backend, "backend", dispatch.BACKENDS)
-    return checks.mean_source(src, "gather_patches", max_channels=4 if backend == "gl" else None)
+    image = checks.mean_source(src, "gather_patches", max_channels=4 if backend == "gl" else None)
+    if backend == "gl":
+        checks.gl_input(image)
+    return image
 
 
-def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, look: Look, backend: Backend) -> Choice:
+def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, backend: Backend) -> Choice:
     image = src.levels[0] if isinstance(src, Pyramid) else src
+    if backend == "gl":
+        checks.gl_place(sites, "sites")
     if backend != "auto":
         return Choice(backend, "asked for")
     if image.device.type != "cpu":
         return dispatch.elsewhere(image.device)
     if needs_grad(sites):
         return Choice("torch", "the sites require grad")
+    if checks.transformed(sites) or checks.transformed(image):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
     if not isinstance(src, Pyramid):
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
     if src.texture_context() is None:
@@ -140,7 +149,25 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, look: Look, ba
     return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
 
 
+def _like(
+    src: torch.Tensor | Pyramid,
+    sites: torch.Tensor,
+    patch: int = 14,
+    border: str = "clamp",
+    mean: Any = None,
+    std: Any = None,
+    dtype: torch.dtype | None = None,
+    *_: Any,
+) -> torch.Tensor:
+    """What `gather_patches` returns, without values."""
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    if dtype is None:
+        dtype = torch.float32 if image.dtype == torch.uint8 and (mean or std) else image.dtype
+    return image.new_empty(*image.shape[:-3], sites.shape[-2], image.shape[-3], patch, patch, dtype=dtype)
+
+
 dispatch.register(gather_patches, _choose)
+operators.register(gather_patches, _like)
 
 
 @dataclass(frozen=True)

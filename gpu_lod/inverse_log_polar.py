@@ -90,7 +90,7 @@ def _choose(
     ring_rule(polar.shape[-2], polar.shape[-1], r_min, r_max, spacing, e0)
     if backend == "gl":
         checks.gl_input(polar)
-        checks.gl_fixation(fixation)
+        checks.gl_place(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
     if polar.device.type != "cpu":

@@ -135,7 +135,7 @@ def _choose_for(
         raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
     if backend == "gl" or generator != "auto":
         checks.gl_input(image)
-        checks.gl_fixation(fixation)
+        checks.gl_place(fixation)
         return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
     if backend == "torch":
         return Choice("torch", "asked for")

@@ -28,7 +28,14 @@ R = TypeVar("R")
 _library = torch.library.Library("gpu_lod", "FRAGMENT")
 _TORCH = {"backend": "torch", "generator": "auto"}
 _SAVED = object()
-_TYPES = {int: "SymInt", float: "float", str: "str", bool: "bool"}
+_TYPES = {
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+    Sequence[float]: "float[]",
+}
 operators: dict[str, Operator] = {}
 """By the names of the verbs."""
 

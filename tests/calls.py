@@ -13,6 +13,9 @@ import torch
 from images import noise
 
 import gpu_lod as lod
+from gpu_lod.foveate import reference as foveated
+from gpu_lod.gather_patches import Look
+from gpu_lod.gather_patches import reference as gathered
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.inverse_log_polar import reference as inverse_samples
 from gpu_lod.laplacian import collapse_reference
@@ -21,6 +24,8 @@ from gpu_lod.log_polar import reference as samples
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.mipmap import reference as mip_chain
 
+SITES = torch.tensor([[[0.4, 0.6, 0.0], [0.1, 0.9, 1.3]], [[0.7, 0.2, 2.0], [0.5, 1.0, 0.4]]])
+LOOK = Look(4, False, None, (0.0,) * 3, torch.float64)
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
 
 
@@ -82,6 +87,30 @@ LINEAR = {
         lambda: levels("mean"),
         lambda *x: (lod.Pyramid(x), FIXATION, *RULE),
         lambda *x: samples(list(x), FIXATION, ring_rule(*RULE)),
+    ),
+    "foveate": Call(
+        lod.foveate,
+        image,
+        lambda x: (x, FIXATION, 0.1),
+        lambda x: foveated(mip_chain(x), FIXATION, 0.1),
+    ),
+    "foveate of a pyramid": Call(
+        lod.foveate,
+        lambda: levels("mean"),
+        lambda *x: (lod.Pyramid(x), FIXATION, 0.1),
+        lambda *x: foveated(list(x), FIXATION, 0.1),
+    ),
+    "gather_patches": Call(
+        lod.gather_patches,
+        image,
+        lambda x: (x, SITES, 4),
+        lambda x: gathered(mip_chain(x), SITES, LOOK),
+    ),
+    "gather_patches, normalised, of a pyramid": Call(
+        lod.gather_patches,
+        lambda: levels("mean"),
+        lambda *x: (lod.Pyramid(x), SITES, 3, "zero", None, [0.5, 1.0, 2.0]),
+        lambda *x: gathered(list(x), SITES, LOOK),
     ),
     "inverse_log_polar": Call(
         lod.inverse_log_polar,

@@ -242,6 +242,8 @@ def test_no_anisotropy_without_the_extension(ctx: lod.Context, monkeypatch: pyte
         ({"fixation": (float("nan"), 0.5)}, "nan"),
         ({"fixation": (1.2, 0.5)}, r"\[0, 1\]"),
         ({"fixation": torch.rand(3, 2)}, r"\[2, 2\]"),
+        ({"fixation": torch.rand(2, device="meta")}, "with data"),
+        ({"fixation": torch.nested.nested_tensor([torch.rand(2)], layout=torch.jagged)}, "nested"),
         ({"e0": 0.0}, "e0"),
         ({"e0": -1}, "e0"),
         ({"e0": float("inf")}, "finite"),

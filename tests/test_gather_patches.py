@@ -12,7 +12,7 @@ from images import DTYPES, noise, smooth
 from oracle import gather_patches as oracle
 
 import gpu_lod as lod
-from gpu_lod.errors import InputError, LimitError, UnsupportedError
+from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.gather_patches import Look, reference
 
 BACKENDS: list[Any] = ["torch", "gl"]
@@ -301,6 +301,8 @@ def test_smallest_and_huge_patches(patch: int) -> None:
         ({"sites": torch.zeros(3, 4, 3)}, r"\[2, K, 3\]"),
         ({"sites": "everywhere"}, "sites"),
         ({"sites": torch.zeros(4, 3, dtype=torch.complex64)}, "complex"),
+        ({"sites": torch.zeros(4, 3).to_sparse()}, "sparse"),
+        ({"sites": torch.zeros(4, 3, device="meta")}, "with data"),
         ({"patch": 0}, "patch"),
         ({"patch": -3}, "patch"),
         ({"patch": 2.5}, "patch"),
@@ -357,3 +359,34 @@ def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tens
     assert lod.explain(lod.gather_patches, photo, sites).backend == "torch"
     assert lod.explain(lod.gather_patches, pyramid, sites).backend == "torch"
     assert lod.explain(lod.gather_patches, pyramid.upload(), sites).backend == "gl"
+
+
+SAMPLERS: dict[str, Any] = {
+    "log_polar": lambda src: lod.log_polar(src, (0.4, 0.6), 8, 12, generator="compute"),
+    "foveate": lambda src: lod.foveate(src, (0.4, 0.6), backend="gl"),
+    "gather_patches": lambda src: lod.gather_patches(src, [[0.4, 0.6, 0.7]], 5, backend="gl"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_pyramids_uploaded_to_a_closed_or_another_context(name: str) -> None:
+    image = noise(3, 24, 30)
+    expected = SAMPLERS[name](image)
+    with lod.Context() as other:
+        pyramid = lod.mipmap(image).upload(other)
+        assert torch.allclose(SAMPLERS[name](pyramid), expected, atol=1e-6)
+    assert torch.allclose(SAMPLERS[name](pyramid), expected, atol=1e-6)  # not pinned
+    with lod.Context():
+        assert torch.allclose(SAMPLERS[name](pyramid), expected, atol=1e-6)  # another is
+    other.close()
+    assert torch.allclose(SAMPLERS[name](pyramid), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_pyramid_whose_source_was_written_to_is_refused(name: str) -> None:
+    image = noise(3, 24, 30)
+    pyramid = lod.mipmap(image).upload()
+    SAMPLERS[name](pyramid)
+    image.mul_(0.5)
+    with pytest.raises(PyramidChangedError):
+        SAMPLERS[name](pyramid)
