@@ -11,6 +11,7 @@ from gpu_lod.inverse_log_polar import inverse_log_polar
 from gpu_lod.laplacian import collapse, laplacian
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
+from gpu_lod.oriented_energy import oriented_energy
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max, region_min
 from gpu_lod.to_cupy import to_cupy
@@ -34,6 +35,7 @@ __all__ = [
     "laplacian",
     "log_polar",
     "mipmap",
+    "oriented_energy",
     "region_max",
     "region_min",
     "to_cupy",

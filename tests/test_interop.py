@@ -65,6 +65,7 @@ VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
     "sampler": lambda x: list(lod.hiz(x, generator="sampler")),
     "log_polar": lambda x: [lod.log_polar(lod.mipmap(x, backend="torch"), (0.4, 0.6), 13, 21, backend="gl")],
     "log_polar fragment": lambda x: [lod.log_polar(x, (0.4, 0.6), 13, 21, generator="fragment")],
+    "oriented_energy": lambda x: list(lod.oriented_energy(x, 3, backend="gl")),
     "cull": lambda x: [*_parts(lod.cull(lod.hiz(x, backend="gl"), 0.7, backend="gl"))],
     "region_max": lambda x: [
         lod.region_max(lod.hiz(x, backend="gl"), torch.tensor([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]]), backend="gl")
