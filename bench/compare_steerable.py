@@ -108,9 +108,10 @@ def main() -> None:
         ranks = np.array([row["rank"] for row in rows if row["level"] == level])
         turned = np.array([row["rank_if_turned"] for row in rows if row["level"] == level])
         shares = [np.array([row[key] for row in rows if row["level"] == level]) for key in ("ours", "theirs")]
+        apart = abs(shares[0] - shares[1]).max()
         print(
-            f"level {level}: rank correlation {np.median(ranks):.2f} ({ranks.min():.2f} to {ranks.max():.2f}), with the "
-            f"orthogonal band {np.median(turned):.2f}; shares of energy differ by {abs(shares[0] - shares[1]).max():.3f}"
+            f"level {level}: rank correlation {np.median(ranks):.2f} ({ranks.min():.2f} to {ranks.max():.2f}), with "
+            f"the orthogonal band {np.median(turned):.2f}; shares of energy differ by at most {apart:.2f}"
         )
     print(json.dumps({"bands": bands}), f"wrote {options.out}")
 
