@@ -5,6 +5,8 @@ from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import Culled, cull
 from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
+from gpu_lod.feature_maps import feature_maps
+from gpu_lod.feature_passes import FeatureTexture
 from gpu_lod.gaussian import gaussian
 from gpu_lod.hiz import hiz
 from gpu_lod.inverse_log_polar import inverse_log_polar
@@ -22,6 +24,7 @@ __all__ = [
     "Choice",
     "Context",
     "Culled",
+    "FeatureTexture",
     "GpuLodError",
     "Pyramid",
     "__version__",
@@ -29,6 +32,7 @@ __all__ = [
     "cortical_sites",
     "cull",
     "explain",
+    "feature_maps",
     "gaussian",
     "hiz",
     "inverse_log_polar",

@@ -13,9 +13,9 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.gaussian import reduce, reduce_level
-from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
+from gpu_lod.program import LOCAL_SIZE
 from gpu_lod.pyramid import burt_sizes
-from gpu_lod.transfer import Planes, packed_planes, planes_of, scratch_planes
+from gpu_lod.transfer import Planes, packed_planes, parts, planes_of, scratch_planes
 
 REACH = 4
 """Taps on each side of the centre."""
@@ -226,13 +226,13 @@ def _block_of_columns(orientations: int, dtype: torch.dtype, device: torch.devic
     return block.flatten(3).flatten(0, 2).to(device, dtype)
 
 
-def mirror(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Four samples more on both sides, mirrored about the outermost ones as often as it takes."""
+def mirror(x: torch.Tensor, dim: int, reach: int = REACH) -> torch.Tensor:
+    """`reach` samples more on both sides, mirrored about the outermost ones as often as it takes."""
     n = x.shape[dim]
     period = max(2 * n - 2, 1)
-    outside = [min(i % period, period - i % period) % n for i in range(-REACH, n + REACH) if not 0 <= i < n]
-    parts = [x.narrow(dim, i, 1) for i in outside]
-    return torch.cat([*parts[:REACH], x, *parts[REACH:]], dim=dim)
+    outside = [min(i % period, period - i % period) % n for i in range(-reach, n + reach) if not 0 <= i < n]
+    samples = [x.narrow(dim, i, 1) for i in outside]
+    return torch.cat([*samples[:reach], x, *samples[reach:]], dim=dim)
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> list[torch.Tensor]:
@@ -253,22 +253,47 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> li
     return [level.to(stored).unflatten(0, shape) for level in result]
 
 
-def energy_planes(ctx: Context, source: Planes, target: Planes, orientations: int, apart: int | None = None) -> None:
-    """Energies of fp32 planes, into fp32 planes: those of plane p begin with plane p * `apart` of the target."""
+def energy_planes(
+    ctx: Context,
+    source: Planes,
+    target: Planes,
+    orientations: int,
+    *,
+    apart: int | None = None,
+    rows: tuple[int, int] | None = None,
+) -> None:
+    """Energies of fp32 planes, into fp32 planes; into fp16 ones if rows are whole groups of four, two at least.
+
+    Args:
+        apart: the energies of plane p begin with plane p * `apart` of the target; None is one behind the other.
+        rows: the first row wanted and the one after the last, if the target has no others.
+    """
     apart = orientations if apart is None else apart
+    rows = (0, source.height) if rows is None else rows
     for first in range(0, orientations, 4):
-        _energy_at(ctx, source, target, range(first, min(first + 4, orientations)), orientations, apart)
+        _energy_at(ctx, source, target, range(first, min(first + 4, orientations)), orientations, apart, rows)
 
 
-def _energy_at(ctx: Context, source: Planes, target: Planes, angles: range, orientations: int, apart: int) -> None:
+def _energy_at(
+    ctx: Context,
+    source: Planes,
+    target: Planes,
+    angles: range,
+    orientations: int,
+    apart: int,
+    wanted: tuple[int, int],
+) -> None:
     """Up to four of the angles."""
     height, width, area = source.height, source.width, source.area
-    columns, run = _TILE_SOFTWARE if ctx.software else _TILE
-    fours = width % 4 == 0 and source.offset % 16 == 0 and target.offset % 16 == 0
+    half = target.dtype == torch.float16
+    columns, run = _TILE_SOFTWARE if ctx.software else (4, 4) if half else _TILE
+    fours = width % 4 == 0 and source.offset % 16 == 0 and target.offset % (4 * target.dtype.itemsize) == 0
+    assert not half or (fours and width >= 8)
     program = ctx.programs.compute(
         "oriented_energy.comp",
         COLUMNS=columns,
         ALIGNED=columns == 4 and fours and width >= 8,
+        HALF=half,
         RUN=run,
         ORIENTATIONS=len(angles),
         SMALL=min(height, width) <= REACH,
@@ -277,34 +302,27 @@ def _energy_at(ctx: Context, source: Planes, target: Planes, angles: range, orie
     for name, part in (("u_second", second), ("u_third", third)):
         flat = [share for k in angles for share in (*part[k], 0.0)[:4]]
         program.set(**{name: (*flat, *[0.0] * (16 - len(flat)))})
-    at_once = min(source.count, MAX_GROUPS)
-    while at_once > 1 and not (
-        source.span_fits(ctx, 0, at_once * area - 1)
-        and target.span_fits(ctx, 0, ((at_once - 1) * apart + 1) * area - 1)
-    ):
-        at_once = -(-at_once // 2)
-    rows = height
-    if at_once == 1:  # by parts if it must be
-        while rows > 1 and not source.span_fits(ctx, 0, (rows + 2 * REACH) * width - 1):
-            rows = -(-rows // 2)
-    for plane in range(0, source.count, at_once):
-        count = min(at_once, source.count - plane)
-        for row in range(0, height, rows):
-            end = min(row + rows, height)
-            begin = plane * area + max(row - REACH, 0) * width
-            last = (plane + count - 1) * area + min(end + REACH, height) * width - 1
-            origin = source.bind(ctx, 1, begin, last) + plane * area
-            firsts = [0] * 4
-            for binding, k in zip((0, 2, 3, 4), angles, strict=False):
-                top = (plane * apart + k) * area
-                last = top + (count - 1) * apart * area + end * width - 1
-                firsts[k - angles[0]] = target.bind(ctx, binding, top + row * width, last) + top
-            program.set(
-                u_size=(width, height),
-                u_source_first=origin,
-                u_rows=(row, end),
-                u_first=tuple(firsts),
-                u_stride=apart * area,
-            )
-            program.dispatch_groups(-(-width // (columns * LOCAL_SIZE)), -(-(end - row) // run), count)
+
+    def fits(planes: int, rows: int) -> bool:
+        return source.span_fits(ctx, 0, ((planes - 1) * height + rows + 2 * REACH) * width - 1) and target.span_fits(
+            ctx, 0, (planes - 1) * apart * target.area + rows * width - 1
+        )
+
+    for plane, count, row, end in parts(ctx, source.count, wanted, fits, width, run):
+        begin = plane * area + max(row - REACH, 0) * width
+        last = (plane + count - 1) * area + min(end + REACH, height) * width - 1
+        origin = source.bind(ctx, 1, begin, last) + plane * area
+        firsts = [0] * 4
+        for binding, k in zip((0, 2, 3, 4), angles, strict=False):
+            top = (plane * apart + k) * target.area - wanted[0] * width
+            last = top + (count - 1) * apart * target.area + end * width - 1
+            firsts[k - angles[0]] = target.bind(ctx, binding, top + row * width, last) + top
+        program.set(
+            u_size=(width, height),
+            u_source_first=origin,
+            u_rows=(row, end),
+            u_first=tuple(firsts),
+            u_stride=apart * target.area,
+        )
+        program.dispatch_groups(-(-width // (columns * LOCAL_SIZE)), -(-(end - row) // run), count)
     ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)

@@ -3,24 +3,22 @@
 // filters each row it needs once, and no intermediate result goes through memory.
 //
 // COLUMNS        1, or 4: then all arithmetic is on four neighbours at once
-// ALIGNED        with 4: rows are whole groups of four, two groups at least, and load and store as such
+// ALIGNED, HALF  with 4: tile.glsl; rows of two groups at least
 // RUN            4 or 8
 // ORIENTATIONS   angles in this dispatch, 1 to 4, each with a target of its own
 // SMALL          a side is shorter than the filter's reach, so that the mirror's mirror is seen
 #include "steerable.glsl"
+#include "tile.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 1) readonly buffer Source { float b_source[]; };
 #ifdef ALIGNED
-#define STORED vec4
 layout(std430, binding = 1) readonly buffer Fours { vec4 b_fours[]; };
-#else
-#define STORED float
 #endif
-layout(std430, binding = 0) writeonly buffer Target0 { STORED b_target0[]; };
-layout(std430, binding = 2) writeonly buffer Target1 { STORED b_target1[]; };
-layout(std430, binding = 3) writeonly buffer Target2 { STORED b_target2[]; };
-layout(std430, binding = 4) writeonly buffer Target3 { STORED b_target3[]; };
+layout(std430, binding = 0) writeonly buffer Target0 { MADE b_target0[]; };
+layout(std430, binding = 2) writeonly buffer Target1 { MADE b_target1[]; };
+layout(std430, binding = 3) writeonly buffer Target2 { MADE b_target2[]; };
+layout(std430, binding = 4) writeonly buffer Target3 { MADE b_target3[]; };
 
 uniform ivec2 u_size;
 uniform int u_source_first;  // index in b_source of texel 0 of the first plane; negative if bound from a later row
@@ -87,16 +85,10 @@ Row row(int origin, int x, int y) {
     even = gxx * u_second[k].x + gxy * u_second[k].y + gyy * u_second[k].z; \
     odd = hxxx * u_third[k].x + hxxy * u_third[k].y + hxyy * u_third[k].z + hyyy * u_third[k].w; \
     even = even * even + odd * odd;
-#ifdef ALIGNED
-#define STORE(target, first) target[(first + at) / 4] = even;
-#elif COLUMNS == 4
-#define STORE(target, first) \
-    target[first + at] = even.x; \
-    if (x + 1 < u_size.x) target[first + at + 1] = even.y; \
-    if (x + 2 < u_size.x) target[first + at + 2] = even.z; \
-    if (x + 3 < u_size.x) target[first + at + 3] = even.w;
+#if COLUMNS == 4
+#define PUT(target, first) STORE(target, first + at, x, u_size.x, even)
 #else
-#define STORE(target, first) target[first + at] = even;
+#define PUT(target, first) target[first + at] = even;
 #endif
 
 // The middle one of nine rows.
@@ -107,18 +99,18 @@ void make(int x, int y, int at, Row a, Row b, Row c, Row d, Row e, Row f, Row g,
     V even, odd;
     if (y < u_rows.y) {
         ENERGY(0)
-        STORE(b_target0, u_first.x)
+        PUT(b_target0, u_first.x)
 #if ORIENTATIONS > 1
         ENERGY(1)
-        STORE(b_target1, u_first.y)
+        PUT(b_target1, u_first.y)
 #endif
 #if ORIENTATIONS > 2
         ENERGY(2)
-        STORE(b_target2, u_first.z)
+        PUT(b_target2, u_first.z)
 #endif
 #if ORIENTATIONS > 3
         ENERGY(3)
-        STORE(b_target3, u_first.w)
+        PUT(b_target3, u_first.w)
 #endif
     }
 }
