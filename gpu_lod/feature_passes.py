@@ -126,7 +126,7 @@ def make(
 
 
 def _stage(ctx: Context, job: _Job, result: torch.Tensor) -> None:
-    """Make the channels in fp32 elsewhere, some images or rows of one at a time, for torch to round and put in place."""
+    """Make the channels in fp32 elsewhere, some images or rows at a time; torch rounds and places them."""
     batch, _, height, width = result.shape
 
     def fits(images: int, rows: int) -> bool:

@@ -286,7 +286,8 @@ def _energy_at(
     """Up to four of the angles."""
     height, width, area = source.height, source.width, source.area
     half = target.dtype == torch.float16
-    columns, run = _TILE_SOFTWARE if ctx.software else (4, 4) if half else _TILE
+    columns, run = _TILE_SOFTWARE if ctx.software else _TILE
+    columns = 4 if half else columns  # an invocation writes whole words
     fours = width % 4 == 0 and source.offset % 16 == 0 and target.offset % (4 * target.dtype.itemsize) == 0
     assert not half or (fours and width >= 8)
     program = ctx.programs.compute(

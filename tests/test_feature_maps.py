@@ -117,7 +117,7 @@ def truth(
 
 
 def check(found: torch.Tensor, expected: torch.Tensor, where: str = "") -> None:
-    """Each channel by itself, so that a message names it; in units of the channel's largest value if that is above 1."""
+    """Each feature by itself, so that a message names it; in units of its largest value if that is above 1."""
     expected = expected if found.ndim == 4 else expected[0]
     assert found.shape == expected.shape
     for name, where_it_is in CHANNELS.items():
