@@ -1,6 +1,6 @@
 """Run the benchmarks and write bench/results/<device>.json, a plot beside it, and the table on the terminal.
 
-python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers] [--out FILE]
+python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers,features] [--out FILE]
 python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
 """
 
@@ -11,6 +11,7 @@ import math
 import sys
 from pathlib import Path
 
+import bench_features
 import bench_hiz
 import bench_log_polar
 import bench_mipmap
@@ -32,7 +33,8 @@ SIDES = [
 ]
 BATCHES = [(224, 224, 8), (224, 224, 32), (1024, 1024, 8)]
 SQUARE = [(1024, 1024, 1)]
-VERBS = "mipmap,hiz,log_polar,pyramids,samplers"
+FEATURES = [(224, 224, 1), (512, 512, 1), (1024, 1024, 1), (777, 1001, 1), (224, 224, 8)]
+VERBS = "mipmap,hiz,log_polar,pyramids,samplers,features"
 F32, SMALL = [torch.float32], [torch.uint8, torch.float16]
 
 
@@ -75,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
             *bench_samplers.gather_patches(square, SMALL, seconds),
             *bench_samplers.batches(seconds),
         ],
+        "features": lambda: list(bench_features.rows(sizes[:1] if options.quick else FEATURES, seconds)),
     }
     rows: list[Row] = []
     for name in options.only.split(","):

@@ -5,6 +5,8 @@ from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import Culled, cull
 from gpu_lod.dispatch import Choice, explain
 from gpu_lod.errors import GpuLodError
+from gpu_lod.feature_maps import feature_maps
+from gpu_lod.feature_passes import FeatureTexture
 from gpu_lod.foveate import foveate
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.gaussian import gaussian
@@ -13,6 +15,7 @@ from gpu_lod.inverse_log_polar import inverse_log_polar
 from gpu_lod.laplacian import collapse, laplacian
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
+from gpu_lod.oriented_energy import oriented_energy
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max, region_min
 from gpu_lod.to_cupy import to_cupy
@@ -23,6 +26,7 @@ __all__ = [
     "Choice",
     "Context",
     "Culled",
+    "FeatureTexture",
     "GpuLodError",
     "Pyramid",
     "__version__",
@@ -30,6 +34,7 @@ __all__ = [
     "cortical_sites",
     "cull",
     "explain",
+    "feature_maps",
     "foveate",
     "gather_patches",
     "gaussian",
@@ -38,6 +43,7 @@ __all__ = [
     "laplacian",
     "log_polar",
     "mipmap",
+    "oriented_energy",
     "region_max",
     "region_min",
     "to_cupy",

@@ -81,7 +81,10 @@ class Operator:
         self.signature = inspect.signature(self.verb)
         hints = typing.get_type_hints(self.verb)
         self.returns = hints["return"]
-        self.returns_tensor = self.returns is torch.Tensor
+        # A texture, which feature_maps may return too, is refused in compiled code.
+        self.returns_tensor = torch.Tensor in (typing.get_args(self.returns) or (self.returns,))
+        if typing.get_origin(self.returns) is tuple:
+            self.returns_tensor = False
         self.whole = None
         if dataclasses.is_dataclass(self.returns) and self.returns is not Pyramid:
             self.whole = [field.type == "int" for field in dataclasses.fields(self.returns)]
@@ -151,7 +154,7 @@ class Operator:
     def _record(self, outputs: Any) -> Any:
         """What a verb returns, if that is a dataclass of tensors and whole numbers."""
         if self.whole is None:
-            return outputs
+            return outputs if self.returns_tensor else tuple(outputs)
         return self.returns(*[out.item() if whole else out for out, whole in zip(outputs, self.whole, strict=True)])
 
     def _outputs(self, result: Any) -> list[torch.Tensor]:

@@ -188,6 +188,39 @@ def chunks(ctx: Context, target: Planes, fits: Callable[[int, int], bool] | None
         at += count
 
 
+def parts(
+    ctx: Context, planes: int, rows: tuple[int, int], fits: Callable[[int, int], bool], width: int, step: int = 1
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut a job over planes into dispatches whose buffers fit: as many planes at once as may be, else rows of one.
+
+    Args:
+        rows: the first row wanted, and the one after the last.
+        fits: whether what so many planes, or so many rows of one, are made of and written to fits the bindings.
+        width: of the planes, for the error's message.
+        step: rows are cut at multiples of it, counted from the first.
+
+    Yields:
+        (first plane, planes, first row, row after the last)
+
+    Raises:
+        LimitError: even the smallest part does not fit.
+    """
+    first, end = rows
+    at_once, tall = min(planes, MAX_GROUPS), end - first
+    while at_once > 1 and not fits(at_once, tall):
+        at_once = -(-at_once // 2)
+    while at_once == 1 and (not fits(1, tall) or tall > MAX_GROUPS * step):
+        if tall <= step:
+            raise LimitError(
+                f"an image of width {width} does not fit this device's storage-buffer bindings of "
+                f"{ctx.limits.storage_bytes} bytes, not even in parts. Use smaller images, or backend='torch'."
+            )
+        tall = -(-tall // (2 * step)) * step
+    for plane in range(0, planes, at_once):
+        for row in range(first, end, tall):
+            yield plane, min(at_once, planes - plane), row, min(row + tall, end)
+
+
 def bind_table(ctx: Context, binding: int, table: Private) -> None:
     """Bind a whole small buffer.
 

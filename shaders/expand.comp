@@ -1,12 +1,12 @@
 #version 430
-// A level of a pyramid plus, or minus, the next coarser one brought to its size: zeros between the samples, and four times
-// the binomial. Borders as OpenCV's pyrUp has them: mirrored before the first sample, repeated after the last.
+// A level of a pyramid plus, or minus, the next coarser one brought to its size.
 //
 // PER_WORD      elements in an output word (words.glsl); WHOLE_ROWS (place.glsl)
 // FINE_WIDE, COARSE_WIDE   that source is fp32 whatever PER_WORD says
 // SIGN          1.0 to rebuild (collapse), -1.0 to take away (Laplacian)
 #include "words.glsl"
 #include "place.glsl"
+#include "expansion.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
@@ -27,14 +27,6 @@ uniform int u_coarse_first;  // index in b_coarse of texel 0 of that plane; nega
 #else
 #define LOAD_COARSE(index_) to_float(ELEMENT(b_coarse, index_))
 #endif
-
-// The three coarse samples that a fine one rests on, and their weights: 1 6 1 on a sample, 0 4 4 between two, over 8.
-ivec3 taps(int at, int n) {
-    int i = at >> 1;
-    int before = i == 0 ? min(1, n - 1) : i - 1;
-    return ivec3(before, i, min(i + 1, n - 1));
-}
-vec3 weights(int at) { return (at & 1) == 0 ? vec3(0.125, 0.75, 0.125) : vec3(0.0, 0.5, 0.5); }
 
 float expanded(int origin, ivec2 at) {
     ivec3 columns = taps(at.x, u_coarse_size.x), rows = taps(at.y, u_coarse_size.y);

@@ -13,6 +13,7 @@ import torch
 from images import noise
 
 import gpu_lod as lod
+from gpu_lod.feature_maps import reference as features
 from gpu_lod.foveate import reference as foveated
 from gpu_lod.gather_patches import Look
 from gpu_lod.gather_patches import reference as gathered
@@ -23,6 +24,7 @@ from gpu_lod.laplacian import reference as laplacian_chain
 from gpu_lod.log_polar import reference as samples
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.oriented_energy import reference as energies
 
 SITES = torch.tensor([[[0.4, 0.6, 0.0], [0.1, 0.9, 1.3]], [[0.7, 0.2, 2.0], [0.5, 1.0, 0.4]]])
 LOOK = Look(4, False, None, (0.0,) * 3, torch.float64)
@@ -120,6 +122,13 @@ LINEAR = {
     ),
 }
 OTHERS = {
+    "oriented_energy": Call(lod.oriented_energy, image, lambda x: (x, 2, 3), lambda x: energies(x, 2, 3)),
+    "feature_maps": Call(
+        lod.feature_maps,
+        lambda: (*image(), noise(2, 3, 13, 18), noise(2, 16, 13, 18)),
+        lambda x, before, semantic: (x, FIXATION, before, semantic),
+        lambda x, before, semantic: features(x, FIXATION, before, semantic),
+    ),
     "mipmap max": Call(lod.mipmap, image, lambda x: (x, 3, "max"), lambda x: mip_chain(x, 3, "max")[1:]),
     "hiz": Call(lod.hiz, image, lambda x: (x, "min"), lambda x: mip_chain(x, None, "min")[1:]),
     "region_max": Call(lod.region_max, lambda: levels("max"), lambda *x: (lod.Pyramid(x, "max"), BOXES)),

@@ -96,6 +96,51 @@ def laplacian_chain(image: torch.Tensor, levels: int | None = None) -> list[torc
     return chain
 
 
+def second_derivative(angle: float, *, flat: bool = True) -> torch.Tensor:
+    """[9, 9] float64, rows y: Freeman and Adelson's G2 along (cos, sin) of `angle`, in rotated coordinates.
+
+    Args:
+        flat: with its mean taken away, as a multiple of the Gaussian.
+    """
+    u, gaussian = _rotated(angle)
+    kernel = 0.9213 * (2 * u * u - 1) * gaussian
+    return kernel - gaussian * (kernel.sum() / gaussian.sum()) if flat else kernel
+
+
+def hilbert_transform(angle: float) -> torch.Tensor:
+    """[9, 9] float64: H2, the quadrature partner of G2."""
+    u, gaussian = _rotated(angle)
+    return 0.9780 * (u**3 - 2.254 * u) * gaussian
+
+
+def _rotated(angle: float) -> tuple[torch.Tensor, torch.Tensor]:
+    at = 0.67 * torch.arange(-4, 5, dtype=torch.float64)
+    y, x = torch.meshgrid(at, at, indexing="ij")
+    return x * math.cos(angle) + y * math.sin(angle), torch.exp(-x * x - y * y)
+
+
+def dense(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """[..., h, w] correlated with a square kernel in two dimensions, mirrored about the outermost samples."""
+    height, width = x.shape[-2:]
+    reach = kernel.shape[0] // 2
+    rows = torch.tensor([_mirrored(i, height) for i in range(-reach, height + reach)])
+    columns = torch.tensor([_mirrored(i, width) for i in range(-reach, width + reach)])
+    padded = x.double()[..., rows, :][..., columns].reshape(-1, 1, height + 2 * reach, width + 2 * reach)
+    return torch.nn.functional.conv2d(padded, kernel[None, None]).view(x.shape)
+
+
+def oriented_energy(image: torch.Tensor, levels: int | None = None, orientations: int = 4) -> list[torch.Tensor]:
+    """[..., orientations, h, w] of each level, each angle by a filter of its own."""
+    angles = [math.pi * k / orientations for k in range(orientations)]
+    return [
+        torch.stack(
+            [dense(x, second_derivative(angle)) ** 2 + dense(x, hilbert_transform(angle)) ** 2 for angle in angles],
+            dim=-3,
+        )
+        for x in gaussian_chain(image, levels)
+    ]
+
+
 def log_polar(
     levels: list[torch.Tensor],
     fixation: torch.Tensor,

@@ -65,11 +65,19 @@ VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
     "sampler": lambda x: list(lod.hiz(x, generator="sampler")),
     "log_polar": lambda x: [lod.log_polar(lod.mipmap(x, backend="torch"), (0.4, 0.6), 13, 21, backend="gl")],
     "log_polar fragment": lambda x: [lod.log_polar(x, (0.4, 0.6), 13, 21, generator="fragment")],
+    "oriented_energy": lambda x: list(lod.oriented_energy(x, 3, backend="gl")),
+    "feature_maps": lambda x: [lod.feature_maps(x, semantic=_features(x), video=True, backend="gl")],
+    "feature_maps half": lambda x: [lod.feature_maps(x, previous=x[:1], dtype=torch.float16, backend="gl")],
     "cull": lambda x: [*_parts(lod.cull(lod.hiz(x, backend="gl"), 0.7, backend="gl"))],
     "region_max": lambda x: [
         lod.region_max(lod.hiz(x, backend="gl"), torch.tensor([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]]), backend="gl")
     ],
 }
+
+
+def _features(x: torch.Tensor) -> torch.Tensor:
+    """Sixteen semantic channels."""
+    return x.float()[:, :1].expand(-1, 16, -1, -1)
 
 
 def _parts(culled: lod.Culled) -> list[torch.Tensor]:

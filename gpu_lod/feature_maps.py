@@ -1,0 +1,426 @@
+"""Feature maps: forty things that can be said of each pixel, for relevance scorers to weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks, dispatch, operators
+from gpu_lod.context import context_for
+from gpu_lod.dispatch import Backend, Choice, needs_grad
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.feature_passes import FeatureTexture, make, make_texture
+from gpu_lod.gaussian import reference as gaussian_chain
+from gpu_lod.laplacian import expand
+from gpu_lod.oriented_energy import energy, mirror
+from gpu_lod.pyramid import burt_sizes
+
+CHANNELS = MappingProxyType(
+    {
+        "rgb": slice(0, 3),
+        "position": slice(3, 5),
+        "saliency": slice(5, 6),
+        "gradient": slice(6, 9),
+        "luma": slice(9, 10),
+        "motion": slice(10, 11),
+        "eccentricity": slice(11, 12),
+        "high_pass": slice(12, 13),
+        "orientation": slice(13, 17),
+        "semantic": slice(17, 33),
+        "band_energy": slice(33, 37),
+        "variance": slice(37, 38),
+        "opponency": slice(38, 40),
+    }
+)
+"""Where each feature is: name to channels."""
+COUNT = 40
+SEMANTIC = 16
+DTYPES = (torch.float16, torch.float32)
+
+_LUMA = (0.299, 0.587, 0.114)
+_PAIRS = ((1, 3), (2, 4), (3, 5))
+"""Centre and surround of the saliency, levels of the Gaussian pyramid."""
+BANDS = 4
+LEVELS = 6
+"""Of the Gaussian pyramid: to the coarsest surround, and one below the last band."""
+
+
+@overload
+def feature_maps(
+    image: torch.Tensor,
+    fixation: Any = ...,
+    previous: torch.Tensor | None = ...,
+    semantic: torch.Tensor | None = ...,
+    dtype: torch.dtype = ...,
+    video: bool = ...,
+    as_texture: Literal[False] = ...,
+    backend: Backend = ...,
+) -> torch.Tensor: ...
+@overload
+def feature_maps(
+    image: torch.Tensor,
+    fixation: Any = ...,
+    previous: torch.Tensor | None = ...,
+    semantic: torch.Tensor | None = ...,
+    dtype: torch.dtype = ...,
+    video: bool = ...,
+    *,
+    as_texture: Literal[True],
+    backend: Backend = ...,
+) -> FeatureTexture: ...
+@operators.verb
+def feature_maps(
+    image: torch.Tensor,
+    fixation: Any = (0.5, 0.5),
+    previous: torch.Tensor | None = None,
+    semantic: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    video: bool = False,
+    as_texture: bool = False,
+    backend: Backend = "auto",
+) -> torch.Tensor | FeatureTexture:
+    """Forty channels that describe each pixel, its neighbourhood and its place.
+
+    Shape: image [B, C, H, W] or [C, H, W], C 1 (grey), 2 (grey, alpha), 3 or 4 (RGB, alpha), any sides from 1; the
+        result is [B, 40, H, W] or [40, H, W]. Alpha is left out, grey serves as all three colours.
+    Units: images are scaled to [0, 1], uint8 by 255, floats as they are; all is computed in fp32 and rounded once.
+    Convention: y down; borders mirrored about the outermost pixel (reflect-101) unless said otherwise. G_l and L_l are
+        the levels of `gaussian` and `laplacian` of the luma. A level is read at pixel (x, y) bilinearly at sample
+        (x, y) / 2^l, for its sample i stands at pixel centre 2^l i + 1/2; beyond its last sample the last is read.
+
+        0-2    red, green, blue
+        3-4    x, y: (i + 0.5) / n
+        5      saliency: the mean of |G_c - G_s| over (c, s) = (1, 3), (2, 4), (3, 5), each level read at the pixel;
+               levels beyond the last, 1 x 1, are the last
+        6-8    Sobel's gx, gy (positive where the luma rises towards +x, +y; its 3 x 3 kernel over 8, so that a ramp of
+               1 a pixel gives 1) and sqrt(gx^2 + gy^2)
+        9      luma: 0.299 R + 0.587 G + 0.114 B (Rec. 601)
+        10     motion: the luma less that of the frame before; 0 where there is none
+        11     eccentricity: the distance from the fixation, in units of the longer side
+        12     |L_0|
+        13-16  `oriented_energy` of the luma, level 0, at 0, 45, 90 and 135 degrees
+        17-32  `semantic`, else 0
+        33-36  L_1^2 to L_4^2, the squares read at the pixel. The last level of a pyramid is no band: bands that do not
+               exist are 0, in channel 12 too
+        37     variance of the luma over 5 x 5 pixels, of the population
+        38     R - G
+        39     B - (R + G) / 2
+
+        `CHANNELS` in this module maps names to channels.
+
+    Args:
+        fixation: (x, y) in [0, 1], or [B, 2]; gradients pass to it on the torch backend.
+        previous: the frame before, of the image's size, [C', H, W] or [1, C', H, W] for all images, or [B, C', H, W].
+        semantic: sixteen channels of the caller's own, floats, taken as they are: [B, 16, H, W], or [16, H, W] or
+            [1, 16, H, W] for all images.
+        dtype: of the result, float16 or float32.
+        video: the batch is consecutive frames: what came before frame k is frame k - 1, and before frame 0 `previous`,
+            a single image, if there is one.
+        as_texture: give an array texture of 10 RGBA layers an image instead of a tensor, channel 4 k + c in component c
+            of layer k, for shaders of yours to sample. GL only, without gradients.
+        backend: "gl", "torch" or "auto"; `explain(feature_maps, image)` says why. Both give gradients in the image, in
+            `previous` and in `semantic`.
+
+    Returns:
+        A tensor, or with `as_texture` a `FeatureTexture`.
+
+    Raises:
+        InputError: bad shapes, sizes or dtypes; tensors on several devices; a fixation that is not finite or outside
+            [0, 1].
+        UnsupportedError: a backend that is not available; a texture from the torch backend, or with gradients.
+        LimitError: larger than the device allows.
+
+    Source: saliency after Itti, Koch and Niebur, "A Model of Saliency-Based Visual Attention for Rapid Scene Analysis"
+        (1998), without its normalisation; the others as in `gaussian`, `laplacian` and `oriented_energy`.
+    """
+    image = checks.tensor(image, "image")
+    previous = None if previous is None else checks.tensor(previous, "previous")
+    semantic = None if semantic is None else checks.tensor(semantic, "semantic")
+    chosen = _choose(image, fixation, previous, semantic, dtype, video, as_texture, backend)
+    points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1)
+    if chosen.backend == "torch":
+        return reference(image, points, previous, semantic, dtype, video)
+    points = points.detach().clone()  # the backward needs them as they are now
+    inputs = [x for x in (image, previous, semantic) if x is not None]
+    ctx = context_for(*inputs)
+    if as_texture:
+        if needs_grad(*inputs):
+            raise UnsupportedError("a texture carries no gradients: pass detached tensors, or leave as_texture off.")
+        return make_texture(ctx, image, points, previous, semantic, dtype, video)
+
+    def named(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        rest = iter(tensors[1:])
+        return tensors[0], None if previous is None else next(rest), None if semantic is None else next(rest)
+
+    def shaders(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        x, before, features = named(tensors)
+        return (make(ctx, x, points, before, features, dtype, video),)
+
+    def plain(*tensors: torch.Tensor) -> tuple[torch.Tensor]:
+        x, before, features = named(tensors)
+        return (reference(x, points, before, features, dtype, video),)
+
+    (result,) = dispatch.run_gl(shaders, plain, *inputs)
+    return result
+
+
+def _choose(
+    image: torch.Tensor,
+    fixation: Any = (0.5, 0.5),
+    previous: torch.Tensor | None = None,
+    semantic: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    video: bool = False,
+    as_texture: bool = False,
+    backend: Backend = "auto",
+) -> Choice:
+    image = checks.image(image)
+    checks.choice(backend, "backend", dispatch.BACKENDS)
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype}; expected torch.float16 or torch.float32.")
+    for flag, name in ((video, "video"), (as_texture, "as_texture")):
+        if not isinstance(flag, bool):
+            raise InputError(f"{name} is {flag!r}; expected True or False.")
+    inputs = [image]
+    if previous is not None:
+        inputs.append(_check_previous(image, previous, video))
+    if semantic is not None:
+        inputs.append(_check_semantic(image, semantic))
+    if as_texture and backend == "torch":
+        raise UnsupportedError("as_texture gives an OpenGL texture, and torch makes none. Use backend='gl' or 'auto'.")
+    if backend == "gl" or as_texture:
+        if torch.compiler.is_compiling() and as_texture:
+            raise UnsupportedError("a texture cannot be a value in compiled code. Leave as_texture off there.")
+        for tensor in inputs:
+            checks.gl_input(tensor)
+        checks.gl_place(fixation)
+        return Choice("gl", "asked for" if backend == "gl" else "a texture is asked for")
+    if backend == "torch":
+        return Choice("torch", "asked for")
+    if image.device.type != "cpu":
+        return dispatch.elsewhere(image.device)
+    if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
+        return Choice("torch", "the fixation requires grad")
+    if any(map(checks.transformed, (*inputs, fixation))):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
+    return Choice("gl", "tiles that keep what neighbours share measure faster than torch at every size")
+
+
+def _like(
+    image: torch.Tensor,
+    fixation: Any = None,
+    previous: Any = None,
+    semantic: Any = None,
+    dtype: torch.dtype = torch.float32,
+    *_: Any,
+) -> torch.Tensor:
+    """What `feature_maps` returns, without values."""
+    return image.new_empty(*image.shape[:-3], COUNT, *image.shape[-2:], dtype=dtype)
+
+
+dispatch.register(feature_maps, _choose)
+operators.register(feature_maps, _like)
+
+
+def _check_previous(image: torch.Tensor, value: torch.Tensor, video: bool) -> torch.Tensor:
+    previous = checks.image(value, "previous")
+    batch = image.shape[0] if image.ndim == 4 else 1
+    count = previous.shape[0] if previous.ndim == 4 else 1
+    if previous.shape[-2:] != image.shape[-2:] or count not in ((1,) if video else (1, batch)):
+        which = "one image, the frame before the first," if video else f"1 image or {batch}"
+        raise InputError(
+            f"previous has shape {tuple(previous.shape)}; expected {which} of the image's size, "
+            f"{tuple(image.shape[-2:])}. Frames of another size have no motion pixel by pixel: resize them first."
+        )
+    checks.same_device(image, previous, "previous")
+    return previous
+
+
+def _check_semantic(image: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    semantic = checks.image(value, "semantic", max_channels=None)
+    batch = image.shape[0] if image.ndim == 4 else 1
+    count = semantic.shape[0] if semantic.ndim == 4 else 1
+    if not semantic.is_floating_point():
+        raise InputError(f"semantic is {semantic.dtype}; features are floats: convert them with .float().")
+    if semantic.shape[-3] != SEMANTIC or count not in (1, batch):
+        raise InputError(
+            f"semantic has shape {tuple(semantic.shape)}; expected [16, H, W] or [{batch}, 16, H, W]. Project other "
+            "features to 16 channels, or fill up with zeros."
+        )
+    if semantic.shape[-2:] != image.shape[-2:]:
+        raise InputError(
+            f"semantic is {tuple(semantic.shape[-2:])} and the image {tuple(image.shape[-2:])}; nothing is resized "
+            "silently. Resize it with torch.nn.functional.interpolate(semantic, size=image.shape[-2:], "
+            "mode='bilinear') if bilinear values are what you mean."
+        )
+    checks.same_device(image, semantic, "semantic")
+    return semantic
+
+
+# -- in plain torch ----------------------------------------------------------------------------------------------------
+
+
+def reference(
+    image: torch.Tensor,
+    fixation: torch.Tensor,
+    previous: torch.Tensor | None = None,
+    semantic: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    video: bool = False,
+) -> torch.Tensor:
+    """The maps in plain torch; float64 images give float64. Differentiable in every tensor, the fixation [B, 2] too."""
+    batched = image if image.ndim == 4 else image[None]
+    dtype = torch.float64 if image.dtype == torch.float64 else dtype
+    found = _channels(batched, fixation, previous, semantic, video)
+    batch, _, height, width = batched.shape
+    given = [x for x in (image, fixation, previous, semantic) if x is not None]
+    if needs_grad(*given) or any(map(checks.transformed, given)):
+        result = torch.cat([part.expand(batch, -1, height, width).to(dtype) for part in found], dim=1)
+    else:
+        result = torch.empty(batch, COUNT, height, width, dtype=dtype, device=image.device)
+        first = 0
+        for part in found:  # one at a time: none outlives its copy
+            result[:, first : first + part.shape[1]] = part
+            first += part.shape[1]
+    return result if image.ndim == 4 else result[0]
+
+
+def _unit(x: torch.Tensor, work: torch.dtype) -> list[torch.Tensor]:
+    """Red, green and blue [B, 1, H, W] in [0, 1]; three times the same if it is grey."""
+    colours = x[:, : 1 if x.shape[1] <= 2 else 3].to(work)
+    colours = colours / 255 if x.dtype == torch.uint8 else colours
+    return list(colours.split(1, dim=1)) * (1 if colours.shape[1] == 3 else 3)
+
+
+def _luma(colours: list[torch.Tensor]) -> torch.Tensor:
+    if colours[0] is colours[1]:
+        return colours[0]
+    result = colours[0] * _LUMA[0]
+    for colour, weight in zip(colours[1:], _LUMA[1:], strict=True):
+        result = torch.add(result, colour, alpha=weight)
+    return result
+
+
+def _channels(
+    image: torch.Tensor,
+    fixation: torch.Tensor,
+    previous: torch.Tensor | None,
+    semantic: torch.Tensor | None,
+    video: bool,
+) -> Iterator[torch.Tensor]:
+    """All channels in order, in parts [B or 1, k, H or 1, W or 1]."""
+    work = image.dtype if image.dtype in (torch.float32, torch.float64) else torch.float32
+    height, width = image.shape[-2:]
+    colours = _unit(image, work)
+    red, green, blue = colours
+    luma = _luma(colours)
+    yield from colours
+    x = (torch.arange(width, dtype=work, device=image.device) + 0.5) / width
+    y = (torch.arange(height, dtype=work, device=image.device) + 0.5) / height
+    yield x.expand(1, 1, height, width)
+    yield y[:, None].expand(1, 1, height, width)
+    levels = gaussian_chain(luma, min(LEVELS, len(burt_sizes(height, width))))
+    squares = [(fine - expand(coarse, *fine.shape[-2:])).square() for fine, coarse in pairwise(levels[1:])]
+    read = _read_levels(levels, squares, height, width)
+    total = sum((read[c][:, :1] - read[s][:, :1]).abs() for c, s in _PAIRS)
+    assert isinstance(total, torch.Tensor)
+    yield total / len(_PAIRS)
+    bands = [level[:, 1:] for level in read[1 : 1 + BANDS]]
+    del read, total
+    padded = mirror(mirror(luma, -2, 2), -1, 2)
+    yield from _gradient(padded)
+    yield luma
+    yield _motion(luma, previous, video, work)
+    points = fixation.to(image.device, work)
+    longer = max(height, width)
+    dx = (x - points[:, :1]) * (width / longer)
+    dy = (y - points[:, 1:]) * (height / longer)
+    yield _length(dx[:, None, None, :], dy[:, None, :, None])
+    yield (luma - expand(levels[1], height, width)).abs() if len(levels) > 1 else torch.zeros_like(luma[:1])
+    yield energy(luma[:, 0], 4)
+    if semantic is None:
+        yield luma.new_zeros(1, 1, 1, 1).expand(1, SEMANTIC, height, width)
+    else:
+        yield (semantic if semantic.ndim == 4 else semantic[None]).to(work)
+    yield from bands
+    yield _variance(padded)
+    yield red - green
+    yield torch.sub(blue, red + green, alpha=0.5)
+
+
+def _read_levels(
+    levels: list[torch.Tensor], squares: list[torch.Tensor], height: int, width: int
+) -> list[torch.Tensor]:
+    """[B, 2, H, W] of each level: the Gaussian and the band's square, read at every pixel. Level 0 is empty."""
+    read = [levels[0][:, :0]]
+    for level in range(1, LEVELS):
+        if level >= len(levels) and level > 1:
+            # 1 x 1, the last: everywhere the same. It has no band.
+            last = levels[-1]
+            read.append(torch.cat([last, torch.zeros_like(last)], dim=1).expand(-1, -1, height, width))
+            continue
+        fine = levels[min(level, len(levels) - 1)]
+        square = squares[level - 1] if level - 1 < len(squares) else torch.zeros_like(fine)
+        both = torch.cat([fine, square], dim=1)
+        # With the last sample once more, align_corners puts sample i at exactly 2^level i.
+        both = F.pad(both, (0, 1, 0, 1), mode="replicate")
+        size = [(n - 1 << level) + 1 for n in both.shape[-2:]]
+        both = F.interpolate(both, size=size, mode="bilinear", align_corners=True)
+        read.append(both[..., :height, :width])
+    return read
+
+
+def _gradient(padded: torch.Tensor) -> Iterator[torch.Tensor]:
+    """gx, gy and their length, of a luma with two mirrored pixels about it."""
+    inner = padded[..., 1:-1, 1:-1]
+
+    def window(x: torch.Tensor, dim: int, first: int) -> torch.Tensor:
+        return x.narrow(dim, first, x.shape[dim] - 2)
+
+    def smoothed(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.add(window(x, dim, 0) + window(x, dim, 2), window(x, dim, 1), alpha=2)
+
+    gx = smoothed((window(inner, -1, 2) - window(inner, -1, 0)) * 0.125, -2)
+    gy = smoothed((window(inner, -2, 2) - window(inner, -2, 0)) * 0.125, -1)
+    yield gx
+    yield gy
+    yield _length(gx, gy)
+
+
+def _length(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """sqrt(x^2 + y^2), whose gradient at 0 is 0."""
+    squared = x * x + y * y
+    if not needs_grad(squared):
+        return squared.sqrt()
+    safe = torch.where(squared > 0, squared, torch.ones_like(squared))
+    return torch.where(squared > 0, safe.sqrt(), torch.zeros_like(squared))
+
+
+def _motion(luma: torch.Tensor, previous: torch.Tensor | None, video: bool, work: torch.dtype) -> torch.Tensor:
+    before = None
+    if previous is not None:
+        before = _luma(_unit(previous if previous.ndim == 4 else previous[None], work))
+    if not video:
+        return torch.zeros_like(luma[:1]) if before is None else luma - before
+    first = torch.zeros_like(luma[:1]) if before is None else luma[:1] - before
+    return torch.cat([first, luma[1:] - luma[:-1]])
+
+
+def _variance(padded: torch.Tensor) -> torch.Tensor:
+    """Over 5 x 5, of a luma with two mirrored pixels about it. In float64, where the mean square less the squared mean
+    loses nothing that fp32 could show."""
+
+    def five(x: torch.Tensor, dim: int) -> torch.Tensor:
+        count = x.shape[dim] - 4
+        pairs = x.narrow(dim, 0, count + 3) + x.narrow(dim, 1, count + 3)
+        return pairs.narrow(dim, 0, count) + pairs.narrow(dim, 2, count) + x.narrow(dim, 4, count)
+
+    wide = padded.double()
+    mean = five(five(wide, -2), -1) * (1 / 25)
+    square = five(five(wide * wide, -2), -1) * (1 / 25)
+    return (square - mean * mean).clamp(min=0).to(padded.dtype)

@@ -1,0 +1,38 @@
+// Four neighbours of an image, in [0, 1]; grey serves as all three colours, alpha is left out.
+// Needs words.glsl and CHANNELS.
+layout(std430, binding = 1) readonly buffer Red { uint b_red[]; };
+#if CHANNELS > 2
+layout(std430, binding = 6) readonly buffer Green { uint b_green[]; };
+layout(std430, binding = 7) readonly buffer Blue { uint b_blue[]; };
+#endif
+
+uniform ivec3 u_source_first;  // index of texel 0 of the first image in each; negative if bound from a later row
+
+#if PER_WORD == 4
+#define TO_UNIT (1.0 / 255.0)
+#else
+#define TO_UNIT 1.0
+#endif
+// `last`: how far the row's last texel is.
+#define FOUR(buffer_, at, last) (TO_UNIT * vec4( \
+    to_float(ELEMENT(buffer_, uint(at))), to_float(ELEMENT(buffer_, uint((at) + min(1, last)))), \
+    to_float(ELEMENT(buffer_, uint((at) + min(2, last)))), to_float(ELEMENT(buffer_, uint((at) + min(3, last))))))
+
+struct Colour { vec4 r, g, b; };
+
+Colour colour(int at, int last) {
+    vec4 r = FOUR(b_red, u_source_first.x + at, last);
+#if CHANNELS > 2
+    return Colour(r, FOUR(b_green, u_source_first.y + at, last), FOUR(b_blue, u_source_first.z + at, last));
+#else
+    return Colour(r, r, r);
+#endif
+}
+
+vec4 luma_of(Colour c) {
+#if CHANNELS > 2
+    return 0.299 * c.r + 0.587 * c.g + 0.114 * c.b;
+#else
+    return c.r;
+#endif
+}

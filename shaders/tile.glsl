@@ -1,0 +1,28 @@
+// Four neighbours of a row at once.
+// ALIGNED   rows are whole groups of four, and begin at one in their buffers: loads and stores are of groups
+// HALF      with ALIGNED: what is made is fp16
+// `at` is the index of the first of the four; x where it is in a row, width the row's length.
+#include "halves.glsl"
+
+#ifdef ALIGNED
+#define READ vec4
+#define LOAD(source, at, x, width) source[(at) / 4]
+#ifdef HALF
+#define MADE uvec2
+#define STORE(target, at, x, width, four) { vec4 v_ = four; target[(at) / 4] = uvec2(pack_halves(v_.xy), pack_halves(v_.zw)); }
+#else
+#define MADE vec4
+#define STORE(target, at, x, width, four) target[(at) / 4] = four;
+#endif
+#else
+#define READ float
+#define LOAD(source, at, x, width) vec4(source[at], source[(at) + min(1, (width) - 1 - (x))], \
+    source[(at) + min(2, (width) - 1 - (x))], source[(at) + min(3, (width) - 1 - (x))])
+#define MADE float
+#define STORE(target, at, x, width, four) { \
+    vec4 v_ = four; \
+    target[at] = v_.x; \
+    if ((x) + 1 < (width)) target[(at) + 1] = v_.y; \
+    if ((x) + 2 < (width)) target[(at) + 2] = v_.z; \
+    if ((x) + 3 < (width)) target[(at) + 3] = v_.w; }
+#endif

@@ -1,0 +1,264 @@
+"""Oriented energy: shader against reference() against dense filters in float64, and what the angles mean."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_matches
+from hypothesis import given
+from hypothesis import strategies as st
+from images import DTYPES, SIZES, noise
+from oracle import hilbert_transform, oriented_energy, second_derivative
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError, LimitError
+from gpu_lod.oriented_energy import FILTERS, basis, energy, reference, steering
+
+BACKENDS: list[Any] = ["torch", "gl"]
+
+
+def check(found: tuple[torch.Tensor, ...], truth: list[torch.Tensor], where: str = "", scale: float = 1.0) -> None:
+    """In units of the largest energy; of 1% of what values in [0, 1] may have, where all are smaller."""
+    assert len(found) == len(truth)
+    for level, expected in zip(found, truth, strict=True):
+        largest = max(float(expected.abs().max()), 0.01 * scale)
+        assert_matches((level.double() / largest).to(level.dtype), expected / largest, "energy", where=where)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parity(backend: Any, dtype: torch.dtype) -> None:
+    for height, width in SIZES:
+        for shape in ((2, 5, height, width), (1, height, width)):
+            image = noise(*shape, dtype=dtype)
+            found = lod.oriented_energy(image, backend=backend)
+            truth = oriented_energy(image)
+            for level, expected in zip(found, truth, strict=True):
+                assert level.dtype == (torch.float32 if dtype == torch.uint8 else dtype)
+                assert level.shape == expected.shape == (*shape[:-2], 4, *level.shape[-2:])
+            check(found, truth, f"{shape}", 255.0**2 if dtype == torch.uint8 else 1.0)
+
+
+@pytest.mark.parametrize("orientations", [1, 2, 3, 5, 6, 9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_number_of_orientations(backend: Any, orientations: int) -> None:
+    image = noise(2, 3, 27, 40)
+    check(lod.oriented_energy(image, 3, orientations, backend), oriented_energy(image, 3, orientations))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_real_pictures(backend: Any, photo: torch.Tensor, page: torch.Tensor) -> None:
+    for image in (photo, page):
+        check(lod.oriented_energy(image, 4, backend=backend), oriented_energy(image, 4))
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31))
+def test_any_size(height: int, width: int, seed: int) -> None:
+    image = torch.rand(1, height, width, generator=torch.Generator().manual_seed(seed))
+    check(lod.oriented_energy(image, backend="gl"), oriented_energy(image))
+
+
+@pytest.mark.parametrize("tile", ["_TILE", "_TILE_SOFTWARE"])
+def test_both_tilings_give_the_same(tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardware's on software too: the shader that a GPU runs is tested here."""
+    module = sys.modules["gpu_lod.oriented_energy"]  # the verb's name hides it
+    monkeypatch.setattr(module, "_TILE_SOFTWARE", getattr(module, tile))
+    for height, width in SIZES:
+        image = noise(2, 3, height, width)
+        check(lod.oriented_energy(image, backend="gl"), oriented_energy(image), f"{height} x {width}")
+
+
+def test_the_reference_works_in_bands() -> None:
+    """Larger pictures and batches than it takes on at once, in rows that are no whole blocks."""
+    for shape in ((1, 1, 700, 601), (5, 3, 150, 210)):
+        image = noise(*shape)
+        check(lod.oriented_energy(image, 1, backend="torch"), oriented_energy(image, 1))
+
+
+# -- filters -----------------------------------------------------------------------------------------------------------
+
+
+def steered(angle: float) -> tuple[torch.Tensor, torch.Tensor]:
+    c, s = math.cos(angle), math.sin(angle)
+    second = torch.tensor([c * c, 2 * c * s, s * s], dtype=torch.float64)
+    third = torch.tensor([c**3, 3 * c * c * s, 3 * c * s * s, s**3], dtype=torch.float64)
+    filters = basis()
+    return torch.einsum("b,byx->yx", second, filters[:3]), torch.einsum("b,byx->yx", third, filters[3:])
+
+
+@given(st.floats(-7.0, 7.0))
+def test_steering_gives_the_rotated_filter(angle: float) -> None:
+    even, odd = steered(angle)
+    assert float((even - second_derivative(angle)).abs().max()) < 1e-12
+    assert float((odd - hilbert_transform(angle)).abs().max()) < 1e-12
+
+
+def test_steering_needs_the_right_signs_and_mean() -> None:
+    """The check above can say no: to the mirrored angle, and to a filter that kept its mean."""
+    even, odd = steered(0.5)
+    assert float((even - second_derivative(-0.5)).abs().max()) > 0.1
+    assert float((odd - hilbert_transform(-0.5)).abs().max()) > 0.1
+    assert float((even - second_derivative(0.5, flat=False)).abs().max()) > 1e-4
+
+
+def test_without_its_mean_taken_away_it_steers_too() -> None:
+    """What is taken is a multiple of the round Gaussian, the same at every angle."""
+    gaussian = torch.tensor(FILTERS[0], dtype=torch.float64)
+    for angle in (0.0, 0.3, 1.2, 2.9):
+        taken = second_derivative(angle, flat=False) - steered(angle)[0]
+        share = taken / (gaussian[:, None] * gaussian)
+        assert float(share.std()) < 1e-12 and float(share.mean()) == pytest.approx(-2.018e-4, rel=1e-3)
+
+
+def test_filters_sum_to_nothing() -> None:
+    assert float(basis().sum((1, 2)).abs().max()) < 1e-14
+    assert abs(sum(FILTERS[2])) < 1e-14
+
+
+def test_the_table_for_four_angles() -> None:
+    second, third = steering(4)
+    half = math.sqrt(0.5)
+    assert second[0] == (1, 0, 0) and third[0] == (1, 0, 0, 0)
+    assert second[1] == pytest.approx((0.5, 1, 0.5)) and third[1] == pytest.approx([half**3 * k for k in (1, 3, 3, 1)])
+    assert second[2] == pytest.approx((0, 0, 1)) and third[2] == pytest.approx((0, 0, 0, 1))
+    assert second[3] == pytest.approx((0.5, -1, 0.5)) and third[3] == pytest.approx(
+        [half**3 * k for k in (-1, 3, -3, 1)]
+    )
+
+
+# -- what the angles mean ---------------------------------------------------------------------------------------------
+
+
+def strongest(image: torch.Tensor, backend: Any) -> int:
+    (level,) = lod.oriented_energy(image, 1, backend=backend)
+    return int(level[..., 12:-12, 12:-12].mean((0, -2, -1)).argmax())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_convention_a_vertical_edge_answers_at_0(backend: Any) -> None:
+    image = torch.zeros(1, 40, 40)
+    image[..., 20:] = 1
+    assert strongest(image, backend) == 0
+    assert strongest(image.transpose(-1, -2), backend) == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_convention_lines_of_horizontal_text_answer_at_90(backend: Any, page: torch.Tensor) -> None:
+    """At the scale of the lines, which lie about 14 pixels apart."""
+    level = lod.oriented_energy(page, 4, backend=backend)[2]
+    assert int(level[0].mean((-2, -1)).argmax()) == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_convention_45_is_towards_the_lower_right(backend: Any) -> None:
+    y, x = torch.meshgrid(torch.arange(48.0), torch.arange(48.0), indexing="ij")
+    assert strongest(torch.sin(0.9 * (x + y))[None], backend) == 1
+    assert strongest(torch.sin(0.9 * (x - y))[None], backend) == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_energy_hardly_depends_on_the_phase(backend: Any) -> None:
+    """A grating's energy swings only by as much as G2 and H2 differ in gain; the square of one alone by 71%."""
+    taps = torch.arange(-4, 5, dtype=torch.float64)
+    even = float((basis()[0].sum(0) * torch.cos(1.2 * taps)).sum() ** 2)
+    odd = float((basis()[3].sum(0) * torch.sin(1.2 * taps)).sum() ** 2)
+    swing = abs(even - odd) / (even + odd) / math.sqrt(2)
+    assert swing < 0.06
+    for phase in (0.0, 0.8, 1.6):
+        image = torch.sin(1.2 * torch.arange(96.0) + phase).expand(1, 96, 96).contiguous()
+        (level,) = lod.oriented_energy(image, 1, backend=backend)
+        inside = level[0, 0, 12:-12, 12:-12]
+        assert float(inside.std() / inside.mean()) == pytest.approx(swing, rel=0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_quarter_turn_permutes_the_orientations(backend: Any) -> None:
+    """Turned counterclockwise on the screen, what varied along x varies along y."""
+    image = noise(1, 2, 33, 41)
+    (before,) = lod.oriented_energy(image, 1, backend=backend)
+    (after,) = lod.oriented_energy(torch.rot90(image, 1, (-2, -1)).contiguous(), 1, backend=backend)
+    turned = torch.rot90(before, 1, (-2, -1))
+    for k in range(4):
+        assert torch.allclose(after[:, :, (k + 2) % 4], turned[:, :, k], atol=1e-4), k
+    assert not torch.allclose(after[:, :, 1], turned[:, :, 1], atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_flat_pictures_have_no_energy(backend: Any) -> None:
+    for level in lod.oriented_energy(torch.full((1, 3, 37, 22), 0.7), backend=backend):
+        assert float(level.abs().max()) < 1e-11
+
+
+def test_levels_are_not_rounded_between(photo: torch.Tensor) -> None:
+    half = (photo / 255).half()
+    for one, two in zip(lod.oriented_energy(half, 3), lod.oriented_energy(half.float(), 3), strict=True):
+        assert torch.equal(one, two.half())
+
+
+# -- limits, gradients, errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [53, 64])
+def test_work_is_split_to_fit_bindings(restored_limits: lod.Context, width: int) -> None:
+    image = noise(3, 2, 70, width)
+    expected = lod.oriented_energy(image, None, 6, backend="gl")
+    for limit in (24 * 1024, 5 * 1024):  # some planes at once; some rows
+        restored_limits.limits.storage_bytes = limit
+        for one, two in zip(lod.oriented_energy(image, None, 6, backend="gl"), expected, strict=True):
+            assert torch.equal(one, two)
+    restored_limits.limits.storage_bytes = 1024
+    with pytest.raises(LimitError):
+        lod.oriented_energy(image, 1, backend="gl")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_agree(dtype: torch.dtype) -> None:
+    image = noise(2, 3, 13, 18, dtype=dtype)
+    found = []
+    for backend in BACKENDS:
+        x = image.clone().requires_grad_()
+        sum((level.float() ** 1.5).sum() for level in lod.oriented_energy(x, 3, backend=backend)).backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert float(found[0].abs().max()) > 0.1
+    assert torch.allclose(found[0], found[1], rtol=1e-3 if dtype == torch.float32 else 5e-2, atol=1e-3)
+
+
+def test_gradcheck() -> None:
+    x = torch.rand(1, 2, 5, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: tuple(reference(v, 3, 3)), x)
+
+
+def test_the_reference_in_double_precision() -> None:
+    x = torch.rand(2, 19, 11, dtype=torch.float64)
+    assert float((energy(x, 5) - oriented_energy(x, 1, 5)[0]).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"orientations": 0}, "orientations is 0"),
+        ({"orientations": -1}, "orientations is -1"),
+        ({"orientations": 2.5}, "orientations is 2.5"),
+        ({"orientations": True}, "orientations is True"),
+        ({"levels": 6}, "has 5 down to 1 x 1"),
+        ({"levels": 0}, "levels is 0"),
+        ({"image": torch.zeros(9, 4)}, "expected"),
+        ({"image": torch.zeros(1, 0, 4)}, "at least 1"),
+        ({"image": torch.zeros(1, 9, 4, dtype=torch.float64)}, "float64"),
+        ({"image": [1.0]}, "list"),
+        ({"backend": "cpu"}, "'auto'"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        lod.oriented_energy(**{"image": torch.zeros(1, 9, 4), **arguments})
+
+
+def test_explain_knows_it() -> None:
+    assert lod.explain(lod.oriented_energy, torch.zeros(1, 9, 4)).backend == "torch"
+    assert lod.explain(lod.oriented_energy, torch.zeros(1, 9, 4), backend="gl").reason == "asked for"
