@@ -54,7 +54,7 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiable: bool = True) -> None:
-    """Make a verb an op, `torch.ops.gpu_lod.<verb>`.
+    """Make a verb an op, `torch.ops.gpu_lod.<verb>`. After `dispatch.register`, whose chooser refuses while tracing.
 
     Args:
         verb: decorated; its annotations give the op's schema.
@@ -89,7 +89,11 @@ class Operator:
         if dataclasses.is_dataclass(self.returns) and self.returns is not Pyramid:
             self.whole = [field.type == "int" for field in dataclasses.fields(self.returns)]
         parameters = [_parameter(name, hints[name], p.default) for name, p in self.signature.parameters.items()]
-        self.tensors = tuple("Tensor" in parameter for parameter in parameters)
+        # Numbers become tensors where a verb takes either: a fixation, a threshold.
+        self.numbers = tuple(
+            hints[name] is Any or {float, torch.Tensor} <= {*typing.get_args(hints[name])}
+            for name in self.signature.parameters
+        )
         self.pyramids = tuple("Tensor[]" in parameter for parameter in parameters)
         # Without defaults: torch would leave out arguments that are equal to them.
         arguments = ", ".join(parameters)
@@ -132,12 +136,12 @@ class Operator:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         flat: list[Any] = []
-        for value, tensor, pyramid in zip(bound.arguments.values(), self.tensors, self.pyramids, strict=True):
+        for value, numbers, pyramid in zip(bound.arguments.values(), self.numbers, self.pyramids, strict=True):
             if isinstance(value, Pyramid):
                 flat += [list(value.levels), value.reduce]
             elif pyramid:
                 flat += [[value], None]
-            elif tensor and value is not None and not isinstance(value, torch.Tensor):
+            elif numbers and value is not None and not isinstance(value, torch.Tensor):
                 flat.append(_numbers(value))
             else:
                 flat.append(value)
@@ -251,11 +255,9 @@ def _numbers(value: Any) -> torch.Tensor:
     """Numbers as Python holds them, some of which may be tensors."""
     if isinstance(value, (list, tuple)):
         return torch.stack([_numbers(item) for item in value])
-    return (
-        value.to("cpu", torch.float64)
-        if isinstance(value, torch.Tensor)
-        else torch.scalar_tensor(value, dtype=torch.float64)
-    )
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu", torch.float64)
+    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -198,6 +198,7 @@ def test_bad_input_is_refused_while_tracing() -> None:
         (lambda x: lod.log_polar(x, (0.5, 0.5), 0, 4), "rings is 0"),
         (lambda x: lod.mipmap(x, 7), "levels is 7"),
         (lambda x: lod.mipmap(x[0]), "unsqueeze"),
+        (lambda x: lod.mipmap([[[0.5]]]), "torch.tensor"),  # type: ignore[arg-type]
         (lambda x: lod.gaussian(x, backend="cpu"), "expected one of"),
         (lambda x: lod.collapse(lod.gaussian(x)), "gaussian pyramid"),
         (lambda x: lod.inverse_log_polar(x.double(), (0.5, 0.5), (4, 4)), "float64"),
