@@ -274,6 +274,36 @@ def foveate(
 
 
 @app.command()
+def features(
+    image: Picture,
+    fixation: Fixation = "0.5,0.5",
+    previous: Annotated[
+        Path | None, typer.Option(help="The frame before, for the motion channel.", show_default=False)
+    ] = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the feature maps of a picture as a grid, each with its number, name and range."""
+    from gpu_lod import drawing
+
+    path = _path(image, "features", output)
+    point = _fixation(fixation)
+    with _on(device), printing.busy("features"):
+        arguments: dict[str, Any] = {
+            "fixation": point,
+            "previous": None if previous is None else images.load(previous),
+            "backend": _backend(backend, device),
+        }
+        picture = images.load(image)
+        choice = lod.explain(lod.feature_maps, picture, **arguments)
+        maps = lod.feature_maps(picture, **arguments)
+        images.save(drawing.feature_grid(maps), path)
+    _report("feature_maps", image, [path], [maps], choice, as_json)
+
+
+@app.command()
 def sites(
     image: Picture,
     fixation: Fixation = "0.5,0.5",

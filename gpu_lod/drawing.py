@@ -1,4 +1,4 @@
-"""Pictures that explain results: level maps, footprints of sites. Drawn with Pillow, coloured as matplotlib does."""
+"""Pictures that explain results: level maps, footprints of sites, feature maps side by side."""
 
 from __future__ import annotations
 
@@ -7,13 +7,71 @@ import math
 import matplotlib
 import numpy as np
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
+from gpu_lod.feature_maps import CHANNELS, SEMANTIC
 from gpu_lod.saliency import colour, unit
 
 _PAPER, _INK = (255, 255, 255), (31, 41, 55)
 _LONGEST = 1600
 """Sides below half of this are enlarged by whole numbers before lines are drawn on them."""
+
+
+_SIGNED = (6, 7, 10, 38, 39)
+_ENERGIES = (*range(13, 17), *range(33, 38))
+_LABELS = {
+    "rgb": ("red", "green", "blue"),
+    "position": ("x", "y"),
+    "gradient": ("gradient along x", "gradient along y", "gradient"),
+    "high_pass": ("high pass",),
+    "orientation": ("0 degrees", "45 degrees", "90 degrees", "135 degrees"),
+    "semantic": tuple(f"semantic {k}" for k in range(SEMANTIC)),
+    "band_energy": tuple(f"band energy {k}" for k in (1, 2, 3, 4)),
+    "opponency": ("red - green", "blue - yellow"),
+}
+
+
+def labels() -> list[str]:
+    """What each of the forty channels is called."""
+    return [label for name in CHANNELS for label in _LABELS.get(name, (name,))]
+
+
+def feature_grid(maps: torch.Tensor, columns: int = 6) -> torch.Tensor:
+    """Feature maps [40, H, W] side by side, each with its number, name and range. Semantic ones only if there are any.
+
+    Signed channels lie about grey; the others go from black to white between the ends of their ranges, energies and the
+    variance by their roots, for a few edges hold most of them.
+    """
+    height, width = maps.shape[-2:]
+    semantic = range(CHANNELS["semantic"].start, CHANNELS["semantic"].stop)
+    shown = [k for k in range(len(maps)) if k not in semantic or bool(maps[k].any())]
+    wide = min(260, max(120, width)) / 100  # inches a map, at 100 dots each
+    high, title, rows = wide * height / width, 0.34, -(-len(shown) // columns)
+    figure = Figure(figsize=(columns * (wide + 0.12) + 0.12, rows * (high + title) + 0.12), dpi=100, facecolor="white")
+    canvas = FigureCanvasAgg(figure)  # not pyplot: no display, no global state
+    across, down = figure.get_size_inches()
+    names = labels()
+    for place, k in enumerate(shown):
+        row, column = divmod(place, columns)
+        left, top = 0.12 + column * (wide + 0.12), row * (high + title)
+        values = maps[k].float().cpu()
+        low, most = float(values.min()), float(values.max())
+        text = f"{k}  {names[k]}   {low:.2g} to {most:.2g}"
+        size = min(8.0, 100 * wide / len(text))
+        figure.text(left / across, 1 - (top + title - 0.07) / down, text, fontsize=size, color="#1f2937")
+        if k in _ENERGIES:
+            values, low, most = values.sqrt(), low**0.5, most**0.5
+        if k in _SIGNED:
+            most = max(-low, most, 1e-12)
+            low = -most
+        axes = figure.add_axes((left / across, 1 - (top + title + high) / down, wide / across, high / down))
+        axes.imshow(values.numpy(), cmap="gray", vmin=low, vmax=max(most, low + 1e-12), interpolation="antialiased")
+        axes.set_axis_off()
+    canvas.draw()
+    drawn = np.asarray(canvas.buffer_rgba())[..., :3]
+    return torch.from_numpy(drawn.copy()).permute(2, 0, 1)
 
 
 def _rgb(image: torch.Tensor) -> Image.Image:

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 import gpu_lod as lod
-from gpu_lod.images import atlas, load
+from gpu_lod import drawing
+from gpu_lod.images import atlas, load, save
 from gpu_lod.saliency import luma, patch_starts, patches
 
 NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
@@ -236,6 +237,19 @@ def test_foveate(tmp_path: Path, picture: Path) -> None:
     assert drawn.shape[1] == height and drawn.shape[2] > 2 * width
     near, far = (drawn[:, height // 2, drawn.shape[2] // 2 + at].int() for at in (-width // 4, width // 4))
     assert (near - far).abs().max() > 20  # another level, another colour
+
+
+def test_features(tmp_path: Path, picture: Path) -> None:
+    found = json.loads(done(tmp_path, "features", "cat.png", "--backend", "torch", "--json"))
+    height, width = load(picture).shape[-2:]
+    assert found["shapes"] == [[40, height, width]]
+    still = load(tmp_path / "out" / "cat.features.png")
+    assert still.shape[0] == 3 and still.shape[2] > 6 * 120
+    image = load(picture)
+    save(255 - image if image.shape[0] in (1, 3) else image.flip(-1), tmp_path / "before.png")
+    done(tmp_path, "features", "cat.png", "--previous", "before.png", "-o", "moved.png")
+    assert not torch.equal(load(tmp_path / "moved.png"), still)
+    assert drawing.labels()[5] == "saliency" and drawing.labels()[39] == "blue - yellow" and len(drawing.labels()) == 40
 
 
 def test_sites(tmp_path: Path, picture: Path) -> None:
