@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod.context import why_not
+from gpu_lod.context import context_for, why_not
 from gpu_lod.errors import InputError
 
 Backend = Literal["auto", "gl", "torch"]
@@ -69,6 +69,24 @@ def elsewhere(device: torch.device) -> Choice:
     return Choice(
         "torch", f"OpenGL has not been measured against torch on {device} yet; backend='gl' uses it all the same"
     )
+
+
+def on_host(image: torch.Tensor, reason: str) -> Choice:
+    """What "auto" takes for a CPU tensor where shaders measured faster than torch on a software renderer: GL on such a
+    one, if it works here. Opens the context that the call would open."""
+    if torch.compiler.is_compiling():
+        return Choice("torch", "asked again when the graph runs")
+    try:
+        context = context_for(image)
+    except Exception as error:  # whatever a driver or a library raises, and after a fork
+        return Choice("torch", f"OpenGL cannot be used here: {error}")
+    if not context.software:
+        return Choice(
+            "torch",
+            f"OpenGL on {context.renderer} has not been measured against torch for CPU tensors yet; backend='gl' uses "
+            "it all the same",
+        )
+    return Choice("gl", reason)
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:

@@ -124,7 +124,7 @@ def feature_maps(
         as_texture: give an array texture of 10 RGBA layers an image instead of a tensor, channel 4 k + c in component c
             of layer k, for shaders of yours to sample. GL only, without gradients.
         backend: "gl", "torch" or "auto"; `explain(feature_maps, image)` says why. Both give gradients in the image, in
-            `previous` and in `semantic`.
+            `previous` and in `semantic`. Auto takes the shaders for CPU tensors on a software renderer.
 
     Returns:
         A tensor, or with `as_texture` a `FeatureTexture`.
@@ -208,7 +208,7 @@ def _choose(
         return Choice("torch", "the fixation requires grad")
     if any(map(checks.transformed, (*inputs, fixation))):
         return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    return Choice("gl", "tiles that keep what neighbours share measure faster than torch at every size")
+    return dispatch.on_host(image, "the shaders share what neighbours have in common, and measure faster than torch")
 
 
 def _like(

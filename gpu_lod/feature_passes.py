@@ -43,8 +43,8 @@ _TILE = 4
 class FeatureTexture:
     """Feature maps as an array texture, for shaders of yours to sample.
 
-    `10 k + n` of a batch is layer n of image k: channels 4 n to 4 n + 3 in its red, green, blue and alpha. One level,
-    linear filter, clamped to the edge, texel centres at (i + 0.5) / n; row 0 is the image's first.
+    Layer 10 k + n holds channels 4 n to 4 n + 3 of image k as red, green, blue and alpha. One level, linear filter,
+    clamped to the edge, texel centres at (i + 0.5) / n; row 0 is the image's first.
     It belongs to `context` and stays valid as long as this object lives; use it where that context is current (inside
     `with context:` or `with context.active():`), bound by its OpenGL name `glo`.
     """
@@ -190,6 +190,33 @@ class _Job:
         """
         ctx, width, height = self.ctx, self.width, self.height
         first, end = images
+
+        def fits(count: int, tall: int) -> bool:
+            written = ((count - 1) * per_image + _WIDEST - 1) * target.area + tall * width
+            read = max(  # bytes
+                ((count - 1) * height + tall + _TILE) * width * 4,
+                ((count - 1) * self.channels * self.area + tall * width) * self.source.dtype.itemsize,
+                (self.levels[0].area * (count - 1) + (tall // 2 + _TILE) * self.levels[0].width) * 4,
+            )
+            return max(written * target.dtype.itemsize, read) <= _most(ctx)
+
+        for index, count, row, stop in parts(ctx, end - first, rows, fits, width, _TILE):
+            self._write_part(target, per_image, rows[0], index, (first + index, count, row, stop))
+        energies = target.layers(13, target.count - 13)
+        energy_planes(ctx, self.luma.layers(first, end - first), energies, 4, apart=per_image, rows=rows)
+
+    def _write_part(
+        self, target: Planes, per_image: int, first_row: int, index: int, part: tuple[int, int, int, int]
+    ) -> None:
+        """What one dispatch of each shader makes.
+
+        Args:
+            first_row: that the target holds.
+            index: of the first image, in the target.
+            part: first image, images, first row, row after the last.
+        """
+        ctx, width, height = self.ctx, self.width, self.height
+        image, count, row, stop = part
         after = _SEMANTIC.stop if per_image == _COUNT else _SEMANTIC.start
         motion = self.video or bool(self.earlier)
         last, half = len(self.gaussians) - 1, target.dtype == torch.float16
@@ -206,72 +233,57 @@ class _Job:
         )
         scales = ctx.programs.compute("feature_scales.comp", ALIGNED=self.aligned, HALF=half)
 
-        def fits(count: int, tall: int) -> bool:
-            written = ((count - 1) * per_image + _WIDEST - 1) * target.area + tall * width
-            read = max(  # bytes
-                ((count - 1) * height + tall + _TILE) * width * 4,
-                ((count - 1) * self.channels * self.area + tall * width) * self.source.dtype.itemsize,
-                (self.levels[0].area * (count - 1) + (tall // 2 + _TILE) * self.levels[0].width) * 4,
-            )
-            return max(written * target.dtype.itemsize, read) <= _most(ctx)
+        def bind(binding: int, channel: int, channels: int) -> int:
+            """Some neighbouring channels of the target; returns the index of the first one's texel 0."""
+            plane = index * per_image + channel
+            last = plane + (count - 1) * per_image + channels - 1
+            return self._rows(target, binding, plane, last, row - first_row, stop - first_row) - first_row * width
 
-        for index, count, row, stop in parts(ctx, end - first, rows, fits, width, _TILE):
-            image = first + index
-
-            def bind(binding: int, channel: int, channels: int) -> int:
-                """Some neighbouring channels of the target; returns the index of the first one's texel 0."""
-                plane = index * per_image + channel  # noqa: B023
-                top = plane * target.area - rows[0] * width
-                last = top + ((count - 1) * per_image + channels - 1) * target.area + stop * width - 1  # noqa: B023
-                return target.bind(ctx, binding, top + row * width, last) + top  # noqa: B023
-
-            shape = {
-                "u_size": (width, height),
-                "u_rows": (row, stop),
-                "u_stride": (target.area, per_image * target.area),
-            }
-            groups = -(-width // (4 * LOCAL_SIZE))
-            self._bind_colours(self.source, self.channels, image, count, row, stop, points)
-            bind_table(ctx, 3, self.fixations)
-            if motion:
-                before = image - 1 + self.earlier if self.video else image if self.earlier > 1 else 0
-                moves = self.video or self.earlier > 1
-                last_before = before + count - 1 if moves else before
-                points.set(
-                    u_before_first=self._rows(self.lumas, 2, max(before, 0), max(last_before, 0), row, stop)
-                    + (before - max(before, 0)) * self.area,
-                    u_before_stride=self.area if moves else 0,
-                    u_no_motion=0 if self.earlier else 1,
-                )
+        shape = {
+            "u_size": (width, height),
+            "u_rows": (row, stop),
+            "u_stride": (target.area, per_image * target.area),
+        }
+        groups = -(-width // (4 * LOCAL_SIZE))
+        self._bind_colours(self.source, self.channels, image, count, row, stop, points)
+        bind_table(ctx, 3, self.fixations)
+        if motion:
+            before = image - 1 + self.earlier if self.video else image if self.earlier > 1 else 0
+            moves = self.video or self.earlier > 1
+            last_before = before + count - 1 if moves else before
             points.set(
-                u_first=(bind(0, 0, 5), bind(4, 9, 3), bind(5, after + 5, 2)),
-                u_first_image=image,
-                u_pixel=(1 / width, 1 / height),
-                u_box=(width / max(width, height), height / max(width, height)),
-                **shape,
-            ).dispatch_groups(groups, stop - row, count)
+                u_before_first=self._rows(self.lumas, 2, max(before, 0), max(last_before, 0), row, stop)
+                + (before - max(before, 0)) * self.area,
+                u_before_stride=self.area if moves else 0,
+                u_no_motion=0 if self.earlier else 1,
+            )
+        points.set(
+            u_first=(bind(0, 0, 5), bind(4, 9, 3), bind(5, after + 5, 2)),
+            u_first_image=image,
+            u_pixel=(1 / width, 1 / height),
+            u_box=(width / max(width, height), height / max(width, height)),
+            **shape,
+        ).dispatch_groups(groups, stop - row, count)
 
-            coarse = self.gaussians[min(1, last)]
-            around.set(
-                u_source=(
-                    self._rows(self.luma, 1, image, image + count - 1, row - 2, stop + 2),
-                    self._rows(coarse, 2, image, image + count - 1, row // 2 - 1, stop // 2 + 2),
-                ),
-                u_coarse_size=(coarse.width, coarse.height),
-                u_first=(bind(0, 6, 3), bind(4, 12, 1), bind(5, after + 4, 1)),
-                **shape,
-            ).dispatch_groups(groups, -(-(stop - row) // _TILE), count)
+        coarse = self.gaussians[min(1, last)]
+        around.set(
+            u_source=(
+                self._rows(self.luma, 1, image, image + count - 1, row - 2, stop + 2),
+                self._rows(coarse, 2, image, image + count - 1, row // 2 - 1, stop // 2 + 2),
+            ),
+            u_coarse_size=(coarse.width, coarse.height),
+            u_first=(bind(0, 6, 3), bind(4, 12, 1), bind(5, after + 4, 1)),
+            **shape,
+        ).dispatch_groups(groups, -(-(stop - row) // _TILE), count)
 
-            tops = [
-                self._rows(planes, level, image, image + count - 1, row >> level, (stop >> level) + 3) // 2
-                for level, planes in enumerate(self.levels, start=1)
-            ]
-            sizes = {f"u_size{level}": (p.width // 2, p.height) for level, p in enumerate(self.levels, start=1)}
-            scales.set(
-                u_level=tuple(tops[:4]), u_level5=tops[4], u_first=(bind(0, 5, 1), bind(6, after, 4)), **sizes, **shape
-            ).dispatch_groups(groups, -(-(stop - row) // _TILE), count)
-        energies = target.layers(13, target.count - 13)
-        energy_planes(ctx, self.luma.layers(first, end - first), energies, 4, apart=per_image, rows=rows)
+        tops = [
+            self._rows(planes, level, image, image + count - 1, row >> level, (stop >> level) + 3) // 2
+            for level, planes in enumerate(self.levels, start=1)
+        ]
+        sizes = {f"u_size{level}": (p.width // 2, p.height) for level, p in enumerate(self.levels, start=1)}
+        scales.set(
+            u_level=tuple(tops[:4]), u_level5=tops[4], u_first=(bind(0, 5, 1), bind(6, after, 4)), **sizes, **shape
+        ).dispatch_groups(groups, -(-(stop - row) // _TILE), count)
 
     @property
     def aligned(self) -> bool:

@@ -207,9 +207,9 @@ def parts(
     """
     first, end = rows
     at_once, tall = min(planes, MAX_GROUPS), end - first
-    while at_once > 1 and not fits(at_once, tall):
+    while at_once > 1 and not (tall <= MAX_GROUPS and fits(at_once, tall)):
         at_once = -(-at_once // 2)
-    while at_once == 1 and (not fits(1, tall) or tall > MAX_GROUPS * step):
+    while at_once == 1 and not (tall <= MAX_GROUPS and fits(1, tall)):
         if tall <= step:
             raise LimitError(
                 f"an image of width {width} does not fit this device's storage-buffer bindings of "

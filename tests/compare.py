@@ -11,9 +11,9 @@ TOLERANCES: dict[str, dict[torch.dtype, float]] = {
     "binomial": {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.uint8: 1 / 255},
     "exact": {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0, torch.uint8: 0.0},
     # Energies are squares, of no fixed range: in units of the picture's largest.
-    "energy": {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2},
+    "energy": {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.uint8: 1 / 255},
     # Feature maps of pictures in [0, 1], each channel in units of its largest value if that is above 1.
-    "features": {torch.float32: 2e-6, torch.float16: 1e-3},
+    "features": {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.uint8: 1 / 255},
     # Where filter weights are exact. Hardware weighs with 8 fractional bits: `weight_error` widens the band.
     "trilinear": {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.uint8: 1 / 255},
 }

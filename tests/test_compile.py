@@ -103,6 +103,15 @@ def test_compiled_verbs_equal_eager_ones(name: str, backend: Any, dynamic: bool)
         assert torch.allclose(one, torch.zeros_like(x) if two is None else two, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_auto_is_asked_when_the_graph_runs(name: str) -> None:
+    call = CALLS[name]
+    run, _ = compiled(lambda *inputs: call.run(*inputs))
+    inputs = call.inputs()
+    for one, two in zip(run(*inputs), call.run(*inputs), strict=True):
+        assert torch.equal(one, two)
+
+
 def chain(image: torch.Tensor, fixation: Any, backend: Any = "auto") -> Any:
     pyramid = lod.mipmap(image, backend=backend)
     return lod.log_polar(pyramid, fixation, 16, 32, backend=backend), pyramid[2] * 2, pyramid

@@ -454,11 +454,39 @@ def test_bad_input(arguments: dict[str, Any], words: str) -> None:
         lod.feature_maps(**{"image": torch.zeros(2, 1, 9, 12), **arguments})
 
 
+def test_auto_takes_the_shaders_on_a_software_renderer(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(1, 9, 12)
+    assert lod.explain(lod.feature_maps, image).backend == ("gl" if ctx.software else "torch")
+    assert lod.explain(lod.feature_maps, image, backend="torch").reason == "asked for"
+    assert lod.explain(lod.feature_maps, image, as_texture=True).backend == "gl"
+    with monkeypatch.context() as patch:
+        patch.setattr(ctx, "renderer", "a GPU")
+        assert "measured" in lod.explain(lod.feature_maps, image).reason
+        assert lod.explain(lod.feature_maps, image).backend == "torch"
+
+
+def test_auto_reaches_torch_without_opengl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: torch.Tensor) -> lod.Context:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("gpu_lod.dispatch.context_for", broken)
+    chosen = lod.explain(lod.feature_maps, noise(1, 9, 12))
+    assert chosen.backend == "torch" and "no driver" in chosen.reason
+    image = noise(1, 9, 12)
+    check(lod.feature_maps(image), truth(image))
+
+
+def test_auto_takes_torch_under_transforms() -> None:
+    gradient = torch.func.grad(lambda x: lod.feature_maps(x)[9].sum())(torch.rand(1, 9, 12))
+    assert torch.allclose(gradient, torch.ones(1, 9, 12))
+
+
 def test_the_comparer_can_say_no() -> None:
     """A channel that is off by what fp32 may not be is found, by its name."""
     image = noise(3, 17, 31)
+    expected, right = truth(image), lod.feature_maps(image, backend="torch")
     for name, where in CHANNELS.items():
-        maps = lod.feature_maps(image, backend="torch")
+        maps = right.clone()
         maps[where][0, 5, 7] += 100 * TOLERANCES["features"][torch.float32] * max(1.0, float(maps[where].max()))
         with pytest.raises(AssertionError, match=name):
-            check(maps, truth(image))
+            check(maps, expected)
