@@ -53,6 +53,10 @@ class Bridge(Protocol):
         """Where its tensors live."""
 
     @property
+    def coherent(self) -> bool:
+        """True if torch may write to buffers between GL commands that use others."""
+
+    @property
     def pool(self) -> Pool[Any]: ...
 
     def lease(self, nbytes: int) -> Shared:

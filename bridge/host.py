@@ -103,6 +103,7 @@ class HostBridge:
     """Makes, pools and recognises mapped buffers of one context."""
 
     device = torch.device("cpu")
+    coherent = True
 
     def __init__(self, gl: GL, max_idle_bytes: int = 512 * 2**20) -> None:
         self._gl = gl

@@ -159,6 +159,8 @@ class InteropLease(Lease[InteropBuffer]):
 class InteropBridge:
     """Makes, pools and recognises shared buffers of one GL context, and hands them to and fro."""
 
+    coherent = False  # buffers are handed over once a verb
+
     def __init__(self, gl: GL, driver: Driver, max_idle_bytes: int | None = None) -> None:
         self.gl = gl
         self.driver = driver

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.texture import Texture
-from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, planes_to_texture
+from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, tensors_to_textures
 
 Reduce = Literal["mean", "max", "min"]
 Kind = Literal["mean", "max", "min", "gaussian", "laplacian"]
@@ -222,11 +222,7 @@ class Pyramid:
             )
             texture.clamp_levels(ctx.gl, 0, len(self) - 1)
             result.append((first, texture))
-        # All of them first: torch's copies, then GL's work.
-        sources = [planes_of(ctx, level) for level in self.levels]
-        for level, source in enumerate(sources):
-            for first, texture in result:
-                planes_to_texture(ctx, source.layers(first * channels, texture.key.layers * channels), texture, level)
+        tensors_to_textures(ctx, self.levels, result)
         return result
 
     def _keep_textures(self, ctx: Context, textures: list[tuple[int, Texture]]) -> None:

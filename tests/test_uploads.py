@@ -1,0 +1,84 @@
+"""Ordinary tensors on their way into textures: in strips, and what memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from images import DTYPES, noise
+
+import gpu_lod as lod
+from gpu_lod import transfer
+from gpu_lod.bridge import Pool
+from gpu_lod.pyramid import level_sizes
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("strip", [64, 1000, 40_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strips_make_the_same_texture(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strip: int) -> None:
+    sites = [[0.1, 0.2, 0.0], [0.9, 0.8, 1.4], [0.5, 0.5, 3.0]]
+    for shape in ((2, 3, 45, 33), (5, 1, 16, 64), (4, 70, 31), (1, 2, 1, 90), (40, 3, 8, 8)):
+        levels = lod.mipmap(noise(*shape, dtype=dtype)).levels
+        monkeypatch.setattr(transfer, "STRIP_BYTES", 2**40)
+        whole = lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl")
+        monkeypatch.setattr(transfer, "STRIP_BYTES", strip)
+        assert torch.equal(lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl"), whole)
+
+
+def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Max pyramids: a layer a channel, and more images than a texture has layers."""
+    hz = lod.hiz(noise(30, 5, 37, 20))
+    boxes = torch.rand(30, 6, 2, 2).sort(dim=2).values.flatten(2)
+    expected = lod.region_max(hz, boxes, backend="torch")
+    monkeypatch.setattr(transfer, "STRIP_BYTES", 3000)
+    assert torch.equal(lod.region_max(lod.Pyramid(hz.levels, "max"), boxes, backend="gl"), expected)
+
+
+def test_strips_of_tensors_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "STRIP_BYTES", 500)
+    image = noise(2, 40, 30, 3).permute(0, 3, 1, 2)  # channels last
+    levels = [image, *lod.mipmap(image).levels[1:]]
+    found = lod.foveate(lod.Pyramid(tuple(levels)), (0.4, 0.6), backend="gl")
+    assert torch.allclose(found, lod.foveate(image, (0.4, 0.6), backend="torch"), atol=1e-5)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every GL object that is made."""
+    sizes: list[int] = []
+    take = Pool.take
+
+    def counted(pool: Any, key: Any, make: Callable[[], Any]) -> Any:
+        def make_and_count() -> Any:
+            item = make()
+            sizes.append(item.nbytes)
+            return item
+
+        return take(pool, key, make_and_count)
+
+    monkeypatch.setattr(Pool, "take", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("verb", ["log_polar", "foveate", "gather_patches"])
+def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torch.dtype) -> None:
+    """Sampling an RGB pyramid takes its texture, which has a fourth channel and all levels, and two strips."""
+    pyramid = lod.mipmap(noise(3, 1024, 1024, dtype=dtype))
+    source = sum(level.nbytes for level in pyramid)
+    sites = lod.cortical_sites((0.4, 0.6), 273)
+    run: dict[str, Callable[[], torch.Tensor]] = {
+        "log_polar": lambda: lod.log_polar(pyramid, (0.4, 0.6), 64, 128, generator="compute"),
+        "foveate": lambda: lod.foveate(pyramid, (0.4, 0.6), backend="gl"),
+        "gather_patches": lambda: lod.gather_patches(pyramid, sites, backend="gl"),
+    }
+    with lod.Context() as ctx:
+        made.clear()
+        out = run[verb]().nbytes
+    ctx.close()
+    assert sum(made) > sum(4 * dtype.itemsize * h * w for h, w in level_sizes(1024, 1024))  # the texture was counted
+    assert sum(made) - out <= 2 * out + 1.8 * source
