@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import bench_features
 import bench_hiz
 import bench_log_polar
 import bench_mipmap
+import bench_samplers
 import torch
 import torch.nn.functional as F
 from bench_log_polar import RINGS, WEDGES
@@ -352,6 +354,15 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
     device = str(run.device)
     jobs.append(("whole calls", lambda: bench_log_polar.whole_calls(run.seconds, device, run.race)))
     jobs.append(("readers", lambda: bench_hiz.readers(run.seconds, device, run.race)))
+    f32 = [torch.float32]
+    several: list[tuple[str, Callable[..., Iterator[Row]]]] = [
+        ("foveate", partial(bench_samplers.foveate, [first], f32)),
+        ("gather_patches", partial(bench_samplers.gather_patches, [first], f32)),
+        ("features", partial(bench_features.rows, [(first[0] // 2, first[1] // 2, first[2])])),
+        ("batches", bench_samplers.batches),
+    ]
+    for name, rows in several:
+        jobs.append((name, partial(rows, run.seconds, device, run.race)))
     for size in rest:
         add_all(size)
     for dtype in (torch.uint8, torch.float16):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from inputs import inputs_for, job, picture
 from rows import Row
-from timer import race
+from timer import Race, race
 
 import gpu_lod as lod
 from gpu_lod.gaussian import reduce
@@ -30,15 +30,17 @@ def _dense(x: torch.Tensor) -> list[torch.Tensor]:
     for level in range(LEVELS):
         x = reduce(x) if level else x
         padded = F.pad(x.flatten(0, 1)[:, None], (4, 4, 4, 4), mode="reflect")
-        even, odd = F.conv2d(padded, _FILTERS).split(4, dim=1)
+        even, odd = F.conv2d(padded, _FILTERS.to(x.device)).split(4, dim=1)
         result.append((even * even + odd * odd).unflatten(0, x.shape[:2]))
     return result
 
 
-def energies(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
+def energies(
+    sizes: list[tuple[int, int, int]], seconds: float, device: str = "cpu", race: Race = race
+) -> Iterator[Row]:
     """Four orientations on five levels of fp32 grey."""
     for height, width, batch in sizes:
-        image = picture(height, width, batch=batch, channels=1)
+        image = picture(height, width, batch=batch, channels=1).to(device)
         inputs = inputs_for(image, "warm", lambda x: x)
         sides: dict[str, Callable[[], object]] = {
             "auto": job(partial(lod.oriented_energy, levels=LEVELS), inputs),
@@ -52,10 +54,10 @@ def energies(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]
         )  # fmt: skip
 
 
-def maps(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
+def maps(sizes: list[tuple[int, int, int]], seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
     """Forty channels of fp32 RGB, as fp32 and as fp16."""
     for height, width, batch in sizes:
-        image = picture(height, width, batch=batch)
+        image = picture(height, width, batch=batch).to(device)
         inputs = inputs_for(image, "warm", lambda x: x)
         for dtype in (torch.float32, torch.float16):
             sides: dict[str, Callable[[], object]] = {
@@ -69,6 +71,6 @@ def maps(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def rows(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
-    yield from energies(sizes, seconds)
-    yield from maps(sizes, seconds)
+def rows(sizes: list[tuple[int, int, int]], seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
+    yield from energies(sizes, seconds, device, race)
+    yield from maps(sizes, seconds, device, race)

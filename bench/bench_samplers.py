@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from inputs import inputs_for, job, picture
 from rows import Row
-from timer import race
+from timer import Race, race
 
 import gpu_lod as lod
 from gpu_lod.foveate import level_map, reference
@@ -24,8 +24,9 @@ BUDGET = 273
 def _foveate_every_level(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
     """The way one writes it first: bring every level to full size, blend by weight."""
     height, width = pyramid.size
-    total = torch.zeros(())
-    level = torch.stack([level_map(point, (height, width), 0.05, 0.0) for point in fixation])[:, None]
+    total = torch.zeros((), device=pyramid.device)
+    points = fixation.to(pyramid.device)
+    level = torch.stack([level_map(point, (height, width), 0.05, 0.0) for point in points])[:, None]
     for index, image in enumerate(pyramid):
         weight = (1 - (level - index).abs()).clamp(min=0)
         if weight.any():
@@ -36,13 +37,13 @@ def _foveate_every_level(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.
 def _patches_every_level(pyramid: lod.Pyramid, sites: torch.Tensor, patch: int = 14) -> torch.Tensor:
     """The same of patches: all samples of every level that a site reads, blended by weight."""
     height, width = pyramid.size
-    sites = sites.expand(pyramid.batch, -1, -1)
-    steps = torch.arange(patch) - (patch - 1) / 2
+    sites = sites.to(pyramid.device).expand(pyramid.batch, -1, -1)
+    steps = torch.arange(patch, device=pyramid.device) - (patch - 1) / 2
     step = torch.exp2(sites[..., 2, None])
     x = (sites[..., 0, None] + steps * step / width)[:, :, None, :].expand(-1, -1, patch, -1)
     y = (sites[..., 1, None] + steps * step / height)[:, :, :, None].expand(-1, -1, -1, patch)
     grid = torch.stack([2 * x - 1, 2 * y - 1], -1).flatten(2, 3)
-    total = torch.zeros(())
+    total = torch.zeros((), device=pyramid.device)
     for index, image in enumerate(pyramid):
         weight = (1 - (sites[..., 2] - index).abs()).clamp(min=0)
         if weight.any():
@@ -55,10 +56,12 @@ def _at(sample: Callable[..., object], points: Iterator[torch.Tensor]) -> Callab
     return lambda src: sample(src, next(points))
 
 
-def foveate(sizes: list[Size], dtypes: list[torch.dtype], seconds: float) -> Iterator[Row]:
+def foveate(
+    sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
+) -> Iterator[Row]:
     for height, width, batch in sizes:
         for dtype in dtypes:
-            image = picture(height, width, batch=batch, dtype=dtype)
+            image = picture(height, width, batch=batch, dtype=dtype).to(device)
             pyramids = inputs_for(image, "warm", lambda x: lod.mipmap(x).upload())
             points = cycle(torch.rand(64, batch, 2).unbind())
             sides: dict[str, Callable[[], object]] = {
@@ -76,11 +79,11 @@ def foveate(sizes: list[Size], dtypes: list[torch.dtype], seconds: float) -> Ite
             )  # fmt: skip
 
 
-def foveate_at_one_place(seconds: float) -> Iterator[Row]:
+def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
     """Torch may keep what depends on the fixation alone; the shader works it out at each call."""
-    image = picture(1024, 1024)
+    image = picture(1024, 1024).to(device)
     pyramid = lod.mipmap(image).upload()
-    point = torch.tensor([[0.4, 0.6]])
+    point = torch.tensor([[0.4, 0.6]], device=device)
     kept = level_map(point[0], (1024, 1024), 0.05, 0.0)
     sides: dict[str, Callable[[], object]] = {
         "gl compute": partial(lod.foveate, pyramid, point, backend="gl"),
@@ -100,11 +103,13 @@ def _grid_sites(height: int, width: int, batch: int, patch: int) -> torch.Tensor
     return torch.stack([x, y, torch.zeros_like(x)], dim=-1)
 
 
-def gather_patches(sizes: list[Size], dtypes: list[torch.dtype], seconds: float) -> Iterator[Row]:
+def gather_patches(
+    sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
+) -> Iterator[Row]:
     """273 patches of 14 x 14: cortical sites of fractional level, and patches of the grid."""
     for height, width, batch in sizes:
         for dtype in dtypes:
-            image = picture(height, width, batch=batch, dtype=dtype)
+            image = picture(height, width, batch=batch, dtype=dtype).to(device)
             pyramids = inputs_for(image, "warm", lambda x: lod.mipmap(x).upload())
             cortical = [lod.cortical_sites(torch.rand(batch, 2), BUDGET, (height, width)) for _ in range(16)]
             grid = [_grid_sites(height, width, batch, 14) for _ in range(16)]
@@ -131,9 +136,9 @@ def gather_patches(sizes: list[Size], dtypes: list[torch.dtype], seconds: float)
 SEPARATE = "gl a call for each image"
 
 
-def batches(seconds: float, batch: int = 32) -> Iterator[Row]:
+def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int = 32) -> Iterator[Row]:
     """One call for a batch beside a call for each of its images."""
-    image = picture(224, 224, batch=batch)
+    image = picture(224, 224, batch=batch).to(device)
     whole = lod.mipmap(image).upload()
     parts = [lod.mipmap(one[None]).upload() for one in image]
     fixations = torch.rand(batch, 2)

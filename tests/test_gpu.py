@@ -15,6 +15,8 @@ import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
 from images import DTYPES, SIZES, noise
 from oracle import extreme_chain, gaussian_chain, mean_chain
+from oracle import foveate as foveate_oracle
+from oracle import gather_patches as patch_oracle
 from oracle import log_polar as polar_oracle
 from scripts import HERE, succeed
 
@@ -119,6 +121,62 @@ def test_log_polar(gl: lod.Context, generator: Any, dtype: torch.dtype, border: 
     assert_matches(found.cpu(), truth, "trilinear", slack=slack)
     again = lod.log_polar(pyramid, fixation.to(CUDA), 17, 40, border=border, generator=generator)
     assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_foveate(gl: lod.Context, dtype: torch.dtype) -> None:
+    pyramid = lod.mipmap(noise(3, 3, 97, 140, dtype=dtype).to(CUDA), backend="torch")
+    fixation = torch.rand(3, 2)
+    found = lod.foveate(pyramid, fixation, backend="gl")
+    truth, texels, blend = foveate_oracle(on_host(pyramid), fixation)
+    assert found.device == torch.device(CUDA)
+    slack = 2 * HARDWARE_WEIGHT_ERROR * texels + HARDWARE_WEIGHT_ERROR * blend
+    assert_matches(found.cpu(), truth, "trilinear", slack=slack)
+    smooth = lod.foveate(pyramid[3].float(), (0.4, 0.6), anisotropy=8, backend="gl")
+    assert smooth.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+def test_gather_patches(gl: lod.Context, dtype: torch.dtype, border: Any) -> None:
+    image = noise(3, 3, 96, 144, dtype=dtype).to(CUDA)
+    pyramid = lod.mipmap(image, backend="torch")
+    sites = torch.rand(3, 20, 3) * torch.tensor([0.5, 0.5, 2.0]) + torch.tensor([0.25, 0.25, 0.0])
+    found = lod.gather_patches(pyramid, sites.to(CUDA), 14, border=border, backend="gl")
+    truth, texels, blend = patch_oracle(on_host(pyramid), sites, 14, border)
+    assert found.device == torch.device(CUDA)
+    slack = 2 * (HARDWARE_WEIGHT_ERROR + 2.0**-10) * texels + HARDWARE_WEIGHT_ERROR * blend
+    if border == "clamp":
+        assert_matches(found.cpu(), truth, "trilinear", slack=slack)
+    grid = torch.tensor([[(7 + 14 * i) / 144, (7 + 14 * (i % 6)) / 96, 0.0] for i in range(10)])
+    exact = lod.gather_patches(image, grid, 14, border=border, backend="gl")
+    for i in range(10):
+        y, x = 14 * (i % 6), 14 * i
+        assert torch.equal(exact[:, i], image[:, :, y : y + 14, x : x + 14])
+    for into in (torch.float16, torch.bfloat16, torch.float32):
+        one, two = (
+            lod.gather_patches(image, grid, 14, mean=(0.4,) * 3, std=(0.3,) * 3, dtype=into, backend=backend)
+            for backend in ("gl", "torch")
+        )
+        assert one.dtype == into and torch.allclose(one.float(), two.float(), atol=3e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_features(gl: lod.Context, dtype: torch.dtype) -> None:
+    for height, width in [(1, 1), (2, 5), (37, 53), (64, 96)]:
+        image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
+        scale = 255.0**2 if dtype == torch.uint8 else 1.0
+        one, two = (lod.oriented_energy(image, backend=backend) for backend in ("gl", "torch"))
+        for a, b in zip(one, two, strict=True):
+            assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-4 * scale)
+        before, semantic = image.flip(0), noise(2, 16, height, width).to(CUDA)
+        for into, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
+            one, two = (
+                lod.feature_maps(image, (0.4, 0.6), before, semantic, into, backend=backend)
+                for backend in ("gl", "torch")
+            )
+            assert one.device == torch.device(CUDA)
+            assert torch.allclose(one.float(), two.float(), rtol=1e-2, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -65,6 +65,12 @@ VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
     "sampler": lambda x: list(lod.hiz(x, generator="sampler")),
     "log_polar": lambda x: [lod.log_polar(lod.mipmap(x, backend="torch"), (0.4, 0.6), 13, 21, backend="gl")],
     "log_polar fragment": lambda x: [lod.log_polar(x, (0.4, 0.6), 13, 21, generator="fragment")],
+    "foveate": lambda x: [lod.foveate(x, (0.4, 0.6), backend="gl")],
+    "foveate anisotropic": lambda x: [lod.foveate(lod.Pyramid((x,)), (0.4, 0.6), anisotropy=4, backend="gl")],
+    "gather_patches": lambda x: [lod.gather_patches(x, _sites(), 5, backend="gl")],
+    "gather_patches bfloat16": lambda x: [
+        lod.gather_patches(x, _sites(), 6, mean=(0.5, 0.4, 0.3), dtype=torch.bfloat16, backend="gl")
+    ],
     "oriented_energy": lambda x: list(lod.oriented_energy(x, 3, backend="gl")),
     "feature_maps": lambda x: [lod.feature_maps(x, semantic=_features(x), video=True, backend="gl")],
     "feature_maps half": lambda x: [lod.feature_maps(x, previous=x[:1], dtype=torch.float16, backend="gl")],
@@ -73,6 +79,10 @@ VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
         lod.region_max(lod.hiz(x, backend="gl"), torch.tensor([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]]), backend="gl")
     ],
 }
+
+
+def _sites() -> torch.Tensor:
+    return torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.5, 1.3], [1.0, 0.2, 3.0]])
 
 
 def _features(x: torch.Tensor) -> torch.Tensor:
