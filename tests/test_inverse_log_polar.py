@@ -104,7 +104,7 @@ def test_gradcheck_in_the_map_and_the_fixation() -> None:
     x = torch.rand(1, 1, 4, 6, dtype=torch.float64, requires_grad=True)
     f = torch.tensor([[0.43, 0.57]], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, b: reference(a, b, (5, 6), 0.01, 0.9, False, True), (x, f))
-    with pytest.raises(UnsupportedError, match="fixation requires grad"):
+    with pytest.raises(UnsupportedError, match="fixation: gradients"):
         lod.inverse_log_polar(x.detach().float(), f.float(), (5, 6), backend="gl")
 
 
