@@ -359,8 +359,9 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
         ("foveate", partial(bench_samplers.foveate, [first], f32)),
         ("gather_patches", partial(bench_samplers.gather_patches, [first], f32)),
         ("features", partial(bench_features.rows, [(first[0] // 2, first[1] // 2, first[2])])),
-        ("batches", bench_samplers.batches),
     ]
+    if first[0] >= 224:
+        several.append(("batches", bench_samplers.batches))
     for name, rows in several:
         jobs.append((name, partial(rows, run.seconds, device, run.race)))
     for size in rest:

@@ -156,6 +156,7 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
             return [verb(one, at[i : i + 1], "gl") for i, one in enumerate(apart)]
 
         sides: dict[str, Callable[[], object]] = {
+            "auto": partial(verb, together, at, "auto"),
             "gl one call": partial(verb, together, at, "gl"),
             SEPARATE: separately,
             "torch one call": partial(verb, together, at, "torch"),

@@ -130,6 +130,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "GetInteger64i_v": (None, _u, _u, _p),
     "GetString": (c_char_p, _u),
     "IsEnabled": (c_ubyte, _u),
+    "IsTexture": (c_ubyte, _u),
     "MapBufferRange": (_p, _u, c_ssize_t, c_ssize_t, _u),
     "MemoryBarrier": (None, _u),
     "PolygonMode": (None, _u, _u),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,6 +50,10 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     if verb not in _choosers:
         known = ", ".join(sorted(function.__name__ for function in _choosers))
         raise InputError(f"{getattr(verb, '__name__', verb)!r} chooses no backend; the verbs that do are {known}.")
+    try:
+        inspect.signature(verb).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"{verb.__name__}: {error}. Pass explain what the call itself would be passed.") from None
     return _choosers[verb](*args, **kwargs)
 
 
@@ -153,6 +158,8 @@ def run_gl(
         reference: the same in plain torch; called again in the backward.
     """
     if needs_grad(*inputs):
+        with torch.inference_mode(False):  # autograd keeps no inference tensors
+            inputs = tuple(x.clone() if x.is_inference() else x for x in inputs)
         result: tuple[torch.Tensor, ...] = _WithReferenceGradient.apply(forward, reference, *inputs)
         return result
     return tuple(forward(*inputs))

@@ -231,12 +231,14 @@ def _check_previous(image: torch.Tensor, value: torch.Tensor, video: bool) -> to
     previous = checks.image(value, "previous")
     batch = image.shape[0] if image.ndim == 4 else 1
     count = previous.shape[0] if previous.ndim == 4 else 1
-    if previous.shape[-2:] != image.shape[-2:] or count not in ((1,) if video else (1, batch)):
-        which = "one image, the frame before the first," if video else f"1 image or {batch}"
+    if previous.shape[-2:] != image.shape[-2:]:
         raise InputError(
-            f"previous has shape {tuple(previous.shape)}; expected {which} of the image's size, "
-            f"{tuple(image.shape[-2:])}. Frames of another size have no motion pixel by pixel: resize them first."
+            f"previous is {tuple(previous.shape[-2:])} and the image {tuple(image.shape[-2:])}. Frames of another size "
+            "have no motion pixel by pixel: resize them first."
         )
+    if count not in ((1,) if video else (1, batch)):
+        which = "one image, the frame before the first" if video or batch == 1 else f"1 image or {batch}"
+        raise InputError(f"previous has shape {tuple(previous.shape)}; expected {which}.")
     checks.same_device(image, previous, "previous")
     return previous
 
@@ -395,7 +397,7 @@ def _gradient(padded: torch.Tensor) -> Iterator[torch.Tensor]:
 def _length(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """sqrt(x^2 + y^2), whose gradient at 0 is 0."""
     squared = x * x + y * y
-    if not needs_grad(squared):
+    if not (needs_grad(squared) or checks.transformed(squared)):
         return squared.sqrt()
     safe = torch.where(squared > 0, squared, torch.ones_like(squared))
     return torch.where(squared > 0, safe.sqrt(), torch.zeros_like(squared))

@@ -88,7 +88,7 @@ def make_texture(
         )
     maps = make(ctx, image, fixation, previous, semantic, dtype, video)
     with ctx.active(maps.device):
-        texture = ctx.textures.lease((width, height), layers=batch * _LAYERS, levels=1, dtype=dtype, channels=4)
+        texture = ctx.textures.give((width, height), layers=batch * _LAYERS, dtype=dtype, channels=4)
         planes_to_texture(ctx, planes_of(ctx, maps), texture, 0)
         texture.clamp_levels(ctx.gl, 0, 0)
     return FeatureTexture(texture, ctx, batch, dtype)
@@ -242,7 +242,7 @@ class _Job:
         shape = {
             "u_size": (width, height),
             "u_rows": (row, stop),
-            "u_stride": (target.area, per_image * target.area),
+            "u_stride": (target.area, per_image * target.area if count > 1 else 0),  # else beyond 31 bits it may be
         }
         groups = -(-width // (4 * LOCAL_SIZE))
         self._bind_colours(self.source, self.channels, image, count, row, stop, points)

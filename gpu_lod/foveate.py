@@ -60,7 +60,7 @@ def foveate(
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
             that is no mean one.
         UnsupportedError: a backend that is not available, or anisotropy on a device without
-            GL_EXT_texture_filter_anisotropic.
+            GL_EXT_texture_filter_anisotropic or beyond what it has.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
 
@@ -71,7 +71,8 @@ def foveate(
     chosen = _choose(src, fixation, e0, bias, anisotropy, backend)
     image = src.levels[0] if isinstance(src, Pyramid) else src
     points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1)
-    rule = (float(e0), float(bias), float(anisotropy))
+    # Beyond these every pixel reads level 0, or the last.
+    rule = (max(float(e0), 1e-18), min(max(float(bias), -1e4), 1e4), float(anisotropy))
     if not isinstance(src, Pyramid):
         levels = _levels(image, points, *rule[:2])
     if chosen.backend == "torch":
@@ -147,7 +148,7 @@ def _highest(fixation: tuple[float, float], size: tuple[int, int], e0: float, bi
     height, width = size
     x, y = fixation
     far = math.hypot(max(x, 1 - x) * width, max(y, 1 - y) * height) / max(size)
-    return min(last, math.ceil(max(0.0, math.log2(1 + far / e0) + bias)))
+    return math.ceil(min(float(last), max(0.0, math.log2(1 + far / e0) + bias)))
 
 
 def reference(
@@ -210,8 +211,8 @@ def _trilinear(
     fx, fy = (0.0, 0.0) if checks.transformed(point) else point.tolist()
     last = len(chain) - 1 if checks.transformed(point) else _highest((fx, fy), size, e0, bias, len(chain) - 1)
     result = _enlarged(chain[last], last, size, (0, height, 0, width), point.dtype)
-    if last and in_place:
-        result = result.contiguous()
+    if in_place:
+        result = result.contiguous() if last else result.clone()  # never the source itself
     for index in range(last - 1, -1, -1):
         # Pixels that read this level or a finer one; all where a graph must be kept.
         reach = max(e0 * (2.0 ** (index + 1 - bias) - 1) * max(size), 0.0) if in_place else math.inf

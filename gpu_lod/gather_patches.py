@@ -23,7 +23,7 @@ from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, 
 
 _BORDERS = ("clamp", "zero")
 
-PER_PIXEL = 1024
+PER_PIXEL = 256
 """Centres are rounded to such parts of a pixel, so that fp32 positions of grid patches meet the texels exactly."""
 
 LANES_AT_ONCE = 128
@@ -52,7 +52,8 @@ def gather_patches(
         more halves the sampling rate, and levels between are blended.
     Convention: sample u of 0..P-1 lies (u - (P - 1) / 2) 2^level pixels from the centre along each side, and is read at
         that level of the mean mip chain, trilinear, texel i's centre at (i + 0.5) / n; above the last level the last is
-        read. Centres are rounded to 1/1024 px, so that patches on the pixel grid are exactly its pixels. uint8 values
+        read. Centres are rounded to 1/256 px, so that patches on the pixel grid are exactly its pixels (fp32
+        sites tell such parts apart up to 65,536 px). uint8 values
         are divided by 255 where the result is floating point.
 
     Args:
@@ -122,8 +123,13 @@ def _choose(
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
     checks.choice(backend, "backend", dispatch.BACKENDS)
-    image = checks.mean_source(src, "gather_patches", max_channels=4 if backend == "gl" else None)
+    image = checks.mean_source(src, "gather_patches", max_channels=None)
     if backend == "gl":
+        if image.shape[-3] > 4:
+            raise InputError(
+                f"src has {image.shape[-3]} channels; textures hold 1 to 4. Use backend='torch', which takes any "
+                "number."
+            )
         checks.gl_input(image)
     return image
 

@@ -335,7 +335,7 @@ def _energy_at(
             u_source_first=origin,
             u_rows=(row, end),
             u_first=tuple(firsts),
-            u_stride=apart * target.area,
+            u_stride=apart * target.area if count > 1 else 0,  # else it may be beyond 31 bits
         )
         program.dispatch_groups(-(-width // (columns * LOCAL_SIZE)), -(-(end - row) // run), count)
     ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,6 +141,7 @@ class TexturePool:
         self._gl = gl
         self._software = software
         self.pool: Pool[_TextureObject] = Pool(max_idle_bytes)
+        self._given: deque[_TextureObject] = deque()
 
     def storage(self, dtype: torch.dtype, *, filtered: bool) -> Storage:
         """How texels of a dtype are kept; `filtered` if a linear filter will read them."""
@@ -159,6 +161,11 @@ class TexturePool:
         key = TextureKey(*size, layers, levels, self.storage(dtype, filtered=filtered), channels)
         return Texture(self.pool.take(key, lambda: self._make(key)), self.pool.returned)
 
+    def give(self, size: tuple[int, int], *, layers: int, dtype: torch.dtype, channels: int) -> Texture:
+        """A texture for the caller's own shaders, which may set what they like: it never comes back to the pool."""
+        key = TextureKey(*size, layers, 1, self.storage(dtype, filtered=False), channels)
+        return Texture(self._make(key), self._given)
+
     def _make(self, key: TextureKey) -> _TextureObject:
         try:
             return _TextureObject(self._gl, key)
@@ -168,7 +175,9 @@ class TexturePool:
 
     def drain(self) -> None:
         self.pool.drain()
+        while self._given:
+            self._given.popleft().delete()
 
     def trim(self) -> None:
-        self.pool.drain()
+        self.drain()
         self.pool.trim()

@@ -80,7 +80,10 @@ void make(int x, int y, int at, vec4 coarse, Row a, Row b, Row c, Row d, Row e) 
 #else
     STORE(b_second, u_first.y + at, x, u_size.x, abs(c.centre - coarse))
 #endif
-    STORE(b_third, u_first.z + at, x, u_size.x, max(squares - mean * mean, 0.0))
+    vec4 variance = squares - mean * mean;
+    // Rounding may make it negative. max() alone might make 0 of NaN, and isnan be optimised away.
+    bvec4 nan = greaterThan(floatBitsToUint(variance) & 0x7fffffffu, uvec4(0x7f800000u));
+    STORE(b_third, u_first.z + at, x, u_size.x, mix(max(variance, 0.0), variance, nan))
 }
 
 void main() {

@@ -39,7 +39,7 @@ uniform ivec2 u_size;
 #define GATHER(c) vec4(texel[0].c, texel[1].c, texel[2].c, texel[3].c)
 #endif
 
-float near(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
+float tent(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
 
 void main() {
     int turn = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
@@ -66,7 +66,7 @@ void main() {
     int last = textureQueryLevels(t_pyramid) - 1;
     least = min(least, float(last));
     // Each level in its turn, for all pixels of the block: two levels, seldom three.
-    for (int l = int(least); l <= min(int(most) + 1, last); ++l) {
+    for (int l = int(least); l <= int(min(most + 1.0, float(last))); ++l) {
         ivec2 size = max(u_size >> l, 1);
         vec2 first = l == 0 ? vec2(at) : place * vec2(size) - 0.5;  // exact where texels are pixels
         vec2 whole = floor(first), per_pixel = vec2(size) * u_pixel;
@@ -80,16 +80,16 @@ void main() {
             }
             for (int x = 0; x < 4; ++x) {
                 float u = first.x + float(x) * per_pixel.x;
-                across[4 * j + x] = texels[0] * near(u);
-                for (int i = 1; i < TEXELS; ++i) across[4 * j + x] += texels[i] * near(u - float(i));
+                across[4 * j + x] = texels[0] * tent(u);
+                for (int i = 1; i < TEXELS; ++i) across[4 * j + x] += texels[i] * tent(u - float(i));
             }
         }
         for (int y = 0; y < 4; ++y) {
             float v = first.y + float(y) * per_pixel.y;
             for (int x = 0; x < 4; ++x) {
-                TEXEL value = across[x] * near(v);
-                for (int j = 1; j < TEXELS; ++j) value += across[4 * j + x] * near(v - float(j));
-                sum[4 * y + x] += near(min(level[4 * y + x], float(last)) - float(l)) * value;
+                TEXEL value = across[x] * tent(v);
+                for (int j = 1; j < TEXELS; ++j) value += across[4 * j + x] * tent(v - float(j));
+                sum[4 * y + x] += tent(min(level[4 * y + x], float(last)) - float(l)) * value;
             }
         }
     }

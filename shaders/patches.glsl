@@ -8,11 +8,11 @@ uniform float u_last;  // level
 uniform vec4 u_scale;  // a result is texel * scale + offset, by channel
 uniform vec4 u_offset;
 
-const float PER_PIXEL = 1024.0;  // centres are rounded to such parts of a pixel: patches of the grid meet texels exactly
+const float PER_PIXEL = 256.0;  // centres are rounded to such parts of a pixel: patches of the grid meet texels exactly
 
 struct Patch {
-    vec2 first;   // position of sample (0, 0), in [0, 1]
-    vec2 stride;  // between samples
+    vec2 centre;   // in pixels
+    float stride;  // between samples
     float level;  // that is read
     bool exact;   // every sample is a texel
     ivec2 texel;  // the one of sample (0, 0)
@@ -22,33 +22,33 @@ struct Patch {
 Patch patch_at(int site) {
     Patch p;
     vec2 at = vec2(b_sites[3 * site], b_sites[3 * site + 1]);
-    vec2 centre = roundEven(at * u_size * PER_PIXEL) / PER_PIXEL;
+    p.centre = roundEven(at * u_size * PER_PIXEL) / PER_PIXEL;
     float level = min(b_sites[3 * site + 2], 30.0);  // far beyond any image
     int fine = int(level);
     float between = level - float(fine);
     float whole = float(1 << fine);
-    float stride = between == 0.0 ? whole : whole * exp2(between);
-    p.first = (centre - 0.5 * float(PATCH - 1) * stride) / u_size;
-    p.stride = stride / u_size;
+    p.stride = between == 0.0 ? whole : whole * exp2(between);
     p.level = min(level, u_last);
     // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
-    vec2 begin = centre / whole - 0.5 * float(PATCH), sides = u_size / whole;
+    vec2 begin = p.centre / whole - 0.5 * float(PATCH), sides = u_size / whole;
     p.exact = between == 0.0 && level <= u_last && begin == floor(begin) && sides == floor(sides);
     p.texel = ivec2(begin);
     p.last = ivec2(sides) - 1;
     return p;
 }
 
+vec2 pixel_of(Patch p, ivec2 at) { return p.centre + (vec2(at) - 0.5 * float(PATCH - 1)) * p.stride; }
+
 vec4 shown(Patch p, ivec2 at, vec4 texel) {
 #ifdef BORDER_ZERO
-    vec2 place = p.first + vec2(at) * p.stride;
-    if (any(lessThan(place, vec2(0.0))) || any(greaterThan(place, vec2(1.0)))) return vec4(0.0);
+    vec2 pixel = pixel_of(p, at);
+    if (any(lessThan(pixel, vec2(0.0))) || any(greaterThan(pixel, u_size))) return vec4(0.0);
 #endif
     return texel * u_scale + u_offset;
 }
 
 vec4 between_texels(Patch p, int layer, ivec2 at) {
-    return shown(p, at, textureLod(t_pyramid, vec3(p.first + vec2(at) * p.stride, layer), p.level));
+    return shown(p, at, textureLod(t_pyramid, vec3(pixel_of(p, at) / u_size, layer), p.level));
 }
 
 vec4 on_texel(Patch p, int layer, ivec2 at) {

@@ -311,13 +311,16 @@ def test_textures_hold_the_same(ctx: lod.Context, dtype: torch.dtype, size: tupl
 
 
 def test_a_texture_lives_as_long_as_its_value(ctx: lod.Context) -> None:
+    """And never comes back to the pool: its sampler state is the caller's."""
     features = lod.feature_maps(noise(1, 8, 8), as_texture=True)
     glo = features.glo
     other = lod.feature_maps(noise(1, 8, 8), as_texture=True)
-    assert other.glo != glo
+    with ctx.active():
+        assert other.glo != glo and ctx.gl.IsTexture(glo)
     del features
     gc.collect()
-    assert lod.feature_maps(noise(1, 8, 8), as_texture=True).glo == glo
+    with ctx.active():
+        assert not ctx.gl.IsTexture(glo)
 
 
 def test_what_textures_cannot_be(restored_limits: lod.Context) -> None:
@@ -394,6 +397,35 @@ def test_gradients_are_finite_where_nothing_changes(backend: Any) -> None:
     image = torch.full((3, 9, 12), 0.5, requires_grad=True)
     lod.feature_maps(image, (0.5 / 12, 0.5 / 9), backend=backend).sum().backward()
     assert image.grad is not None and bool(image.grad.isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
+def test_tangents_of_flat_pictures_are_finite() -> None:
+    image = torch.full((1, 6, 7), 0.5)
+    point = torch.tensor([0.5 / 7, 0.5 / 6])
+    for function, x in (
+        (lambda x: lod.feature_maps(x), image),
+        (lambda f: lod.feature_maps(image, f), point),
+    ):
+        assert torch.func.jvp(function, (x,), (torch.ones_like(x),))[1].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_gradients_beside_an_image_of_inference_mode(backend: Any) -> None:
+    with torch.inference_mode():
+        image = noise(3, 9, 12)
+    semantic = noise(16, 9, 12).requires_grad_()
+    lod.feature_maps(image, semantic=semantic, backend=backend).sum().backward()
+    assert semantic.grad is not None and bool((semantic.grad == 1).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_variance_of_what_is_not_finite_is_not_a_number(backend: Any) -> None:
+    for bad in (float("nan"), float("inf")):
+        image = noise(1, 12, 14)
+        image[0, 6, 7] = bad
+        variance = lod.feature_maps(image, backend=backend)[37]
+        assert bool(variance[4:9, 5:10].isnan().all()) and bool(variance[:4].isfinite().all())
 
 
 def test_gradcheck() -> None:

@@ -86,6 +86,26 @@ def test_short_pyramids_read_their_last_level(ctx: lod.Context, way: str) -> Non
 
 
 @each_way
+def test_results_have_memory_of_their_own(way: str) -> None:
+    """Also where every pixel is read from level 0."""
+    for image in (noise(1, 3, 8, 8), noise(1, 1, 1), noise(2, 1, 4, 4)):
+        for src in (image, lod.mipmap(image, levels=1)):
+            found = run(src, (0.5, 0.5), way, bias=-50.0)
+            assert torch.equal(found, image) and found.data_ptr() != image.data_ptr()
+
+
+@each_way
+def test_extreme_arguments(way: str) -> None:
+    pyramid = lod.mipmap(noise(3, 33, 50))
+    blurred = pyramid[-1].expand(3, 33, 50)
+    for options in ({"bias": 3e9}, {"bias": 1e300}, {"e0": 1e-30}):
+        assert torch.allclose(run(pyramid, (0.01, 0.02), way, **options), blurred, atol=1e-5), options
+    assert torch.allclose(run(pyramid, (0.01, 0.02), way, bias=-1e300), pyramid[0], atol=1e-4)
+    assert torch.allclose(run(pyramid, (0.01, 0.02), way, e0=1e300), pyramid[0], atol=1e-4)
+    assert run(pyramid, (0.5, 0.5), way, e0=1e-310).isfinite().all()
+
+
+@each_way
 def test_image_equals_its_pyramid(way: str) -> None:
     image, fixation = noise(2, 3, 50, 70), torch.rand(2, 2)
     assert torch.allclose(run(image, fixation, way), run(lod.mipmap(image), fixation, way), atol=1e-6)

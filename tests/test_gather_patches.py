@@ -15,6 +15,7 @@ from scripts import succeed
 import gpu_lod as lod
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.gather_patches import Look, reference
+from gpu_lod.sharing import Sharing
 
 BACKENDS: list[Any] = ["torch", "gl"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,9 +52,9 @@ def check(
     if not pyramid.batched:
         expected, texels, blend = expected[0], texels[0], blend[0]
     assert found.dtype == pyramid.dtype and found.is_contiguous()
-    exact = ctx.software or backend == "torch"
-    # Rounding of a centre, to 1/1024 px, may go either way in fp32; positions are fp32. Hardware weights have 8 bits.
-    position = 2.0**-10 + max(pyramid.size) * 2.0**-22 + (0 if exact else HARDWARE_WEIGHT_ERROR)
+    exact = ctx.renderer.startswith("llvmpipe") or backend == "torch"
+    # Rounding of a centre, to 1/256 px, may go either way in fp32; positions are fp32. Hardware weights have 8 bits.
+    position = 2.0**-8 + max(pyramid.size) * 2.0**-22 + (0 if exact else HARDWARE_WEIGHT_ERROR)
     slack = 2 * position * texels + (2.0**-20 if exact else HARDWARE_WEIGHT_ERROR) * blend
     if border == "zero":  # a sample on the very border may fall to either side
         height, width = pyramid.size
@@ -61,7 +62,7 @@ def check(
         steps = (torch.arange(patch) - (patch - 1) / 2) * 2 ** points[..., 2:]
         x, y = points[..., :1] * width + steps, points[..., 1:2] * height + steps
         near = [
-            (torch.minimum(at.abs(), (at - side).abs()) < 2e-3 + 1e-6 * side) for at, side in ((x, width), (y, height))
+            (torch.minimum(at.abs(), (at - side).abs()) < 5e-3 + 1e-6 * side) for at, side in ((x, width), (y, height))
         ]
         edge = (near[0][..., None, :] | near[1][..., :, None])[:, :, None]
         slack = slack + expected.abs() * (edge if pyramid.batched else edge[0])
@@ -213,6 +214,33 @@ def test_border_zero_is_zero_after_normalisation(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_samples_on_the_edge_itself_are_inside(backend: Any) -> None:
+    """An odd patch at x = 0 has a column on the border, of whatever width the image is."""
+    for width in (7, 29, 33, 100, 127):
+        image, sites = torch.ones(1, width, width), [[0.0, 0.5, 0.0], [1.0, 0.5, 0.0]]
+        found = lod.gather_patches(image, sites, 7, "zero", backend=backend)
+        assert found.sum((1, 2, 3)).tolist() == [28.0, 28.0], width
+
+
+def test_patches_of_the_grid_of_a_wide_picture_are_exact() -> None:
+    for width in (20000, 30000, 60000):
+        image = torch.arange(2.0 * width).view(1, 2, width)
+        across = (torch.arange(0, width - 1, 2) + 1) / width
+        sites = torch.stack([across, torch.full_like(across, 0.5), torch.zeros_like(across)], -1)
+        found = lod.gather_patches(image, sites, 2, backend="torch")
+        assert torch.equal(found, unfolded(image, 2)), width
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_way_of_a_gpu(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """A row an invocation instead of a patch."""
+    pyramid = lod.mipmap(noise(2, 3, 64, 96, dtype=dtype)).upload()
+    monkeypatch.setattr(Sharing, "software", False)
+    for patch in (1, 5, 14, 16):
+        check(ctx, pyramid, random_sites(2, 9), patch, "gl")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_constant_stays_constant(backend: Any) -> None:
     found = lod.gather_patches(torch.full((3, 45, 30), 0.3), random_sites(1, 20)[0], 14, backend=backend)
     assert float((found - 0.3).abs().max()) < 1e-6
@@ -237,7 +265,7 @@ def test_gradients_in_the_sites_are_the_torch_backends() -> None:
     (found,) = torch.autograd.grad(reference(levels, sites, look).sum(), sites)
     for index in range(6):  # centres are rounded, so differences are taken over a wide step
         wide = torch.zeros(6, dtype=torch.float64)
-        wide[index] = 8 / 1024 / (56, 40, 8)[index % 3]
+        wide[index] = 8 / 256 / (56, 40, 32)[index % 3]
         step = wide.view_as(sites)
         after, before = (reference(levels, (sites + sign * step).detach(), look).sum() for sign in (1, -1))
         slope = float(after - before) / float(2 * wide[index])
@@ -276,7 +304,7 @@ def test_65536_sites(dtype: torch.dtype) -> None:
     found = lod.gather_patches(image, sites, 4, backend="gl")
     expected = lod.gather_patches(image, sites, 4, backend="torch")
     assert found.shape == (65536, 1, 4, 4)
-    assert float((found.float() - expected.float()).abs().max()) <= (1 if dtype == torch.uint8 else 2e-3)
+    assert float((found.float() - expected.float()).abs().max()) <= (1 if dtype == torch.uint8 else 6e-3)
 
 
 @pytest.mark.parametrize("patch", [1, 1030])
@@ -284,7 +312,7 @@ def test_smallest_and_huge_patches(patch: int) -> None:
     image = noise(1, 40, 1100)
     site = [[0.5, 0.5, 0.0]]
     found, expected = (lod.gather_patches(image, site, patch, backend=backend) for backend in BACKENDS)
-    assert float((found - expected).abs().max()) < 2e-3
+    assert float((found - expected).abs().max()) < 6e-3
 
 
 @pytest.mark.parametrize(
