@@ -42,6 +42,9 @@ COUNT = 40
 SEMANTIC = 16
 DTYPES = (torch.float16, torch.float32)
 
+AUTO_MIN_PIXELS = {torch.float32: 2**18, torch.float16: 2**19}
+"""Of a batch together: from so many on, the shaders measure faster than torch on a software renderer."""
+
 _LUMA = (0.299, 0.587, 0.114)
 _PAIRS = ((1, 3), (2, 4), (3, 5))
 """Centre and surround of the saliency, levels of the Gaussian pyramid."""
@@ -208,6 +211,9 @@ def _choose(
         return Choice("torch", "the fixation requires grad")
     if any(map(checks.transformed, (*inputs, fixation))):
         return Choice("torch", "torch.func transforms what torch computes, and no shader")
+    pixels = image.numel() // image.shape[-3]
+    if pixels < AUTO_MIN_PIXELS[dtype]:
+        return Choice("torch", f"{pixels} pixels are too few for the shaders to gain")
     return dispatch.on_host(image, "the shaders share what neighbours have in common, and measure faster than torch")
 
 

@@ -122,6 +122,8 @@ def _choose(
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     if anisotropy > 1:
         return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
+    if image.dtype == torch.float16:
+        return Choice("torch", "packing fp16 costs a shader on a CPU more than its sampling gains")
     return Choice("gl", "the pyramid is a texture, and the shader samples it faster than torch")
 
 
