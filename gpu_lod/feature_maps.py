@@ -42,7 +42,7 @@ COUNT = 40
 SEMANTIC = 16
 DTYPES = (torch.float16, torch.float32)
 
-AUTO_MIN_PIXELS = {torch.float32: 2**18, torch.float16: 2**19}
+AUTO_MIN_PIXELS = 2**20
 """Of a batch together: from so many on, the shaders measure faster than torch on a software renderer."""
 
 _LUMA = (0.299, 0.587, 0.114)
@@ -212,8 +212,8 @@ def _choose(
     if any(map(checks.transformed, (*inputs, fixation))):
         return Choice("torch", "torch.func transforms what torch computes, and no shader")
     pixels = image.numel() // image.shape[-3]
-    if pixels < AUTO_MIN_PIXELS[dtype]:
-        return Choice("torch", f"{pixels} pixels are too few for the shaders to gain")
+    if dtype == torch.float16 or pixels < AUTO_MIN_PIXELS:
+        return Choice("torch", f"{pixels} pixels of {str(dtype)[6:]} are too few for the shaders to gain on every CPU")
     return dispatch.on_host(image, "the shaders share what neighbours have in common, and measure faster than torch")
 
 

@@ -23,6 +23,8 @@ from gpu_lod.texture import Texture
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
+AUTO_MIN_PIXELS = 2**18
+"""Of a batch together: from so many on, GL measures faster than torch on a pyramid that is a texture already."""
 TILE = (64, 16)
 """(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
 
@@ -122,6 +124,8 @@ def _choose(
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     if anisotropy > 1:
         return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
+    if src.batch * src.size[0] * src.size[1] < AUTO_MIN_PIXELS:
+        return Choice("torch", "so few pixels do not repay the fixed cost of a GL call")
     if image.dtype == torch.float16:
         return Choice("torch", "packing fp16 costs a shader on a CPU more than its sampling gains")
     return Choice("gl", "the pyramid is a texture, and the shader samples it faster than torch")

@@ -152,7 +152,14 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, backend: Backe
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     if image.dtype == torch.float32 and src.batch > 1:
         return Choice("torch", "a batch of fp32 images keeps every core busy in torch, which is then as fast or faster")
+    if image.dtype != torch.uint8 and not torch.compiler.is_compiling() and _whole_levels(sites):
+        return Choice("torch", "patches of whole levels are mostly slices, which torch copies as fast")
     return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
+
+
+def _whole_levels(sites: torch.Tensor) -> bool:
+    level = sites[..., 2].detach()
+    return torch.equal(level, level.floor())
 
 
 def _like(

@@ -67,8 +67,8 @@ def log_polar(
         e0: eccentricity at which cortical magnification has halved (spacing "cortical").
         border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
         generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
-        backend: "gl", "torch" or "auto". Auto uses GL on a pyramid that is a texture already (`Pyramid.upload`), where
-            the output is large enough to gain. Both give gradients in src.
+        backend: "gl", "torch" or "auto". Auto uses GL on a uint8 pyramid that is a texture already (`Pyramid.upload`),
+            where the output is large enough to gain. Both give gradients in src.
 
     Raises:
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
@@ -149,8 +149,8 @@ def _choose_for(
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
     if src.texture_context() is None:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
-    if image.dtype == torch.float32 and src.batch > 1:
-        return Choice("torch", "a batch of fp32 images keeps every core busy in torch, which is then as fast or faster")
+    if image.dtype != torch.uint8:
+        return Choice("torch", "with floats it depends on the CPU whether GL gains; ask for backend='gl' where it does")
     samples = src.batch * rule.rings * rule.wedges
     if samples < AUTO_MIN_SAMPLES:
         return Choice("torch", f"{samples} samples are too few to repay the fixed cost of a GL call")

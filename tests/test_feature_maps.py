@@ -487,8 +487,8 @@ def test_bad_input(arguments: dict[str, Any], words: str) -> None:
 
 
 def test_auto_takes_the_shaders_on_a_software_renderer(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = noise(1, 512, 512)
-    assert lod.explain(lod.feature_maps, image[:, :511]).backend == "torch"  # too few pixels to gain
+    image = noise(1, 1024, 1024)
+    assert lod.explain(lod.feature_maps, image[:, :1023]).backend == "torch"  # too few pixels to gain
     assert lod.explain(lod.feature_maps, image, dtype=torch.float16).backend == "torch"
     assert lod.explain(lod.feature_maps, image).backend == ("gl" if ctx.software else "torch")
     assert lod.explain(lod.feature_maps, image, backend="torch").reason == "asked for"
@@ -504,7 +504,7 @@ def test_auto_reaches_torch_without_opengl(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("no driver")
 
     monkeypatch.setattr("gpu_lod.dispatch.context_for", broken)
-    chosen = lod.explain(lod.feature_maps, noise(1, 512, 512))
+    chosen = lod.explain(lod.feature_maps, noise(1, 1024, 1024))
     assert chosen.backend == "torch" and "no driver" in chosen.reason
     image = noise(1, 9, 12)
     check(lod.feature_maps(image), truth(image))

@@ -297,5 +297,7 @@ def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor) -> None:
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
     assert lod.explain(lod.foveate, pyramid.upload(), (0.5, 0.5)).backend == "gl"
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "torch"
+    small = lod.mipmap(photo[:, :500, :500].contiguous()).upload()
+    assert lod.explain(lod.foveate, small, (0.5, 0.5)).backend == "torch"
     half = lod.mipmap(photo.half() / 255).upload()
     assert lod.explain(lod.foveate, half, (0.5, 0.5)).backend == "torch"

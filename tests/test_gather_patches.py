@@ -388,6 +388,9 @@ def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tens
     assert lod.explain(lod.gather_patches, photo, sites).backend == "torch"
     assert lod.explain(lod.gather_patches, pyramid, sites).backend == "torch"
     assert lod.explain(lod.gather_patches, pyramid.upload(), sites).backend == "gl"
+    floats = lod.mipmap(photo.float()).upload()
+    assert lod.explain(lod.gather_patches, floats, sites).backend == "gl"
+    assert lod.explain(lod.gather_patches, floats, grid_sites(512, 512, 14)).backend == "torch"
 
 
 SAMPLERS: dict[str, Any] = {

@@ -202,6 +202,8 @@ def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tens
     pyramid.upload()
     assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512).backend == "gl"
     assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 4, 4).backend == "torch"
+    floats = lod.mipmap(photo.float()).upload()
+    assert lod.explain(lod.log_polar, floats, (0.5, 0.5), 256, 512).backend == "torch"
 
 
 @pytest.mark.parametrize(
