@@ -125,12 +125,7 @@ def _choose_for(
     checks.choice(backend, "backend", dispatch.BACKENDS)
     checks.choice(border, "border", _BORDERS)
     checks.choice(generator, "generator", _GENERATORS)
-    if isinstance(src, Pyramid):
-        if src.reduce != "mean":
-            raise InputError(f"src is a {src.reduce} pyramid; log_polar samples mean ones: pass mipmap(image).")
-        image = checks.image(src.levels[0], "src")
-    else:
-        image = checks.image(src, "src")
+    image = checks.mean_source(src, "log_polar")
     if generator != "auto" and backend == "torch":
         raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
     if backend == "gl" or generator != "auto":
