@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from gpu_lod import checks
 from gpu_lod.context import context_for, why_not
 from gpu_lod.errors import InputError
+from gpu_lod.pyramid import Pyramid
 
 Backend = Literal["auto", "gl", "torch"]
 BACKENDS = ("auto", "gl", "torch")
@@ -74,6 +76,23 @@ def elsewhere(device: torch.device) -> Choice:
     return Choice(
         "torch", f"OpenGL has not been measured against torch on {device} yet; backend='gl' uses it all the same"
     )
+
+
+def sampler(src: torch.Tensor | Pyramid, place: Any, name: str) -> Choice | None:
+    """What "auto" takes for a verb that samples an image or a pyramid at a place (`name`: fixation or sites), wherever
+    GL could not gain; None for a CPU pyramid that is a texture already, which the verb decides by its own figures."""
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    if image.device.type != "cpu":
+        return elsewhere(image.device)
+    if isinstance(place, torch.Tensor) and place.requires_grad:
+        return Choice("torch", f"gradients are asked for in the {name}")
+    if checks.transformed(place) or checks.transformed(image):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
+    if not isinstance(src, Pyramid):
+        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
+    if src.texture_context() is None:
+        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    return None
 
 
 def on_host(image: torch.Tensor, reason: str) -> Choice:

@@ -112,16 +112,10 @@ def _choose(
         checks.gl_place(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
-    if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
-        return Choice("torch", "the fixation requires grad")
-    if checks.transformed(fixation) or checks.transformed(image):
-        return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    if not isinstance(src, Pyramid):
-        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
-    if src.texture_context() is None:
-        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    chosen = dispatch.sampler(src, fixation, "fixation")
+    if chosen is not None:
+        return chosen
+    assert isinstance(src, Pyramid)
     if anisotropy > 1:
         return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
     if src.batch * src.size[0] * src.size[1] < AUTO_MIN_PIXELS:

@@ -140,16 +140,10 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, backend: Backe
         checks.gl_place(sites, "sites")
     if backend != "auto":
         return Choice(backend, "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
-    if needs_grad(sites):
-        return Choice("torch", "the sites require grad")
-    if checks.transformed(sites) or checks.transformed(image):
-        return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    if not isinstance(src, Pyramid):
-        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
-    if src.texture_context() is None:
-        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    chosen = dispatch.sampler(src, sites, "sites")
+    if chosen is not None:
+        return chosen
+    assert isinstance(src, Pyramid)
     if image.dtype == torch.float32 and src.batch > 1:
         return Choice("torch", "a batch of fp32 images keeps every core busy in torch, which is then as fast or faster")
     if image.dtype != torch.uint8 and not torch.compiler.is_compiling() and _whole_levels(sites):

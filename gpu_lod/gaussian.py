@@ -66,7 +66,7 @@ def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "
 
 
 def choose(image: torch.Tensor, backend: Backend) -> Choice:
-    """Shared with the Laplacian pyramid."""
+    """Shared by the verbs that rest on this pyramid."""
     checks.choice(backend, "backend", dispatch.BACKENDS)
     if backend == "gl":
         checks.gl_input(image)

@@ -134,16 +134,10 @@ def _choose_for(
         return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
     if backend == "torch":
         return Choice("torch", "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
-    if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
-        return Choice("torch", "the fixation requires grad")
-    if checks.transformed(fixation) or checks.transformed(image):
-        return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    if not isinstance(src, Pyramid):
-        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
-    if src.texture_context() is None:
-        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
+    chosen = dispatch.sampler(src, fixation, "fixation")
+    if chosen is not None:
+        return chosen
+    assert isinstance(src, Pyramid)
     if image.dtype != torch.uint8:
         return Choice("torch", "with floats it depends on the CPU whether GL gains; ask for backend='gl' where it does")
     samples = src.batch * rule.rings * rule.wedges

@@ -13,7 +13,7 @@ from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
-from gpu_lod.gaussian import reduce, reduce_level
+from gpu_lod.gaussian import choose, reduce, reduce_level
 from gpu_lod.program import LOCAL_SIZE
 from gpu_lod.pyramid import burt_sizes
 from gpu_lod.transfer import Planes, packed_planes, parts, planes_of, scratch_planes
@@ -102,14 +102,7 @@ def oriented_energy(
 def _choose(image: torch.Tensor, levels: int | None = None, orientations: int = 4, backend: Backend = "auto") -> Choice:
     image = checks.image(image, max_channels=None)
     checks.integer(orientations, "orientations", at_least=1)
-    checks.choice(backend, "backend", dispatch.BACKENDS)
-    if backend == "gl":
-        checks.gl_input(image)
-    if backend != "auto":
-        return Choice(backend, "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
-    return Choice("torch", "on a CPU torch's strided sums and matrix product measure faster than the shader")
+    return choose(image, backend)
 
 
 def _like(image: torch.Tensor, levels: int | None = None, orientations: int = 4, *_: Any) -> tuple[torch.Tensor, ...]:
