@@ -1,6 +1,10 @@
 """The ways in which GL makes a mip chain. All give the same levels; they differ in which hardware does the work.
 
 - compute: one dispatch a level, storage buffer to storage buffer, no texture.
+- registers: up to three levels a dispatch, each invocation a block of its own, no barriers (several_levels.py); one
+  level where a side is odd.
+- single-pass: one dispatch for the whole chain, through shared memory (single_pass.py).
+- single-pass-texture: the same from a texture, where one bilinear fetch averages four texels. Mean only.
 - fragment: one draw a level, rendered into an array texture.
 - driver: glGenerateMipmap. Mean only; rounds at every level; at odd sides OpenGL leaves the filter open.
 - sampler: the texture unit's min/max reduction (GL_EXT_texture_filter_minmax). Max and min only, no NaN.
@@ -8,10 +12,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
 
+from gpu_lod import several_levels, single_pass
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import InputError, UnsupportedError
@@ -28,7 +34,8 @@ from gpu_lod.transfer import (
     texture_to_planes,
 )
 
-GENERATORS = ("compute", "fragment", "driver", "sampler")
+GENERATORS = ("compute", "single-pass", "single-pass-texture", "registers", "fragment", "driver", "sampler")
+_BUFFERS_ALONE = ("compute", "single-pass", "registers")
 
 
 class Chain:
@@ -63,7 +70,7 @@ def build(
         InputError: NaN for the sampler generator.
     """
     check_generator(ctx, generator, reduce)
-    if generator != "compute":
+    if generator not in _BUFFERS_ALONE:
         check_texture_size(ctx, *image.shape[-2:])
     if generator == "sampler" and image.dtype.is_floating_point and bool(torch.isnan(image).any()):
         raise InputError(
@@ -76,6 +83,13 @@ def build(
     if levels > 1 or generator == "driver":
         if generator == "compute":
             _compute(ctx, chain, reduce)
+        elif generator == "single-pass":
+            source = single_pass.Source.of_planes(chain.planes[0], chain.channels)
+            single_pass.reduce_chain(ctx, source, chain.planes, chain.channels, reduce)
+        elif generator == "registers":
+            several_levels.reduce_chain(ctx, chain.planes, reduce, functools.partial(_reduce_level, ctx, reduce))
+        elif generator == "single-pass-texture":
+            _single_pass_texture(ctx, chain)
         elif generator == "fragment":
             _fragment(ctx, chain, reduce)
         elif generator == "driver":
@@ -86,6 +100,10 @@ def build(
 
 
 def check_generator(ctx: Context, generator: str, reduce: Reduce) -> None:
+    if generator == "single-pass-texture" and reduce != "mean":
+        raise UnsupportedError(
+            f"bilinear fetches average; they cannot reduce by {reduce!r}. Use generator='single-pass'."
+        )
     if generator == "driver" and reduce != "mean":
         raise UnsupportedError(
             f"glGenerateMipmap averages; it cannot reduce by {reduce!r}. Use generator='compute' or 'fragment'."
@@ -117,12 +135,12 @@ def _compute(ctx: Context, chain: Chain, reduce: Reduce) -> None:
         scratch = None
         if wide and level < len(chain.planes) - 1:
             scratch = scratch_planes(ctx, (target.count, target.height, target.width), torch.float32)
-        _reduce_level(ctx, source, target, scratch, reduce, source_wide=wide and level > 1)
+        _reduce_level(ctx, reduce, source, target, scratch, wide and level > 1)
         source = scratch or target
 
 
 def _reduce_level(
-    ctx: Context, source: Planes, target: Planes, scratch: Planes | None, reduce: Reduce, *, source_wide: bool
+    ctx: Context, reduce: Reduce, source: Planes, target: Planes, scratch: Planes | None, source_wide: bool
 ) -> None:
     defines = {"SOURCE_WIDE": source_wide, **_reduction(reduce), **_taps(source)}
     reduce_by(ctx, "reduce_level.comp", source, target, scratch, defines, above=0)
@@ -214,6 +232,18 @@ def _driver(ctx: Context, chain: Chain) -> list[tuple[int, Texture]]:
             texture_to_planes(ctx, texture, level, target)
         textures.append((first, texture))
     return textures
+
+
+def _single_pass_texture(ctx: Context, chain: Chain) -> None:
+    base = chain.planes[0]
+    for first, count in layer_groups(ctx, base.count):
+        part = [planes.layers(first, count) for planes in chain.planes]
+        texture = ctx.textures.lease(
+            (base.width, base.height), layers=count, levels=1, dtype=base.dtype, channels=1, filtered=True
+        )
+        planes_to_texture(ctx, part[0], texture, 0)
+        texture.clamp_levels(ctx.gl, 0, 0)
+        single_pass.reduce_chain(ctx, texture, part, 1, "mean")
 
 
 def _sampler(ctx: Context, chain: Chain, reduce: Reduce) -> None:

@@ -13,7 +13,7 @@ from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
 
 _REDUCES = ("max", "min")
-_GENERATORS = ("auto", "compute", "fragment", "sampler")
+_GENERATORS = ("auto", "compute", "single-pass", "registers", "fragment", "sampler")
 
 
 @operators.verb

@@ -14,7 +14,7 @@ from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
-_GENERATORS = ("auto", "compute", "fragment", "driver")
+_GENERATORS = ("auto", "compute", "single-pass", "single-pass-texture", "registers", "fragment", "driver")
 
 
 @operators.verb

@@ -81,7 +81,7 @@ class Programs:
         program = self._cache.get(key)
         if program is None:
             program = self._cache[key] = self._compile(
-                {"compute_shader": shaders.source(name, LOCAL_SIZE=LOCAL_SIZE, **defines)}
+                {"compute_shader": shaders.source(name, **{"LOCAL_SIZE": LOCAL_SIZE, **defines})}
             )
         return program
 

@@ -20,6 +20,7 @@ from gpu_lod.errors import DeviceMismatchError, InputError
 from gpu_lod.glstate import preserved
 from gpu_lod.shield import Shield
 from gpu_lod.texture import TexturePool
+from gpu_lod.tuning import Tuning, tuning
 from gpu_lod.turns import Turns
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Limits:
     """Largest side of a texture."""
     layers: int
     """Most layers of an array texture that can be sampled and rendered to."""
+    shared_bytes: int
+    """Shared memory of a workgroup."""
 
 
 class Constants:
@@ -76,6 +79,7 @@ class Sharing(Turns):
     textures: TexturePool
     constants: Constants
     limits: Limits
+    tuning: Tuning
     renderer: str
     _interop_by: Interop
     _active: int
@@ -95,7 +99,9 @@ class Sharing(Turns):
             storage_bytes=min(gl.integer(G.MAX_SHADER_STORAGE_BLOCK_SIZE), 2**31 - 2**20),
             texture_size=gl.integer(G.MAX_TEXTURE_SIZE),
             layers=min(gl.integer(G.MAX_ARRAY_TEXTURE_LAYERS), gl.integer(G.MAX_FRAMEBUFFER_LAYERS)),
+            shared_bytes=gl.integer(G.MAX_COMPUTE_SHARED_MEMORY_SIZE),
         )
+        self.tuning = tuning(software=self.software)
         self._active = 0
         self._unfinished = False
 

@@ -101,6 +101,11 @@ class Texture(Lease[_TextureObject]):
     def glo(self) -> int:
         return self.item.glo
 
+    @property
+    def texel_scale(self) -> float:
+        """What a sampled value is to be multiplied with: integer texels are sampled as fractions."""
+        return 255.0 if self.key.storage in ("uint8", "unorm16") else 1.0
+
     def size(self, level: int) -> tuple[int, int]:
         """(width, height) of a level."""
         return max(1, self.key.width >> level), max(1, self.key.height >> level)

@@ -225,6 +225,20 @@ def parts(
             yield plane, min(at_once, planes - plane), row, min(row + tall, end)
 
 
+def rows_of(target: Planes, first: int, planes: int, row: int, end: int) -> tuple[int, int]:
+    """The first and the last element of some planes, or of some rows of one."""
+    begin = first * target.area
+    if planes > 1:
+        return begin, begin + planes * target.area - 1
+    row, end = min(row, target.height - 1), min(end, target.height)
+    return begin + row * target.width, begin + max(end, row + 1) * target.width - 1
+
+
+def wrapped(index: int) -> int:
+    """Modulo 2^32 as a signed integer: shaders add such numbers up to an index inside a binding."""
+    return (index + 2**31) % 2**32 - 2**31
+
+
 def bind_table(ctx: Context, binding: int, table: Private) -> None:
     """Bind a whole small buffer.
 

@@ -1,0 +1,23 @@
+"""Tuning constants: what differs between devices in speed alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """For one device."""
+
+    single_pass: tuple[int, int]
+    """Workgroup (x, y) of the single-pass generator."""
+    registers: int
+    """Invocations in a workgroup of the registers generator."""
+
+
+def tuning(*, software: bool) -> Tuning:
+    """What measured fastest; for hardware renderers, what vendors recommend (see docs/cost_model.md)."""
+    if software:
+        # A software renderer runs a workgroup as one loop over vectors of 8, and barriers save and restore all of it.
+        return Tuning(single_pass=(8, 1), registers=64)
+    return Tuning(single_pass=(32, 8), registers=64)
