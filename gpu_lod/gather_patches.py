@@ -12,6 +12,7 @@ import torch
 from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
+from gpu_lod.conversion import conversion
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.log_polar import bilinear
@@ -199,23 +200,8 @@ def _look(
 ) -> Look:
     checks.integer(patch, "patch", at_least=1, at_most=2**14)
     checks.choice(border, "border", _BORDERS)
-    channels = image.shape[-3]
-    means = (0.0,) * channels if mean is None else checks.numbers(mean, "mean", channels)
-    stds = (1.0,) * channels if std is None else checks.numbers(std, "std", channels)
-    if not all(stds):
-        raise InputError(f"std is {stds}; every channel's must differ from 0.")
-    normalised = mean is not None or std is not None
-    counts = image.dtype == torch.uint8
-    if dtype is None:
-        dtype = torch.float32 if counts and normalised else image.dtype
-    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) and not (dtype == image.dtype and not normalised):
-        raise InputError(
-            f"dtype is {dtype}; expected torch.float16, torch.bfloat16 or torch.float32"
-            + (", for mean and std give fractions." if normalised else ", or None for the image's own.")
-        )
-    unit = 1 / 255 if counts and dtype.is_floating_point else 1.0
-    scale = tuple(unit / s for s in stds) if normalised or unit != 1 else None
-    return Look(patch, border == "zero", scale, tuple(-m / s for m, s in zip(means, stds, strict=True)), dtype)
+    values = conversion(image, mean, std, dtype)
+    return Look(patch, border == "zero", values.scale, values.offset, values.dtype)
 
 
 def _centres(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) -> torch.Tensor:

@@ -20,15 +20,19 @@ import torch
 from gpu_lod import several_levels, single_pass
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
+from gpu_lod.conversion import Conversion
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Reduce, check_texture_size, level_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
+    GL_DTYPES,
     Planes,
     chunks,
     layer_groups,
     make_words,
+    new_planes,
     packed_planes,
+    planes_of,
     planes_to_texture,
     scratch_planes,
     texture_to_planes,
@@ -78,6 +82,15 @@ def build(
             "they give NaN wherever the footprint holds one."
         )
     height, width = image.shape[-2:]
+    if generator == "single-pass" and levels > 1:
+        source = _in_gl(ctx, image)
+        if source is not None and not image.is_contiguous():
+            batch, channels = image.shape[:2]
+            sizes = level_sizes(height, width, levels)
+            planes, tensors = packed_planes(ctx, batch, channels, sizes[1:], image.dtype)
+            top = Planes(source.buffer, source.offset, planes[0].count, height, width, image.dtype, image)
+            single_pass.reduce_chain(ctx, source, [top, *planes], channels, reduce)
+            return [image, *tensors], None
     chain = Chain(ctx, image, level_sizes(height, width, levels))
     textures = None
     if levels > 1 or generator == "driver":
@@ -97,6 +110,31 @@ def build(
         else:
             _sampler(ctx, chain, reduce)
     return chain.tensors, textures
+
+
+def build_converted(ctx: Context, image: torch.Tensor, levels: int, values: Conversion) -> list[torch.Tensor]:
+    """All levels of the mean chain of an image [B, C, H, W] (uint8, float16 or float32), converted on the way: one
+    dispatch. bfloat16 levels come as fp32. Runs inside `ctx.active()`.
+    """
+    batch, channels, height, width = image.shape
+    dtype = GL_DTYPES[values.dtype]
+    if levels == 1:  # no chain to make
+        (_, top) = new_planes(ctx, tuple(image.shape), dtype)
+        return [top.copy_(values.apply(image))]
+    source = _in_gl(ctx, image) or single_pass.Source.of_planes(planes_of(ctx, image), channels)
+    planes, tensors = packed_planes(ctx, batch, channels, level_sizes(height, width, levels), dtype)
+    scale = values.scale or (1.0,) * channels
+    single_pass.reduce_chain(ctx, source, planes, channels, "mean", (scale, values.offset))
+    return tensors
+
+
+def _in_gl(ctx: Context, image: torch.Tensor) -> single_pass.Source | None:
+    """The image as it stands, if it does in GL memory."""
+    found = ctx.bridge.find(image)
+    if found is None or image.dtype != GL_DTYPES[image.dtype]:
+        return None
+    found[0].take()
+    return single_pass.Source(found[0], found[1], tuple(image.shape), image.stride(), image.dtype, image)
 
 
 def check_generator(ctx: Context, generator: str, reduce: Reduce) -> None:

@@ -13,14 +13,14 @@ from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
 
 _REDUCES = ("max", "min")
-_GENERATORS = ("auto", "compute", "single-pass", "registers", "fragment", "sampler")
+_GENERATORS = ("auto", "compute", "registers", "single-pass", "fragment", "sampler")
 
 
 @operators.verb
 def hiz(
     relevance: torch.Tensor,
     reduce: Literal["max", "min"] = "max",
-    generator: Literal["auto", "compute", "fragment", "sampler"] = "auto",
+    generator: Literal["auto", "compute", "registers", "single-pass", "fragment", "sampler"] = "auto",
     backend: Backend = "auto",
 ) -> Pyramid:
     """A conservative pyramid of a relevance map, down to 1 x 1: no texel is above (below) the texels that cover it.
@@ -33,9 +33,10 @@ def hiz(
 
     Args:
         reduce: "max" or "min".
-        generator: what makes it on the GL backend: "compute", "fragment", or "sampler" (the texture unit's min/max
-            filter, GL_EXT_texture_filter_minmax; takes no NaN). Naming one implies backend="gl". The fragment and
-            sampler paths may flush subnormal numbers to zero.
+        generator: what makes it on the GL backend: "compute" (one dispatch a level), "registers" (up to three),
+            "single-pass" (one for all), "fragment", or "sampler" (the texture unit's min/max filter,
+            GL_EXT_texture_filter_minmax; takes no NaN). "auto" takes the one for the device; naming one implies
+            backend="gl". The fragment and sampler paths may flush subnormal numbers to zero.
         backend: "gl", "torch" or "auto"; `explain(hiz, relevance)` says why.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -9,12 +10,13 @@ import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, generators, operators
 from gpu_lod.context import Context, context_for
+from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
-_GENERATORS = ("auto", "compute", "single-pass", "single-pass-texture", "registers", "fragment", "driver")
+_GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
 
 
 @operators.verb
@@ -22,8 +24,13 @@ def mipmap(
     image: torch.Tensor,
     levels: int | None = None,
     reduce: Reduce = "mean",
-    generator: Literal["auto", "compute", "fragment", "driver"] = "auto",
+    generator: Literal[
+        "auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver"
+    ] = "auto",
     backend: Backend = "auto",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Pyramid:
     """A mip chain: each level halves the one above.
 
@@ -39,16 +46,24 @@ def mipmap(
     Args:
         levels: how many, level 0 included; None goes down to 1 x 1.
         reduce: "mean", "max" or "min".
-        generator: what makes it on the GL backend: "compute", "fragment" or "driver" (glGenerateMipmap: mean only, and
-            at odd sides OpenGL leaves the filter open; never chosen by "auto"). Naming one implies backend="gl".
+        generator: what makes it on the GL backend. "compute": one dispatch a level. "registers": up to three levels a
+            dispatch. "single-pass": one dispatch for all levels and the whole batch, which reads a tensor in GL memory
+            (`Context.empty`) as it stands: channels last, crops, steps. "single-pass-texture": the same from a texture,
+            by bilinear fetches; mean only, and at odd sides by single texels. "fragment": a draw a level. "driver":
+            glGenerateMipmap, mean only, and at odd sides OpenGL leaves the filter open. "auto" takes the one for the
+            device; naming one implies backend="gl".
         backend: "gl", "torch" or "auto", which takes what measures fastest; `explain(mipmap, image)` says why. Both
             give gradients.
+        mean, std: a number a channel; the pyramid is one of (value - mean) / std. "single-pass" does it, and a change
+            of dtype, on the way; other generators start from a converted copy.
+        dtype: of the pyramid, float16, bfloat16 or float32; None is the image's (float32 for uint8 with mean or std).
+            uint8 values are divided by 255 where the pyramid is floating point.
 
     Returns:
-        A `Pyramid`. Its level 0 is `image` itself where that needs no copy.
+        A `Pyramid`. Its level 0 is `image` itself where that needs no copy and no conversion.
 
     Raises:
-        InputError: wrong rank, channels, dtype, an empty side, too many levels, an unknown choice.
+        InputError: wrong rank, channels, dtype, an empty side, too many levels, an unknown choice, a std of 0.
         UnsupportedError: a generator or backend that cannot do this, or no OpenGL for backend="gl".
         LimitError: larger than the device allows.
 
@@ -56,9 +71,9 @@ def mipmap(
         sizes.
     """
     image = checks.tensor(image, "image")
-    chosen = _choose(image, levels, reduce, generator, backend)
+    chosen = _choose(image, levels, reduce, generator, backend, mean, std, dtype)
     count = checks.levels(levels, *image.shape[-2:])
-    return make(image, count, reduce, chosen)
+    return make(image, count, reduce, chosen, _conversion(image, mean, std, dtype))
 
 
 def _choose(
@@ -67,10 +82,14 @@ def _choose(
     reduce: Reduce = "mean",
     generator: str = "auto",
     backend: Backend = "auto",
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Choice:
     image = checks.image(image)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
+    _conversion(image, mean, std, dtype)
     return choose_generator(image, generator, backend)
 
 
@@ -81,7 +100,11 @@ def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> C
         raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
     if backend == "gl" or generator != "auto":
         checks.gl_input(image)
-        return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
+        if generator != "auto":
+            return Choice("gl", "asked for", generator)
+        if torch.compiler.is_compiling():
+            return Choice("gl", "asked for")
+        return Choice("gl", "asked for", context_for(image).tuning.generator)
     if backend == "torch":
         return Choice("torch", "asked for")
     if image.device.type != "cpu":
@@ -93,9 +116,27 @@ def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> C
     )
 
 
-def _like(image: torch.Tensor, levels: int | None = None, reduce: Reduce = "mean", *_: str) -> Pyramid:
+def _conversion(
+    image: torch.Tensor, mean: Sequence[float] | None, std: Sequence[float] | None, dtype: torch.dtype | None
+) -> Conversion | None:
+    return None if mean is None and std is None and dtype is None else conversion(image, mean, std, dtype)
+
+
+def _like(
+    image: torch.Tensor,
+    levels: int | None = None,
+    reduce: Reduce = "mean",
+    generator: str = "auto",
+    backend: str = "auto",
+    mean: Any = None,
+    std: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Pyramid:
     """What `mipmap` returns, without values."""
     height, width = image.shape[-2:]
+    values = _conversion(image, mean, std, dtype)
+    if values is not None:
+        image = image.new_empty(image.shape, dtype=values.dtype)
     return empty(image, level_sizes(height, width, checks.levels(levels, height, width)), reduce)
 
 
@@ -108,13 +149,20 @@ dispatch.register(mipmap, _choose)
 operators.register(mipmap, _like)
 
 
-def reference(image: torch.Tensor, levels: int | None = None, reduce: Reduce = "mean") -> list[torch.Tensor]:
-    """The chain in plain torch, in the fastest way found: a list of levels, level 0 the image itself.
+def reference(
+    image: torch.Tensor, levels: int | None = None, reduce: Reduce = "mean", values: Conversion | None = None
+) -> list[torch.Tensor]:
+    """The chain in plain torch, in the fastest way found: a list of levels, level 0 the image itself, or what the
+    conversion makes of it.
 
     Takes float64 too. Differentiable.
     """
     wide = image
-    if reduce == "mean" and image.dtype not in (torch.float32, torch.float64):
+    if values is not None:
+        wide = values.apply(image)
+        image = wide if image.dtype == torch.float64 else stored(wide, values.dtype)
+        wide = wide if reduce == "mean" else image
+    elif reduce == "mean" and image.dtype not in (torch.float32, torch.float64):
         wide = image.float()
     result = [image]
     top_height, top_width = image.shape[-2:]
@@ -179,13 +227,19 @@ def _halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     return x
 
 
-def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice) -> Pyramid:
+def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, values: Conversion | None = None) -> Pyramid:
     """The chain by the chosen backend; arguments are checked."""
     if chosen.backend == "torch":
-        return Pyramid(tuple(reference(image, levels, reduce)), reduce)
-    assert chosen.generator is not None
+        return Pyramid(tuple(reference(image, levels, reduce, values)), reduce)
     ctx = context_for(image)
-    generator = chosen.generator
+    generator = chosen.generator or ctx.tuning.generator
+    if values is not None:
+        converted = dispatch.run_gl(
+            lambda x: _gl_converted(ctx, x, levels, reduce, generator, values),
+            lambda x: reference(x, levels, reduce, values),
+            image,
+        )
+        return Pyramid(tuple(converted), reduce, generator)
     kept: list[Any] = []
 
     def below(source: torch.Tensor) -> list[torch.Tensor]:
@@ -215,3 +269,17 @@ def _gl(
     if image.ndim == 3:
         result = [level[0] for level in result]
     return result, textures
+
+
+def _gl_converted(
+    ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str, values: Conversion
+) -> list[torch.Tensor]:
+    """All levels of a chain of converted values."""
+    if generator != "single-pass" or reduce != "mean" or image.dtype == torch.bfloat16:
+        wide = values.apply(image.detach())
+        result, _ = _gl(ctx, wide if reduce == "mean" else stored(wide, values.dtype), levels, reduce, generator)
+        return [stored(level, values.dtype) for level in result]
+    batched = image if image.ndim == 4 else image[None]
+    with ctx.active(image.device):
+        result = generators.build_converted(ctx, batched, levels, values)
+    return [(level if image.ndim == 4 else level[0]).to(values.dtype) for level in result]

@@ -27,6 +27,8 @@ R = TypeVar("R")
 
 _library = torch.library.Library("gpu_lod", "FRAGMENT")
 _TORCH = {"backend": "torch", "generator": "auto"}
+_CONVERSION = ("mean", "std", "dtype")
+"""Parameters that make level 0 of a pyramid something else than the source."""
 _SAVED = object()
 _TYPES = {
     int: "SymInt",
@@ -125,7 +127,7 @@ class Operator:
         if self.returns is not Pyramid:
             return self._record(self.op(*flat))
         like = self.fake(*given)
-        source = 0 if like.reduce in OWN_LEVEL_0 else 1
+        source = 0 if self._owns_level_0(like, given) else 1
         levels = self.op(*flat) if len(like) > source else []
         return Pyramid((*like.levels[:source], *levels), like.reduce, "compiled")
 
@@ -161,9 +163,14 @@ class Operator:
             return outputs if self.returns_tensor else tuple(outputs)
         return self.returns(*[out.item() if whole else out for out, whole in zip(outputs, self.whole, strict=True)])
 
-    def _outputs(self, result: Any) -> list[torch.Tensor]:
+    def _owns_level_0(self, result: Pyramid, given: Sequence[Any]) -> bool:
+        """Whether level 0 of what these arguments give is something else than the source."""
+        named = zip(self.signature.parameters, given, strict=True)
+        return result.reduce in OWN_LEVEL_0 or any(name in _CONVERSION and value is not None for name, value in named)
+
+    def _outputs(self, result: Any, given: Sequence[Any]) -> list[torch.Tensor]:
         if isinstance(result, Pyramid):
-            return list(result.levels if result.reduce in OWN_LEVEL_0 else result.levels[1:])
+            return list(result.levels if self._owns_level_0(result, given) else result.levels[1:])
         if dataclasses.is_dataclass(result):
             return [torch.as_tensor(getattr(result, field.name)) for field in dataclasses.fields(result)]
         return [result] if isinstance(result, torch.Tensor) else list(result)
@@ -174,10 +181,12 @@ class Operator:
     # -- the kernels ------------------------------------------------------------------------------------------------
 
     def _run(self, *flat: Any) -> Any:
-        return self._packed(_apart(self._outputs(self.verb(*self._unflatten(flat))), flat))
+        given = self._unflatten(flat)
+        return self._packed(_apart(self._outputs(self.verb(*given), given), flat))
 
     def _fake(self, *flat: Any) -> Any:
-        return self._packed(self._outputs(self.fake(*self._unflatten(flat))))
+        given = self._unflatten(flat)
+        return self._packed(self._outputs(self.fake(*given), given))
 
     def _run_backward(self, gradients: list[torch.Tensor], wanted: list[bool], *flat: Any) -> list[torch.Tensor]:
         leaves, spec = _leaves(flat)
@@ -192,7 +201,7 @@ class Operator:
             given = {
                 name: _TORCH.get(name, value) for name, value in zip(self.signature.parameters, values, strict=True)
             }
-            found = dispatch.pull(self._outputs(self.verb(**given)), asked, gradients)
+            found = dispatch.pull(self._outputs(self.verb(**given), values), asked, gradients)
         pairs = zip(found, asked, strict=True)
         return _apart([torch.zeros_like(leaf) if one is None else one for one, leaf in pairs], (gradients, *flat))
 

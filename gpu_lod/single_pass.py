@@ -85,12 +85,8 @@ class Source:
         return self.stride[3] == 1 and all(count % 2 == 0 for count in others)
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Of the source on its way into level 0: value * scale + offset, a number a channel."""
-
-    scale: tuple[float, ...]
-    offset: tuple[float, ...]
+Conversion = tuple[Sequence[float], Sequence[float]]
+"""Of the source on its way into level 0: value * scale + offset, both a number a channel."""
 
 
 class _Layout:
@@ -273,15 +269,16 @@ def _program(
     layout: _Layout,
 ) -> Program:
     even = all(side % 2 == 0 for side in layout.sizes[0])
-    textured = isinstance(source, Texture)
+    if isinstance(source, Texture):
+        loads: dict[str, object] = {"FROM_TEXTURE": True}
+    else:
+        loads = {"SOURCE_PER_WORD": source.per_word, "PAIRS": even and source.paired}
     program = ctx.programs.compute(
         "single_pass.comp",
         PER_WORD=chain[1].per_word,
         **{f"REDUCE_{reduce.upper()}": True},
-        SOURCE_PER_WORD=1 if textured else source.per_word,
-        FROM_TEXTURE=textured,
+        **loads,
         EVEN=even,
-        PAIRS=even and not textured and source.paired,
         CONVERT=conversion is not None,
         KEEP_TOP=conversion is not None,
         STEPS=layout.steps,
@@ -294,8 +291,8 @@ def _program(
     program.set(u_source_size=(width, height), u_channels=channels, u_last=layout.last, u_tiles=rows * columns)
     if conversion is not None:
         unused = (0.0,) * (4 - channels)
-        program.set(u_scale=(*conversion.scale, *unused), u_offset=(*conversion.offset, *unused))
-    if textured:
+        program.set(u_scale=(*conversion[0], *unused), u_offset=(*conversion[1], *unused))
+    if isinstance(source, Texture):
         source.bind(ctx.gl)
         program.set(u_first_layer=0, u_texel_scale=source.texel_scale)
     else:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Tuning:
     """For one device."""
 
+    generator: str
+    """What makes mip chains where none is named."""
     single_pass: tuple[int, int]
     """Workgroup (x, y) of the single-pass generator."""
     registers: int
@@ -19,5 +21,5 @@ def tuning(*, software: bool) -> Tuning:
     """What measured fastest; for hardware renderers, what vendors recommend (see docs/cost_model.md)."""
     if software:
         # A software renderer runs a workgroup as one loop over vectors of 8, and barriers save and restore all of it.
-        return Tuning(single_pass=(8, 1), registers=64)
-    return Tuning(single_pass=(32, 8), registers=64)
+        return Tuning(generator="registers", single_pass=(8, 1), registers=64)
+    return Tuning(generator="single-pass", single_pass=(32, 8), registers=64)

@@ -13,7 +13,7 @@ from oracle import extreme_chain
 import gpu_lod as lod
 from gpu_lod.errors import InputError, UnsupportedError
 
-GENERATORS = ("compute", "fragment", "sampler")
+GENERATORS = ("compute", "registers", "single-pass", "fragment", "sampler")
 WAYS = ("torch", *GENERATORS)
 
 

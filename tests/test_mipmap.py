@@ -16,7 +16,7 @@ from oracle import extreme_chain, mean_chain
 import gpu_lod as lod
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 
-EXACT_GENERATORS = ("compute", "fragment")
+EXACT_GENERATORS = ("compute", "registers", "single-pass", "fragment")
 
 
 def expected_chain(image: torch.Tensor, reduce: str, levels: int | None = None) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def test_gl_tensor_in_is_level_zero(ctx: lod.Context) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("generator", [*EXACT_GENERATORS, "driver"])
+@pytest.mark.parametrize("generator", ["compute", "registers", "fragment", "driver"])
 @pytest.mark.parametrize("limit", [5500, 9000, 40_000])
 def test_low_storage_limit_splits(restored_limits: lod.Context, generator: str, dtype: torch.dtype, limit: int) -> None:
     image = noise(5, 3, 64, 64, dtype=dtype)
