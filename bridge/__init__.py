@@ -75,6 +75,12 @@ class Bridge(Protocol):
     def trim(self) -> None:
         """Delete idle buffers."""
 
+    def taken(self) -> list[Any]:
+        """What the running verb has bound so far, for `hand_over` in a later one."""
+
+    def hand_over(self, taken: list[Any]) -> None:
+        """Make buffers GL's until the verb ends."""
+
 
 __all__ = [
     "Bridge",

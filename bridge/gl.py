@@ -8,7 +8,9 @@ optional entry point does not keep a context from opening.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_ssize_t, c_ubyte, c_uint, c_void_p
 from typing import Any
 
@@ -146,7 +148,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 class GL:
     """The entry points of one context, as methods without the `gl` prefix: `gl.BindTexture(target, name)`."""
 
+    noted: Callable[[Callable[..., Any], tuple[Any, ...]], None] | None
+    """While commands are recorded: what to tell of a call that does not come through here."""
+
     def __init__(self, load: Callable[[str], int]) -> None:
+        self.noted = None
         for name, (result, *arguments) in _SIGNATURES.items():
             address = load("gl" + name)
             setattr(
@@ -154,6 +160,27 @@ class GL:
                 name,
                 ctypes.CFUNCTYPE(result, *arguments)(address) if address else _missing("gl" + name),
             )
+
+    @contextmanager
+    def recording(self, note: Callable[[str, Callable[..., Any], tuple[Any, ...]], None]) -> Iterator[None]:
+        """Tell `note` of each command given meanwhile: its name, what it calls, the arguments. Shader programs tell of
+        theirs through `noted`."""
+        before = dict(vars(self))
+
+        def noting(name: str, command: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                note(name, command, arguments)
+                return command(*arguments)
+
+            return call
+
+        for name in _SIGNATURES:
+            setattr(self, name, noting(name, before[name]))
+        self.noted = functools.partial(note, "a program")
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # Reached only for names that __init__ did not set; it also tells a type checker what the rest are.

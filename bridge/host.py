@@ -147,6 +147,12 @@ class HostBridge:
         self._gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
         self._gl.Finish()
 
+    def taken(self) -> list[Any]:
+        return []
+
+    def hand_over(self, taken: list[Any]) -> None:
+        """Nothing to hand over."""
+
     def drain(self) -> None:
         self.pool.drain()
 

@@ -219,6 +219,19 @@ class InteropBridge:
         if buffer.mapped:
             self._unmap([one for one in self._taken.values() if one.mapped])
 
+    def taken(self) -> list[tuple[InteropBuffer, set[int]]]:
+        """What the running verb has bound so far; all bindings stand beside each."""
+        return [(buffer, set(self._bindings)) for buffer in self._taken.values() if not buffer.mapped]
+
+    def hand_over(self, taken: list[tuple[InteropBuffer, set[int]]]) -> None:
+        """Unmap buffers in one call, until the verb ends."""
+        for buffer, bindings in taken:
+            self.take(buffer)
+            self._bindings |= bindings
+        mapped = [buffer for buffer, _ in taken if buffer.mapped]
+        if mapped:
+            self._unmap(mapped)
+
     def end(self) -> None:
         """After a verb's last GL command: map what was unmapped, in one call.
 

@@ -7,9 +7,11 @@ returns it to the idle list or deletes it.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +33,18 @@ class Pooled(Protocol):
 
 T = TypeVar("T", bound=Pooled)
 
+_holding = threading.local()
+
+
+@contextmanager
+def holding(leases: list[Lease[Any]]) -> Iterator[None]:
+    """Keep what this thread leases in the list as well."""
+    _holding.leases = leases
+    try:
+        yield
+    finally:
+        _holding.leases = None
+
 
 class Lease(Generic[T]):
     """Holds one pooled object; dropping the last reference gives it back."""
@@ -40,6 +54,9 @@ class Lease(Generic[T]):
     def __init__(self, item: T, returned: deque[T]) -> None:
         self.item = item
         self._returned = returned
+        held = getattr(_holding, "leases", None)
+        if held is not None:
+            held.append(self)
 
     def __del__(self) -> None:
         # deque.append is atomic and takes no lock, so this is safe in any thread, in a signal handler, and at exit.

@@ -16,6 +16,7 @@ from gpu_lod.laplacian import collapse, laplacian
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
 from gpu_lod.oriented_energy import oriented_energy
+from gpu_lod.plan import Plan, plan
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max, region_min
 from gpu_lod.to_cupy import to_cupy
@@ -28,6 +29,7 @@ __all__ = [
     "Culled",
     "FeatureTexture",
     "GpuLodError",
+    "Plan",
     "Pyramid",
     "__version__",
     "collapse",
@@ -44,6 +46,7 @@ __all__ = [
     "log_polar",
     "mipmap",
     "oriented_energy",
+    "plan",
     "region_max",
     "region_min",
     "to_cupy",

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack
 
+from gpu_lod import recording
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Pyramid, level_sizes
 
@@ -140,13 +141,17 @@ def fixations(
     rows = points[None] if single else points
     if rows.ndim != 2 or rows.shape[1] != 2 or rows.shape[0] < 1 or (counts and rows.shape[0] not in counts):
         raise InputError(f"fixation has shape {tuple(points.shape)}; expected {expected}.")
-    for coordinate in values(rows).flatten().tolist():
+    recording.check(_fixation_values, rows)
+    return rows, single
+
+
+def _fixation_values(points: torch.Tensor) -> None:
+    for coordinate in values(points).flatten().tolist():
         if not 0.0 <= coordinate <= 1.0:  # also NaN
             raise InputError(
                 f"fixation holds {coordinate}; expected finite (x, y) in [0, 1], y down. Divide pixel positions by "
                 "(width, height)."
             )
-    return rows, single
 
 
 def _numbers(value: Any, name: str) -> torch.Tensor:
@@ -184,6 +189,10 @@ def highest_level(sites: torch.Tensor) -> float:
 
     They are read on the host: on a GPU that waits for the work that makes them.
     """
+    return recording.check(_site_values, sites)
+
+
+def _site_values(sites: torch.Tensor) -> float:
     lowest, highest = torch.aminmax(values(sites).flatten(0, -2), dim=0)
     low, high = lowest.tolist(), highest.tolist()
     for name, least, most in zip("xy", low, high, strict=False):

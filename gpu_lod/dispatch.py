@@ -117,6 +117,11 @@ def needs_grad(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def kept(points: torch.Tensor, levels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Values for a backward, which needs them as they are now."""
+    return points.detach().clone() if needs_grad(*levels) else points.detach()
+
+
 def pull(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],

@@ -148,8 +148,8 @@ def feature_maps(
     points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1)
     if chosen.backend == "torch":
         return reference(image, points, previous, semantic, dtype, video)
-    points = points.detach().clone()  # the backward needs them as they are now
     inputs = [x for x in (image, previous, semantic) if x is not None]
+    points = dispatch.kept(points, inputs)
     ctx = context_for(*inputs)
     if as_texture:
         if needs_grad(*inputs):

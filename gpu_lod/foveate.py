@@ -83,7 +83,7 @@ def foveate(
         return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
     ctx = pyramid.texture_context() or context_for(*pyramid.levels)
-    points = points.detach().clone()  # the backward needs them as they are now
+    points = dispatch.kept(points, pyramid.levels)
     (result,) = dispatch.run_gl(
         lambda *levels: (_gl(ctx, pyramid, points, *rule),),
         lambda *levels: (reference(list(levels), points, *rule),),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, recording
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
@@ -88,6 +88,7 @@ def gather_patches(
     )
     highest = checks.highest_level(points)
     if not isinstance(src, Pyramid):
+        recording.decides("the sites' values decide how many levels it makes")
         # No more of the chain than the sites read.
         levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
     if chosen.backend == "torch":
@@ -97,7 +98,7 @@ def gather_patches(
         return reference(chain, points, look)
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
     ctx = pyramid.texture_context() or context_for(*pyramid.levels)
-    points = points.detach().clone()  # the backward needs them as they are now
+    points = dispatch.kept(points, pyramid.levels)
     (result,) = dispatch.run_gl(
         lambda *levels: (_gl(ctx, pyramid, points, look),),
         lambda *levels: (reference(list(levels), points, look),),

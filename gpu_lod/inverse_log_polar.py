@@ -63,7 +63,7 @@ def inverse_log_polar(
     if chosen.backend == "torch":
         return reference(polar, points, (height, width), *rest)
     ctx = context_for(polar)
-    points = points.detach().clone()  # the backward needs them as they are now
+    points = dispatch.kept(points, [polar])
     (result,) = dispatch.run_gl(
         lambda x: (_gl(ctx, x, points, (height, width), *rest),),
         lambda x: (reference(x, points, (height, width), *rest),),

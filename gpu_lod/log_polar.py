@@ -93,7 +93,7 @@ def log_polar(
         return reference(levels, points, rule, border)
     pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend="gl")
     ctx = pyramid.texture_context() or context_for(*pyramid.levels)
-    points = points.detach().clone()  # the backward needs them as they are now
+    points = dispatch.kept(points, pyramid.levels)
     (result,) = dispatch.run_gl(
         lambda *levels: (_gl(ctx, pyramid, points, rule, border, chosen.generator or "compute"),),
         lambda *levels: (reference(list(levels), points, rule, border),),

@@ -33,6 +33,8 @@ class Program:
             uniform = self._uniforms.get(name)
             if uniform is not None:
                 uniform.value = value
+                if self._gl.noted is not None:
+                    self._gl.noted(_set, (uniform, value))
             elif name not in self._known:
                 raise ShaderError(f"the shader has no uniform {name}; it has {', '.join(sorted(self._known))}.")
         return self
@@ -41,10 +43,12 @@ class Program:
         """Run at least so many invocations, over as many rows of workgroups as the limit of a dimension asks for."""
         groups = -(-invocations // LOCAL_SIZE)
         rows = -(-groups // MAX_GROUPS)
-        self._program.run(-(-groups // rows), rows, 1)
+        self.dispatch_groups(-(-groups // rows), rows, 1)
 
     def dispatch_groups(self, x: int, y: int, z: int) -> None:
         self._program.run(x, y, z)
+        if self._gl.noted is not None:
+            self._gl.noted(self._program.run, (x, y, z))
 
     def dispatch_indirect(self, glo: int, offset: int) -> None:
         """Run as many workgroups as the three integers at byte `offset` of buffer `glo` say."""
@@ -131,6 +135,10 @@ class Programs:
             ) from None
         known = frozenset(word for text in texts.values() for word in _uniform_names(text))
         return Program(self._gl, program, known)
+
+
+def _set(uniform: Any, value: Any) -> None:
+    uniform.value = value
 
 
 def _uniform_names(text: str) -> set[str]:

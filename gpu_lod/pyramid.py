@@ -148,6 +148,10 @@ class Pyramid:
                 "belong together. Build the pyramid again, or build it from image.clone()."
             )
 
+    def renew(self) -> None:
+        """Take the levels as they are now for those of a new pyramid: whoever wrote to them wrote all of them."""
+        object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
+
     # -- in GL memory ---------------------------------------------------------------------------------------------
 
     def planes(self, ctx: Context, level: int) -> Planes:

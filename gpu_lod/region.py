@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, recording
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
@@ -115,12 +115,16 @@ def _boxes(hz: Pyramid, boxes: torch.Tensor) -> torch.Tensor:
         )
     checks.same_device(hz.levels[0], boxes, "boxes")
     boxes = boxes.detach().float()
+    recording.check(_box_values, boxes)
+    return boxes.expand(hz.batch, -1, 4) if boxes.ndim == 3 else boxes[None].expand(hz.batch, -1, 4)
+
+
+def _box_values(boxes: torch.Tensor) -> None:
     seen = checks.values(boxes)
     if not bool(torch.isfinite(seen).all()):
         raise InputError("boxes holds NaN or infinity; expected finite (x0, y0, x1, y1).")
     if bool((seen[..., 2:] < seen[..., :2]).any()):
         raise InputError("a box has x1 < x0 or y1 < y0; expected (x0, y0, x1, y1) with x0 <= x1 and y0 <= y1.")
-    return boxes.expand(hz.batch, -1, 4) if boxes.ndim == 3 else boxes[None].expand(hz.batch, -1, 4)
 
 
 def reference(levels: list[torch.Tensor], boxes: torch.Tensor, reduce: Bound = "max") -> torch.Tensor:

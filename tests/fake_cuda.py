@@ -7,6 +7,7 @@ reads gets rubbish. Every call is checked against the rules of the real ones and
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class FakeCuda:
     memory = 2**31
 
     def __init__(self, gl: GL) -> None:
-        self.gl = gl
+        self.gl = copy.copy(gl)  # the driver's own copies are no commands of the program's
         self.calls: list[tuple[Any, ...]] = []
         self.fail: dict[str, int] = {}
         self.always: dict[str, int] = {}

@@ -61,6 +61,11 @@ def buffer_of(ctx: lod.Context, tensor: torch.Tensor) -> InteropBuffer:
 VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
     "compute": lambda x: list(lod.mipmap(x, generator="compute")),
     "fragment": lambda x: list(lod.mipmap(x, generator="fragment")),
+    "registers": lambda x: list(lod.mipmap(x, generator="registers")),
+    "single-pass": lambda x: list(lod.mipmap(x, generator="single-pass")),
+    "single-pass of a view": lambda x: list(lod.mipmap(x[..., 1:, 2:], generator="single-pass")),
+    "single-pass converted": lambda x: list(lod.mipmap(x, std=[0.5] * 3, dtype=torch.float16, generator="single-pass")),
+    "single-pass-texture": lambda x: list(lod.mipmap(x, generator="single-pass-texture")),
     "hiz": lambda x: list(lod.hiz(x, generator="compute")),
     "sampler": lambda x: list(lod.hiz(x, generator="sampler")),
     "log_polar": lambda x: [lod.log_polar(lod.mipmap(x, backend="torch"), (0.4, 0.6), 13, 21, backend="gl")],
@@ -79,6 +84,24 @@ VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
         lod.region_max(lod.hiz(x, backend="gl"), torch.tensor([[0.1, 0.2, 0.4, 0.5], [0, 0, 1, 1]]), backend="gl")
     ],
 }
+
+
+def test_a_plan_hands_over_once_a_call(ctx: lod.Context, cuda: FakeCuda) -> None:
+    """All buffers of all verbs to GL in one call, and back in one."""
+
+    def retina(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        pyramid = lod.mipmap(image, backend="gl").upload()
+        return lod.log_polar(pyramid, fixation, 8, 16, backend="gl")
+
+    planned = lod.plan(retina, noise(2, 3, 40, 31), torch.tensor([[0.4, 0.6], [0.1, 0.9]]))
+    assert planned.replays, planned.reason
+    for _ in range(3):
+        image, fixation = noise(2, 3, 40, 31), torch.rand(2, 2)
+        cuda.calls.clear()
+        actual = planned(image, fixation).clone()
+        names = cuda.names()
+        assert names.count("unmap") == names.count("map") == 1
+        assert torch.equal(actual, retina(image, fixation))
 
 
 def _sites() -> torch.Tensor:

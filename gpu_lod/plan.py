@@ -1,0 +1,192 @@
+"""Plans: a function of tensors, made of GL verbs, run again without looking anything up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from gpu_lod import recording
+from gpu_lod.context import Context, context_for
+from gpu_lod.errors import InputError
+from gpu_lod.pyramid import Pyramid
+
+_IN_GL = (torch.uint8, torch.float16, torch.float32)
+
+
+def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """Run a verb, or any function made of verbs, once, and get a `Plan` that runs it again at the least cost.
+
+    The first run decides and prepares everything: backends, programs, buffers, textures, tables. Where all the work is
+    OpenGL's, its commands are recorded, and a call of the plan does nothing but copy the new inputs in, give these
+    commands again and wait: it allocates nothing, compiles nothing, looks nothing up, and enters the context once for
+    all verbs in the function. Where it is not, as with torch operations between verbs, backend="torch", or a verb that
+    works on the host (`cull`; on software renderers `foveate` with a fixation that may change), a call of the plan
+    calls the function: `replays` and `reason` say so.
+
+    Args:
+        function: a verb, or a function of tensors that calls verbs.
+        args, kwargs: what a call is passed. Its tensors may change from call to call, in values alone; everything else
+            stays as it is, a `Pyramid` too: to build one from each new image, plan a function that does.
+
+    Example:
+        >>> def retina(image, fixation):
+        ...     pyramid = lod.mipmap(image, backend="gl").upload()
+        ...     return lod.log_polar(pyramid, fixation, 64, 128, backend="gl")
+        >>> see = lod.plan(retina, image, fixation)
+        >>> polar = see(next_image, next_fixation)
+
+    Raises:
+        InputError: no tensor among the arguments, or one that asks for gradients.
+        GpuLodError: what the function raises.
+    """
+    return Plan(function, args, kwargs)
+
+
+class Plan:
+    """Made by `plan`."""
+
+    inputs: tuple[torch.Tensor, ...]
+    """The tensors that the function reads, in the order of its arguments: in GL memory where they are images. Calls
+    copy into them; write into them and pass nothing to save that copy."""
+    replays: bool
+    """True if a call repeats recorded GL commands, False if it calls the function."""
+    reason: str
+    """Why."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._function = function
+        leaves, self._spec = _pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Pyramid))
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        given = [leaves[place] for place in self._places]
+        if not given:
+            raise InputError("no argument is a tensor, so nothing could change between calls; pass what does as one.")
+        if any(tensor.requires_grad for tensor in given):
+            raise InputError("a plan gives no gradients, and an argument asks for them: pass tensor.detach().")
+        self._pyramids = [leaf for leaf in leaves if isinstance(leaf, Pyramid)]
+        self._device = max(given, key=lambda tensor: tensor.nbytes).device
+        self._leaves = leaves
+        self.replays = False
+        self.inputs = tuple(given)
+        self._results: Any = None
+        with torch.no_grad():
+            self._prepare(given)
+
+    def _prepare(self, given: list[torch.Tensor]) -> None:
+        self._call()  # raises what the function raises, before anything else
+        if self._device.type not in ("cpu", "cuda"):
+            self.reason = f"its tensors are on {self._device}, and OpenGL shares memory with CPU and CUDA tensors"
+            return
+        try:
+            ctx = next((c for p in self._pyramids if (c := p.texture_context())), None) or context_for(*given)
+            self.inputs = tuple(self._home(ctx, tensor) for tensor in given)
+        except Exception as error:
+            self.reason = f"OpenGL cannot be used here: {error}"
+            return
+        self._call()  # programs and tables that only these inputs need
+        with ctx.active(self._device):
+            found = recording.Recording(self.inputs)
+            with found.running(ctx.gl):
+                results = self._call()
+            self._shared = ctx.bridge.taken()
+        if found.obstacle is None and not found.tape:
+            found.stop("OpenGL has no part in it")
+        if found.obstacle is not None:
+            self.reason = f"each call runs the function: {found.obstacle}"
+            self.inputs = tuple(given)
+            return
+        self._ctx, self._recorded, self._results = ctx, found, results
+        self._outputs = [p for p in _pytree.tree_leaves(results, is_leaf=_is_pyramid) if isinstance(p, Pyramid)]
+        self.replays = True
+        self.reason = f"{len(found.tape)} GL commands are repeated on {ctx.renderer}"
+
+    @staticmethod
+    def _home(ctx: Context, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that stays: of an image in GL memory, of small tables where they are."""
+        if tensor.ndim >= 3 and tensor.dtype in _IN_GL:
+            home = ctx.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        else:
+            home = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return home.copy_(tensor)
+
+    def _call(self) -> Any:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, self.inputs, strict=True):
+            leaves[place] = tensor
+        args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__name__", repr(self._function))
+        shapes = ", ".join(f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in self.inputs)
+        return f"<gpu_lod.Plan of {name}({shapes}): {self.reason}>"
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Run it on new values.
+
+        Args:
+            tensors: as many as there are `inputs`, of their shapes, dtypes and devices; or none, for what `inputs`
+                hold.
+
+        Returns:
+            What the function returns. Where the plan replays, these are the same tensors at each call, overwritten by
+            the next one: clone what must last.
+
+        Raises:
+            InputError: other tensors than it was planned for.
+            PyramidChangedError: a pyramid among the planned arguments was written to.
+            GpuLodError: what the function's verbs raise for bad values.
+        """
+        if tensors:
+            self._check(tensors)
+        if not self.replays:
+            with torch.no_grad():
+                self.inputs = tensors or self.inputs
+                return self._call()
+        for pyramid in self._pyramids:
+            pyramid.check_unchanged()
+        with torch.no_grad(), self._ctx.active(self._device):
+            for home, tensor in zip(self.inputs, tensors, strict=False):
+                if tensor is not home:
+                    home.copy_(tensor)
+            for check, values in self._recorded.checks:
+                check(values)
+            for write, arguments in self._recorded.writes:
+                write(*arguments)
+            self._ctx.bridge.hand_over(self._shared)
+            for command, arguments in self._recorded.tape:
+                command(*arguments)
+        for pyramid in self._outputs:
+            pyramid.renew()
+        return self._results
+
+    def _check(self, tensors: tuple[Any, ...]) -> None:
+        if len(tensors) != len(self.inputs):
+            raise InputError(
+                f"{len(tensors)} tensors came; this plan takes {len(self.inputs)}, those among the arguments it was "
+                "made with, or none for what its inputs hold."
+            )
+        for tensor, home in zip(tensors, self.inputs, strict=True):
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.shape != home.shape
+                or tensor.dtype != home.dtype
+                or tensor.device != home.device
+            ):
+                came = (
+                    f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                    if isinstance(tensor, torch.Tensor)
+                    else type(tensor).__name__
+                )
+                raise InputError(
+                    f"a tensor is {came}; it was planned for {home.dtype} {tuple(home.shape)} on {home.device}. Make "
+                    "another plan for other shapes."
+                )
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise InputError("a plan gives no gradients, and an input asks for them: pass tensor.detach().")
+
+
+def _is_pyramid(leaf: Any) -> bool:
+    return isinstance(leaf, Pyramid)
