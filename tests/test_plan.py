@@ -127,6 +127,7 @@ def test_other_work_in_between_disturbs_nothing(ctx: lod.Context) -> None:
         (lambda x: lod.mipmap(x, 2 + (x.tolist()[0][0][0][0] > 0.5), generator="compute")[1], "tolist"),
         (lambda x: lod.mipmap(x, 2 + (x.numpy().max() > 0.2).item(), generator="compute")[1], "numpy"),
         (lambda x: lod.cull(lod.hiz(x, backend="gl"), 0.5, backend="gl").mask, "host|torch computes"),
+        (lambda x: lod.mipmap(x.zero_(), generator="compute")[1], "aten.zero_"),
         (lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"), "tolist|torch computes"),
         (lambda x: lod.gather_patches(x, torch.tensor([[0.5, 0.5, 1.0]]), 4, backend="gl"), "levels"),
     ],
