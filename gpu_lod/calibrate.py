@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     """Jobs for which there was no time, or which failed, and why."""
     paths: list[Path] = field(default_factory=list)
+    busy: str = ""
+    """What the machine was at when the measuring began, if that was much: times then say little."""
 
 
 Progress = Callable[[int, int, str], None]
@@ -100,6 +103,9 @@ def calibrate(
     if devices is None:
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     jobs = [(case, torch.device(device)) for case in _cases(verbs, quick=quick) for device in devices]
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > _BUSY * cores:
+        report.busy = f"a load of {load:.1f} on {cores} cores"
     end = time.monotonic() + 60 * minutes
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -190,44 +196,58 @@ def machine(device: torch.device) -> Machine:
 
 # -- the jobs ------------------------------------------------------------------------------------------------------
 
-_SIZES = ((512, 1), (1024, 1), (224, 8), (224, 1), (2048, 1), (512, 8), (224, 32))
-"""(side, batch), the most telling ones first."""
-_SMALL = (torch.uint8, torch.float16)
+_ROUNDS = (
+    (512, 1, True), (1024, 1, True), (224, 8, True), (224, 1, True), (512, 1, False), (1024, 1, False), (224, 8, False),
+    (2048, 1, True), (512, 8, True), (224, 32, True), (2048, 1, False), (224, 1, False), (512, 8, False),
+    (224, 32, False),
+)  # fmt: skip
+"""(side, batch, whether it is what most callers do), the most telling ones first."""
+_BUSY = 0.5
+"""Load a core, from which on the machine has other things to do."""
 
 
 def _cases(verbs: Sequence[str] | None, *, quick: bool) -> list[Case]:
-    sizes = ((224, 1),) if quick else _SIZES
-    cases = [case for side, batch in sizes for case in _at(side, batch)]
+    rounds = ((224, 1, True),) if quick else _ROUNDS
+    cases = [case for side, batch, common in rounds for case in (_common if common else _rare)(side, batch)]
     names = {case.verb.__name__ for case in cases}
     if unknown := {*(verbs or ())} - names:
         raise InputError(f"there is no {', '.join(sorted(unknown))} to measure; expected {', '.join(sorted(names))}.")
     return [case for case in cases if not verbs or case.verb.__name__ in verbs]
 
 
-def _at(side: int, batch: int) -> Iterator[Case]:
-    """The jobs at one size, fp32 before small types."""
-    shape = (batch, 3, side, side)
-    for dtype in (torch.float32, *_SMALL):
+def _common(side: int, batch: int) -> Iterator[Case]:
+    """The jobs of most callers at one size."""
+    shape, maps = (batch, 3, side, side), (batch, 1, side, side)
+    for dtype in (torch.float32, torch.uint8):
         yield from _samplers(shape, dtype)
-    # A side that is no multiple of 4 takes other shaders.
-    ragged = (batch, 3, side, side + 1)
-    yield _case(foveate, ragged, torch.uint8, _seen, "")
-    maps = (batch, 1, side, side)
     yield _case(region_max, maps, torch.float32, _boxes, "4096 boxes")
     yield _case(cull, maps, torch.float32, _sparse, "20% kept")
     if batch * side**2 <= 2**20:  # forty channels of more are a strain on memory
         for dtype in (torch.float32, torch.float16):
-            yield _case(feature_maps, shape, dtype, partial(_features, dtype), f"40 channels of {str(dtype)[6:]}")
-        yield _case(feature_maps, ragged, torch.float32, partial(_features, torch.float32), "40 channels of float32")
+            yield _features_as(shape, dtype)
     yield _case(hiz, maps, torch.float32, _image, "")
-    for kind in (torch.float32, *_SMALL):
-        yield _case(mipmap, shape, kind, _image, "")
-    yield _case(mipmap, shape, torch.float32, _maximum, "max")
+    yield _case(mipmap, shape, torch.float32, _image, "")
+    yield _case(mipmap, shape, torch.float32, _maximum, "")
     yield _case(inverse_log_polar, shape, torch.float32, _polar, "from a map of 256 x 512")
     yield _case(oriented_energy, maps, torch.float32, _five_levels, "5 levels")
     for verb in (gaussian, laplacian):
         yield _case(verb, shape, torch.float32, _five_levels, "5 levels")
     yield _case(collapse, shape, torch.float32, _bands, "5 levels")
+
+
+def _rare(side: int, batch: int) -> Iterator[Case]:
+    """Other dtypes, and sides that are no multiples of 4, which take other shaders."""
+    shape, ragged = (batch, 3, side, side), (batch, 3, side, side + 1)
+    yield from _samplers(shape, torch.float16)
+    for dtype in (torch.uint8, torch.float16):
+        yield _case(mipmap, shape, dtype, _image, "")
+    yield _case(foveate, ragged, torch.uint8, _seen, "")
+    if batch * side**2 <= 2**20:
+        yield _features_as(ragged, torch.float32)
+
+
+def _features_as(shape: tuple[int, ...], dtype: torch.dtype) -> Case:
+    return _case(feature_maps, shape, torch.float32, partial(_features, dtype), f"40 channels of {str(dtype)[6:]}")
 
 
 def _samplers(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Case]:
@@ -237,8 +257,7 @@ def _samplers(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Case]:
     yield _case(log_polar, shape, dtype, partial(_seen, rings, 2 * rings), f"{rings} x {2 * rings} samples")
     budget = 273 if side >= 512 else 64
     for whole in (False, True):
-        words = f"{budget} x 14 x 14 samples" + (" of whole levels" if whole else "")
-        yield _case(gather_patches, shape, dtype, partial(_sites, budget, whole), words)
+        yield _case(gather_patches, shape, dtype, partial(_sites, budget, whole), f"{budget} x 14 x 14 samples")
 
 
 def _case(
@@ -276,7 +295,7 @@ def _bands(image: torch.Tensor) -> Arguments:
 
 
 def _features(dtype: torch.dtype, image: torch.Tensor) -> Arguments:
-    points, image = _points(image), image.float()
+    points = _points(image)
     return lambda: (image, next(points), None, None, dtype)
 
 

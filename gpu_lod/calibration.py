@@ -166,8 +166,9 @@ def spoken(way: str) -> str:
 
 
 def in_force(host: Host) -> list[Table]:
-    """The tables that are asked for tensors of a host, in that order."""
-    return [*_of_user(host), *(table for table in _of_package() if table.machine.tensors == host[0])]
+    """The tables that are asked for tensors of a host, in that order: the first that knows a job decides."""
+    seeds = [table for table in _of_package() if table.machine.tensors == host[0]]
+    return [*_of_user(host), *sorted(seeds, key=lambda table: table.machine.host != host)]
 
 
 def reload() -> None:

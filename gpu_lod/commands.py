@@ -116,12 +116,13 @@ def calibrate(
                 {
                     "tables": [table.as_dict() for table in measured],
                     "left_out": report.left_out,
+                    "busy": report.busy,
                     "written": list(map(str, report.paths)),
                 }
             )
         else:
             printing.show_tables(measured, new=True)
-            printing.show_left_out(report.left_out)
+            printing.show_left_out(report.left_out, report.busy)
             _wrote(report.paths)
     if stopped:
         raise typer.Exit(130)

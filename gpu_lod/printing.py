@@ -84,9 +84,8 @@ def show_tables(tables: list[Table], *, new: bool = False) -> None:
             Text(f"{machine.tensors} tensors: {machine.name}{threads}, {machine.renderer or 'no OpenGL'}", "bold")
         )
         if not new:
-            console.print(
-                f"calibrated: {table.path}" if table.path else "seed: for what was not calibrated", soft_wrap=True
-            )
+            seed = "seed: for what the tables above do not hold"
+            console.print(f"calibrated: {table.path}" if table.path else seed, soft_wrap=True, markup=False)
         grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("verb", "job"):
             grid.add_column(name, overflow="fold")
@@ -110,13 +109,15 @@ def _spread(timed: Timed) -> str:
     return f"{timed.median_ms:.3g} ± {timed.iqr_ms / 2:.2g}"
 
 
-def show_left_out(jobs: list[str]) -> None:
+def show_left_out(jobs: list[str], busy: str) -> None:
     late = sum(job.endswith("no time was left") for job in jobs)
     for job in jobs:
         if not job.endswith("no time was left"):
             _console().print(f"not measured: {job}", soft_wrap=True, markup=False)
     if late:
         _console().print(f"No time was left for {late} jobs: --minutes gives more.")
+    if busy:
+        _console().print(f"The machine had other things to do ({busy}): calibrate again when it has not.")
 
 
 def show_removed(paths: list[Path]) -> None:
