@@ -101,7 +101,7 @@ def calibrate(
     if not 0 < minutes < math.inf:
         raise InputError(f"minutes is {minutes}; expected more than 0.")
     if devices is None:
-        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        devices = ["cpu", *([torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else [])]
     jobs = [(case, torch.device(device)) for case in _cases(verbs, quick=quick) for device in devices]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > _BUSY * cores:
@@ -137,7 +137,7 @@ def _measure(case: Case, device: torch.device, seconds: float, *, quick: bool) -
     following = case.prepare(device)
     with calibration.hearing() as questions:
         chosen = explain(case.verb, *following())
-    if not questions:  # nothing that times decide, as without a texture
+    if not questions:  # nothing that times decide
         raise GpuLodError(chosen.reason)
     question = questions[-1]
     cuda = device.type == "cuda"
@@ -154,7 +154,7 @@ def _measure(case: Case, device: torch.device, seconds: float, *, quick: bool) -
         try:
             side()
             first = [_milliseconds(side, wait) for _ in range(2)]
-        except (MemoryError, OutOfMemoryError, torch.OutOfMemoryError):
+        except (MemoryError, OutOfMemoryError, torch.cuda.OutOfMemoryError):
             raise
         except (GpuLodError, RuntimeError):
             if way == "torch":

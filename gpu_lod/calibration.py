@@ -260,7 +260,7 @@ def nvidia() -> str:
 
 @contextmanager
 def hearing() -> Iterator[list[Question]]:
-    """The questions that verbs of this thread ask inside the block."""
+    """The questions that verbs of this thread ask inside the block, unanswered: what is in force does not matter."""
     _hearing.questions = []
     try:
         yield _hearing.questions

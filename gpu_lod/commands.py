@@ -103,29 +103,30 @@ def calibrate(
             table for one in devices for table in calibration.in_force(calibration.host(one, torch.get_num_threads()))
         ]
         return _print_json([table.as_dict() for table in force]) if as_json else printing.show_tables(force)
-    report, stopped = Report(), False
+    report, problem = Report(), None
     try:
         with printing.progress() as progress:
             measure(minutes, verbs.split(",") if verbs else None, quick=quick, progress=progress, report=report)
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        measured = [tables.Table(machine, tuple(entries)) for machine, entries in report.entries.items()]
-        if as_json:
-            _print_json(
-                {
-                    "tables": [table.as_dict() for table in measured],
-                    "left_out": report.left_out,
-                    "busy": report.busy,
-                    "written": list(map(str, report.paths)),
-                }
-            )
-        else:
-            printing.show_tables(measured, new=True)
-            printing.show_left_out(report.left_out, report.busy)
-            _wrote(report.paths)
-    if stopped:
+    except (KeyboardInterrupt, lod.GpuLodError) as error:  # what was measured is printed all the same
+        problem = error
+    measured = [tables.Table(machine, tuple(entries)) for machine, entries in report.entries.items()]
+    if as_json and measured:
+        _print_json(
+            {
+                "tables": [table.as_dict() for table in measured],
+                "left_out": report.left_out,
+                "busy": report.busy,
+                "written": list(map(str, report.paths)),
+            }
+        )
+    elif measured:
+        printing.show_tables(measured, new=True)
+        printing.show_left_out(report.left_out, report.busy)
+        _wrote(report.paths)
+    if isinstance(problem, KeyboardInterrupt):
         raise typer.Exit(130)
+    if problem is not None:
+        raise problem
     if not measured:
         raise lod.GpuLodError("nothing was measured: " + "; ".join(report.left_out[:2]) + ".")
 

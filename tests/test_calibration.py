@@ -511,6 +511,12 @@ def test_what_was_measured_before_ctrl_c_is_kept(cache: Path) -> None:
     assert path is not None and [one.question.verb for one in tables.read(path).entries] == ["region_max"]
 
 
+def test_calibrating_mends_a_file_that_is_no_table_without_a_word(cache: Path) -> None:
+    path = put(cache, "{")
+    calibrate(1, ["region_max"], quick=True)  # a warning is an error here
+    assert [one.question.verb for one in tables.read(path).entries] == ["region_max"]
+
+
 def test_jobs_for_which_no_time_is_left_are_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 40)
     monkeypatch.setattr("gpu_lod.calibrate.time.monotonic", lambda: float(next(clock)))
