@@ -27,7 +27,7 @@ from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
 from gpu_lod import calibration, dispatch, tables
-from gpu_lod.calibrate import Report, calibrate
+from gpu_lod.calibrate import Case, Report, _measure, calibrate
 from gpu_lod.calibrate import _cases as all_cases
 from gpu_lod.errors import CalibrationWarning, FileError, GpuLodError, InputError
 from gpu_lod.tables import Entry, Machine, Question, Table, Timed
@@ -132,8 +132,9 @@ def test_a_machine_that_nobody_measured_gains_only_where_all_seeds_do(monkeypatc
     assert verdict.way == "torch" and verdict.reason.startswith("5 ms against 10 ms for gl (compute)")
     assert decide(name="a CPU").way == "gl compute"  # its own alone decide
     assert decide(name="another CPU", gl=other.gl).way == "torch"
-    seeded(monkeypatch, Table(MACHINE, (GAIN,)), Table(other, ()))
-    assert decide(name="a third").way == "gl compute"  # who did not measure it has no say
+    hardware = replace(MACHINE, name="another CPU", renderer="a GPU", software=False)
+    seeded(monkeypatch, Table(MACHINE, (GAIN,)), Table(other, ()), Table(hardware, (LOSS,)))
+    assert decide(name="a third").way == "gl compute"  # who did not measure it, or is of another kind, has no say
 
 
 def test_of_two_ways_the_one_that_gains_on_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,18 +246,24 @@ def test_the_same_question_has_the_same_answer(cache: Path) -> None:
 
 def test_looking_up_touches_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [CALLS[name]() for name in ("mipmap", "foveate", "feature_maps")]
+    fastest("gl compute", calls[0][0], *calls[0][1])
     for verb, arguments in calls:
         lod.explain(verb, *arguments)
 
     def touched(*args: Any, **_: Any) -> NoReturn:
         raise AssertionError(f"touched {args}")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "decide", touched)
+        for verb, arguments in calls:
+            lod.explain(verb, *arguments)
     for module, names in ((builtins, ["open"]), (os, ["open", "stat", "scandir", "listdir"]), (json, ["loads"])):
         for name in names:
             monkeypatch.setattr(module, name, touched)
     monkeypatch.setattr(Path, "read_text", touched)
     for verb, arguments in calls:
         lod.explain(verb, *arguments)
+    lod.explain(lod.mipmap, noise(3, 400, 520))  # nor at another size
     calibration.reload()
     with pytest.raises(AssertionError, match="touched"):  # so that the lines above could have failed
         lod.explain(*[calls[0][0], *calls[0][1]])
@@ -471,6 +478,20 @@ def test_processes_that_calibrate_at_once_lose_nothing(tmp_path: Path) -> None:
     assert sorted(one.name for one in path.parent.iterdir()) == [".lock", path.name]
 
 
+def test_times_of_another_driver_are_ignored_with_one_warning(cache: Path) -> None:
+    image = noise(3, 40, 52)
+    questions = [asked(verb, image) for verb in (lod.mipmap, lod.hiz)]
+    old = replace(here(), gl_driver="4.5 Mesa 0")
+    path = tables.store(old, [entry(question, torch=(10, 1), gl_compute=(1, 0.1)) for question in questions])
+    calibration.reload()
+    with pytest.warns(CalibrationWarning, match="another driver, .*4.5 Mesa 0.*`gpu-lod calibrate`") as warned:
+        assert lod.explain(lod.mipmap, image).backend == lod.explain(lod.hiz, image).backend == "torch"
+    assert len(warned) == 1 and str(path) in str(warned[0].message)
+    fastest("gl compute", lod.mipmap, image)
+    assert lod.explain(lod.mipmap, image).backend == "gl"  # and no warning: both drivers have their files
+    assert path.exists()
+
+
 def test_resetting_removes_the_tables_alone(cache: Path) -> None:
     path = put(cache, json.dumps(valid()))
     (cache / "else.json").write_text("{}")
@@ -547,6 +568,20 @@ def test_time_is_needed(minutes: float, cache: Path) -> None:
 def test_unknown_verbs(cache: Path) -> None:
     with pytest.raises(InputError, match=r"no mipmaps to measure; expected collapse, "):
         calibrate(1, ["mipmaps"])
+
+
+def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand for them here; a GPU's tests are in test_gpu."""
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    device, image = torch.device("cuda", 0), noise(1, 1, 24, 24)
+    case = Case(lod.hiz, "a job", lambda _: lambda: (image,))
+    machine, one = _measure(case, device, 0.1, quick=True)
+    assert machine == Machine("cuda", "a GPU", 0, "600", "", "", False)
+    assert one.ways.keys() == {*dispatch.ways("hiz")}
+    assert len(waits) > 8 * 3 and {*waits} == {device}
 
 
 def test_on_a_gpu_every_call_is_waited_for() -> None:
