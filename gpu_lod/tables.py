@@ -19,6 +19,7 @@ from gpu_lod.errors import FileError, InputError
 FORMAT = 1
 """Of the files. Raised when a shader or a torch path changes so much that older times say nothing of it."""
 OFF = "off"
+NOTHING_KEPT = f"GPU_LOD_CACHE is {OFF!r}, so nothing is kept. Unset it, or set it to a folder that can be written to."
 OCTAVES = 1.0
 """How far, in octaves of work, a measurement speaks for other sizes."""
 BATCH_OCTAVES = 1.5
@@ -271,9 +272,7 @@ def store(machine: Machine, entries: Iterable[Entry]) -> Path:
     """
     path = path_of(machine)
     if path is None:
-        raise InputError(
-            f"GPU_LOD_CACHE is {OFF!r}, so nothing is kept. Unset it, or set it to a folder that can be written to."
-        )
+        raise InputError(NOTHING_KEPT)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jsonschema
 import pytest
 import scripts
 import torch
@@ -27,9 +28,9 @@ from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
 from gpu_lod import calibration, dispatch, tables
-from gpu_lod.calibrate import Case, Report, _measure, calibrate
-from gpu_lod.calibrate import _cases as all_cases
+from gpu_lod.calibrate import Report, _measure, calibrate
 from gpu_lod.errors import CalibrationWarning, FileError, GpuLodError, InputError
+from gpu_lod.jobs import Job, jobs
 from gpu_lod.tables import Entry, Machine, Question, Table, Timed
 from gpu_lod.timing import race
 
@@ -213,7 +214,7 @@ def test_auto_follows_the_times_in_both_directions(name: str, cache: Path, ctx: 
 def test_every_verb_that_chooses_is_in_that_test_and_is_calibrated() -> None:
     verbs = {verb.__name__ for verb in dispatch._choosers}
     assert {CALLS[name]()[0].__name__ for name in CALLS} == verbs
-    assert {case.verb.__name__ for case in all_cases(None, quick=False)} == verbs - {"region_min"}  # as region_max
+    assert {job.verb.__name__ for job in jobs(None, quick=False)} == verbs - {"region_min"}  # as region_max
 
 
 DIRECT = ["mipmap", "hiz", "gaussian", "laplacian", "collapse", "oriented_energy", "inverse_log_polar", "cull"]
@@ -421,6 +422,8 @@ def test_folders_that_are_not_there_and_no_folder_at_all(tmp_path: Path, monkeyp
     assert lod.explain(lod.mipmap, image).backend == "torch"
     with pytest.raises(InputError, match="GPU_LOD_CACHE"):
         tables.store(here(), [GAIN])
+    with pytest.raises(InputError, match="GPU_LOD_CACHE"):  # and before anything is measured
+        calibrate(1, progress=lambda *_: pytest.fail("measured"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for unset in (lambda: monkeypatch.setenv("GPU_LOD_CACHE", ""), lambda: monkeypatch.delenv("GPU_LOD_CACHE")):
         unset()
@@ -443,7 +446,8 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
 WRITER = """
     import sys
     from gpu_lod import tables
-    from gpu_lod.tables import Entry, Machine, Question, Timed
+    from gpu_lod.jobs import Job, jobs
+from gpu_lod.tables import Entry, Machine, Question, Timed
     machine = Machine("cpu", "a CPU", 2, "", "llvmpipe", "4.5", True)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -577,8 +581,8 @@ def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU")
     monkeypatch.setattr(calibration, "nvidia", lambda: "600")
     device, image = torch.device("cuda", 0), noise(1, 1, 24, 24)
-    case = Case(lod.hiz, "a job", lambda _: lambda: (image,))
-    machine, one = _measure(case, device, 0.1, quick=True)
+    job = Job(lod.hiz, "a job", lambda _: lambda: (image,))
+    machine, one = _measure(job, device, 0.1, quick=True)
     assert machine == Machine("cuda", "a GPU", 0, "600", "", "", False)
     assert one.ways.keys() == {*dispatch.ways("hiz")}
     assert len(waits) > 8 * 3 and {*waits} == {device}
@@ -604,8 +608,11 @@ def test_the_package_holds_seeds_that_are_tables() -> None:
 
 def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import rows
     import seeds
 
+    for path in seeds.results():
+        jsonschema.validate(seeds.load(path), rows.SCHEMA)
     made = {path.name: path.read_text() for path in seeds.write(tmp_path)}
     shipped = {file.name: file.read_text() for file in resources.files("gpu_lod").joinpath("data").iterdir()}
     assert made == shipped, "run python bench/seeds.py"
