@@ -446,8 +446,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
 WRITER = """
     import sys
     from gpu_lod import tables
-    from gpu_lod.jobs import Job, jobs
-from gpu_lod.tables import Entry, Machine, Question, Timed
+    from gpu_lod.tables import Entry, Machine, Question, Timed
     machine = Machine("cpu", "a CPU", 2, "", "llvmpipe", "4.5", True)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -467,15 +466,20 @@ def test_processes_that_calibrate_at_once_lose_nothing(tmp_path: Path) -> None:
         )
         for name in "ab"
     ]  # fmt: skip
-    for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    for writer in writers:
-        _, errors = writer.communicate(timeout=120)
-        assert writer.returncode == 0, errors
+    try:
+        for writer in writers:
+            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        for writer in writers:
+            _, errors = writer.communicate(timeout=120)
+            assert writer.returncode == 0, errors
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
     [path] = (tmp_path / "calibration").glob("*.json")
     found = {(one.question.state, one.question.work) for one in tables.read(path).entries}
     assert found == {*itertools.product("ab", range(1, 41))}

@@ -282,7 +282,7 @@ def test_calibrate(tmp_path: Path) -> None:
     env = {"GPU_LOD_CACHE": str(tmp_path / "cache")}
     text = done(tmp_path, "calibrate", "--quick", "--verbs", "region_max,hiz", env=env)
     [path] = (tmp_path / "cache" / "calibration").glob("*.json")
-    assert "region_max" in text and "gl (compute)" in text and text.endswith(f"wrote {path}\n")
+    assert "region_max" in text and "gl (" in text and text.endswith(f"wrote {path}\n")
     shown = done(tmp_path, "calibrate", "--show", env=env)
     assert f"calibrated: {path}" in shown and "seed: " in shown and shown.index("calibrated") < shown.index("seed")
     tables = json.loads(done(tmp_path, "calibrate", "--show", "--json", env=env))
