@@ -208,6 +208,7 @@ LD_LIBRARY_PATH=$(IFS=:; echo "${paths[*]}")
 export LD_LIBRARY_PATH
 export PYTHONPATH=$work/packages:$work/wheels${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1
+export GPU_LOD_CACHE=$work/times # not what was calibrated on this machine
 export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton
 name_vendors
 {

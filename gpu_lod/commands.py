@@ -81,6 +81,57 @@ def doctor(device: Device = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def calibrate(
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long it may take, roughly.")] = 1.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few jobs, and short.")] = False,
+    verbs: Annotated[str | None, typer.Option(metavar="A,B", help="Only these verbs.", show_default=False)] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the times in force, and measure nothing.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Remove what was calibrated, and measure nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure on this machine what the auto backend decides, and keep the times for it."""
+    from gpu_lod import calibration, tables
+    from gpu_lod.calibrate import Report
+    from gpu_lod.calibrate import calibrate as measure
+
+    if reset:
+        removed = tables.forget()
+        return _print_json([str(path) for path in removed]) if as_json else printing.show_removed(removed)
+    if show:
+        devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+        force = [
+            table for one in devices for table in calibration.in_force(calibration.host(one, torch.get_num_threads()))
+        ]
+        return _print_json([table.as_dict() for table in force]) if as_json else printing.show_tables(force)
+    report, problem = Report(), None
+    try:
+        with printing.progress() as progress:
+            measure(minutes, verbs.split(",") if verbs else None, quick=quick, progress=progress, report=report)
+    except (KeyboardInterrupt, lod.GpuLodError) as error:  # what was measured is printed all the same
+        problem = error
+    measured = [tables.Table(machine, tuple(entries)) for machine, entries in report.entries.items()]
+    if as_json and measured:
+        _print_json(
+            {
+                "tables": [table.as_dict() for table in measured],
+                "left_out": report.left_out,
+                "busy": report.busy,
+                "written": list(map(str, report.paths)),
+            }
+        )
+    elif measured:
+        printing.show_tables(measured, new=True)
+        printing.show_left_out(report.left_out, report.busy)
+        _wrote(report.paths)
+    if isinstance(problem, KeyboardInterrupt):
+        raise typer.Exit(130)
+    if problem is not None:
+        raise problem
+    if not measured:
+        raise lod.GpuLodError("nothing was measured: " + "; ".join(report.left_out[:2]) + ".")
+
+
+@app.command()
 def demo(
     image: Annotated[
         Path | None,

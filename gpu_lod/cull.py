@@ -72,11 +72,9 @@ def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
         checks.no_vmap(value, "cull", "every image keeps and prunes another number of texels. Pass [B, C, H, W].")
     if backend != "auto":
         return Choice(backend, "asked for")
-    if hz.device.type != "cpu":
-        return dispatch.elsewhere(hz.device)
-    return Choice(
-        "torch", "on a CPU one vectorised comparison a level measures faster than the descent; see bench/results"
-    )
+    # How much it prunes is not known beforehand.
+    top = hz.levels[0]
+    return dispatch.barred(top, threshold) or dispatch.measured("cull", top, top.numel(), batch=hz.batch * hz.channels)
 
 
 def _like(hz: Pyramid, *_: Any) -> Culled:

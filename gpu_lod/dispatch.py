@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
 
-from gpu_lod import checks
-from gpu_lod.context import context_for, why_not
+from gpu_lod import calibration, checks
+from gpu_lod.context import Context, context_for, why_not
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.tables import GL, Question
 
 Backend = Literal["auto", "gl", "torch"]
 BACKENDS = ("auto", "gl", "torch")
@@ -25,6 +29,8 @@ class Choice:
     backend: Literal["gl", "torch"]
     reason: str
     generator: str | None = None
+    figures: dict[str, float] = field(default_factory=dict, hash=False)
+    """The measured milliseconds by way ("torch", "gl compute"), where times decided."""
 
     def __str__(self) -> str:
         name = self.backend if self.generator is None else f"{self.backend} ({self.generator})"
@@ -64,30 +70,47 @@ def chooser(verb: Callable[..., Any]) -> Callable[..., Choice] | None:
     return _choosers.get(verb)
 
 
-def elsewhere(device: torch.device) -> Choice:
-    """What "auto" takes for tensors that are not on the CPU."""
+@functools.cache
+def ways(verb: str) -> tuple[str, ...]:
+    """What "auto" may take for a verb, by its name: "torch", and backends with their generators."""
+    function = inspect.unwrap(next(known for known in _choosers if known.__name__ == verb))
+    generators = typing.get_args(typing.get_type_hints(function).get("generator"))
+    result = ["torch"]
+    for backend in BACKENDS:
+        if backend == "gl" and generators:
+            result += [f"gl {name}" for name in generators if name not in _ONLY_BY_NAME]
+        elif backend not in ("auto", "torch"):
+            result.append(backend)
+    return tuple(result)
+
+
+_ONLY_BY_NAME = ("auto", "driver", "sampler", "single-pass-texture")
+"""The driver rounds at every level and leaves odd sides open, the min/max filter takes no NaN, and bilinear fetches are
+as precise as the texture unit places them."""
+
+
+def barred(*values: Any) -> Choice | None:
+    """Why "auto" takes torch for these tensors whatever the times are, or None."""
     if torch.compiler.is_compiling():
         return Choice("torch", "asked again when the graph runs")
-    if device.type != "cuda":
-        return Choice("torch", f"the tensor is on {device}, and OpenGL shares memory with CPU and CUDA tensors only")
-    problem = why_not(device)
-    if problem is not None:
-        return Choice("torch", f"the tensor is on {device}, and OpenGL cannot share memory with it: {problem}")
-    return Choice(
-        "torch", f"OpenGL has not been measured against torch on {device} yet; backend='gl' uses it all the same"
-    )
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "cuda"):
+            return Choice(
+                "torch", f"the tensor is on {value.device}, and OpenGL shares memory with CPU and CUDA tensors only"
+            )
+    if any(map(checks.transformed, values)):
+        return Choice("torch", "torch.func transforms what torch computes, and no shader")
+    return None
 
 
 def sampler(src: torch.Tensor | Pyramid, place: Any, name: str) -> Choice | None:
     """What "auto" takes for a verb that samples an image or a pyramid at a place (`name`: fixation or sites), wherever
-    GL could not gain; None for a CPU pyramid that is a texture already, which the verb decides by its own figures."""
-    image = src.levels[0] if isinstance(src, Pyramid) else src
-    if image.device.type != "cpu":
-        return elsewhere(image.device)
+    GL could not gain; None for a pyramid that is a texture already, which the times decide."""
+    found = barred(src.levels[0] if isinstance(src, Pyramid) else src, place)
+    if found is not None:
+        return found
     if isinstance(place, torch.Tensor) and place.requires_grad:
         return Choice("torch", f"gradients are asked for in the {name}")
-    if checks.transformed(place) or checks.transformed(image):
-        return Choice("torch", "torch.func transforms what torch computes, and no shader")
     if not isinstance(src, Pyramid):
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
     if src.texture_context() is None:
@@ -95,22 +118,70 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str) -> Choice | None
     return None
 
 
-def on_host(image: torch.Tensor, reason: str) -> Choice:
-    """What "auto" takes for a CPU tensor where shaders measured faster than torch on a software renderer: GL on such a
-    one, if it works here. Opens the context that the call would open."""
-    if torch.compiler.is_compiling():
-        return Choice("torch", "asked again when the graph runs")
+def measured(
+    verb: str,
+    image: torch.Tensor,
+    work: int,
+    *,
+    state: str = "",
+    channels: int = 0,
+    batch: int = 1,
+    dtype: torch.dtype | None = None,
+    context: Context | None = None,
+) -> Choice:
+    """What "auto" takes by the times in force, once nothing is in the way of the shaders (`barred`). Opens a context
+    only where OpenGL may be fastest.
+
+    Args:
+        work, state, channels, batch, dtype: what the times depend on, as in `tables.Question`; dtype None is the
+            image's.
+        context: where the call would run, if that is known.
+    """
+    device, dtype = image.device, dtype or image.dtype
+    threads = torch.get_num_threads()
+    # Half octaves: sizes between are decided alike.
+    key: tuple[Any, ...] = (verb, state, channels, dtype, batch, round(2 * math.log2(max(work, 1))), device, threads)
+    hear = calibration.listener()
+    if hear is not None:
+        hear(_question(key, work))
+        return Choice("torch", "only the question was asked for")
+    chosen = calibration.decided.get(key, _UNDECIDED)
+    if chosen is _UNDECIDED:
+        chosen = calibration.decided[key] = _decide(key, None)
+    if chosen is not None:
+        return cast(Choice, chosen)
     try:
-        context = context_for(image)
+        context = context or context_for(image)
     except Exception as error:  # whatever a driver or a library raises, and after a fork
         return Choice("torch", f"OpenGL cannot be used here: {error}")
-    if not context.software:
-        return Choice(
-            "torch",
-            f"OpenGL on {context.renderer} has not been measured against torch for CPU tensors yet; backend='gl' uses "
-            "it all the same",
-        )
-    return Choice("gl", reason)
+    key = (*key, context.renderer, context.driver)
+    chosen = calibration.decided.get(key)
+    if chosen is None:
+        chosen = calibration.decided[key] = _decide(key, (context.renderer, context.driver, context.software))
+    return cast(Choice, chosen)
+
+
+_UNDECIDED = object()
+
+
+def _question(key: tuple[Any, ...], work: int) -> Question:
+    verb, state, channels, dtype, batch = key[:5]
+    return Question(verb, state, channels, str(dtype).removeprefix("torch."), max(batch, 1), max(work, 1))
+
+
+def _decide(key: tuple[Any, ...], gl: GL | None) -> Choice | None:
+    """By the tables; None if that depends on the context."""
+    half_octaves, device, threads = key[5:8]
+    question = _question(key, round(2 ** (half_octaves / 2)))
+    verdict = calibration.decide(question, ways(question.verb), device, threads, gl)
+    if device.type == "cuda" and (verdict is None or verdict.way == "torch"):
+        problem = why_not(device)
+        if problem is not None:
+            return Choice("torch", f"the tensor is on {device}, and OpenGL cannot share memory with it: {problem}")
+    if verdict is None:
+        return None
+    backend, _, generator = verdict.way.partition(" ")
+    return Choice(cast(Any, backend), verdict.reason, generator or None, verdict.figures)
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:

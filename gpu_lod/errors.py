@@ -97,3 +97,11 @@ class CudaUnavailableError(UnsupportedError):
 
 class InteropUnavailableError(UnsupportedError):
     """CUDA and OpenGL both work here, and cannot share memory."""
+
+
+class GpuLodWarning(UserWarning):
+    """Root of every warning that gpu_lod gives."""
+
+
+class CalibrationWarning(GpuLodWarning):
+    """Measured times in the user's cache folder cannot be used: "auto" does without them."""

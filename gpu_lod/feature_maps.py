@@ -42,9 +42,6 @@ COUNT = 40
 SEMANTIC = 16
 DTYPES = (torch.float16, torch.float32)
 
-AUTO_MIN_PIXELS = 2**20
-"""Of a batch together: from so many on, the shaders measure faster than torch on a software renderer."""
-
 _LUMA = (0.299, 0.587, 0.114)
 _PAIRS = ((1, 3), (2, 4), (3, 5))
 """Centre and surround of the saliency, levels of the Gaussian pyramid."""
@@ -127,7 +124,7 @@ def feature_maps(
         as_texture: give an array texture of 10 RGBA layers an image instead of a tensor, channel 4 k + c in component c
             of layer k, for shaders of yours to sample. GL only, without gradients.
         backend: "gl", "torch" or "auto"; `explain(feature_maps, image)` says why. Both give gradients in the image, in
-            `previous` and in `semantic`. Auto takes the shaders for CPU tensors on a software renderer.
+            `previous` and in `semantic`.
 
     Returns:
         A tensor, or with `as_texture` a `FeatureTexture`.
@@ -205,16 +202,20 @@ def _choose(
         return Choice("gl", "asked for" if backend == "gl" else "a texture is asked for")
     if backend == "torch":
         return Choice("torch", "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
+    barred = dispatch.barred(*inputs, fixation)
+    if barred is not None:
+        return barred
     if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
         return Choice("torch", "the fixation requires grad")
-    if any(map(checks.transformed, (*inputs, fixation))):
-        return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    pixels = image.numel() // image.shape[-3]
-    if dtype == torch.float16 or pixels < AUTO_MIN_PIXELS:
-        return Choice("torch", f"{pixels} pixels of {str(dtype)[6:]} are too few for the shaders to gain on every CPU")
-    return dispatch.on_host(image, "the shaders share what neighbours have in common, and measure faster than torch")
+    # Forty channels are made of an image whatever it holds; where rows are no whole words, by shaders of their own.
+    return dispatch.measured(
+        "feature_maps",
+        image,
+        image.numel() // image.shape[-3],
+        state="ragged rows" if image.shape[-1] % 4 else "",
+        batch=image.shape[0] if image.ndim == 4 else 1,
+        dtype=dtype,
+    )
 
 
 def _like(

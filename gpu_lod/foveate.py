@@ -23,8 +23,6 @@ from gpu_lod.texture import Texture
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
-AUTO_MIN_PIXELS = 2**18
-"""Of a batch together: from so many on, GL measures faster than torch on a pyramid that is a texture already."""
 TILE = (64, 16)
 """(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
 
@@ -55,8 +53,8 @@ def foveate(
         e0: eccentricity at which resolution has halved.
         bias: added to the level: more is blurrier.
         anisotropy: 1 to 16.
-        backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`).
-            Both give gradients in src, "torch" also in the fixation.
+        backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`)
+            where that measures faster. Both give gradients in src, "torch" also in the fixation.
 
     Raises:
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
@@ -118,11 +116,17 @@ def _choose(
     assert isinstance(src, Pyramid)
     if anisotropy > 1:
         return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
-    if src.batch * src.size[0] * src.size[1] < AUTO_MIN_PIXELS:
-        return Choice("torch", "so few pixels do not repay the fixed cost of a GL call")
-    if image.dtype == torch.float16:
-        return Choice("torch", "packing fp16 costs a shader on a CPU more than its sampling gains")
-    return Choice("gl", "the pyramid is a texture, and the shader samples it faster than torch")
+    height, width = src.size
+    return dispatch.measured(
+        "foveate",
+        image,
+        src.batch * height * width,
+        # Rows that are no whole words of the buffer take another shader.
+        state="ragged rows" if width * image.dtype.itemsize % 4 else "",
+        channels=src.channels,
+        batch=src.batch,
+        context=src.texture_context(),
+    )
 
 
 def _like(src: torch.Tensor | Pyramid, *_: Any) -> torch.Tensor:

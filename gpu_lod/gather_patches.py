@@ -64,7 +64,7 @@ def gather_patches(
         mean, std: a number a channel; the result is (value - mean) / std. Image processors of encoders hold them.
         dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
         backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`)
-            where that is faster. Both give gradients in src, "torch" also in the sites.
+            where that measures faster. Both give gradients in src, "torch" also in the sites.
 
     Raises:
         InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
@@ -80,7 +80,7 @@ def gather_patches(
     image = _image(src, backend)
     look = _look(image, patch, border, mean, std, dtype)
     points = checks.sites(sites, image)
-    chosen = _choose_for(src, points, backend)
+    chosen = _choose_for(src, points, look.patch, backend)
     checks.no_vmap(
         points,
         "gather_patches",
@@ -120,7 +120,7 @@ def _choose(
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
     _look(image, patch, border, mean, std, dtype)
-    return _choose_for(src, checks.sites(sites, image), backend)
+    return _choose_for(src, checks.sites(sites, image), patch, backend)
 
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
@@ -136,7 +136,7 @@ def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
     return image
 
 
-def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, backend: Backend) -> Choice:
+def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, backend: Backend) -> Choice:
     image = src.levels[0] if isinstance(src, Pyramid) else src
     if backend == "gl":
         checks.gl_place(sites, "sites")
@@ -146,11 +146,15 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, backend: Backe
     if chosen is not None:
         return chosen
     assert isinstance(src, Pyramid)
-    if image.dtype == torch.float32 and src.batch > 1:
-        return Choice("torch", "a batch of fp32 images keeps every core busy in torch, which is then as fast or faster")
-    if image.dtype != torch.uint8 and not torch.compiler.is_compiling() and _whole_levels(sites):
-        return Choice("torch", "patches of whole levels are mostly slices, which torch copies as fast")
-    return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
+    return dispatch.measured(
+        "gather_patches",
+        image,
+        src.batch * sites.shape[1] * patch**2,
+        state="whole levels" if _whole_levels(sites) else "",  # mostly slices, which torch copies fast
+        channels=src.channels,
+        batch=src.batch,
+        context=src.texture_context(),
+    )
 
 
 def _whole_levels(sites: torch.Tensor) -> bool:

@@ -62,19 +62,17 @@ def gaussian(image: torch.Tensor, levels: int | None = None, backend: Backend = 
 
 
 def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Choice:
-    return choose(checks.image(image, max_channels=None), backend)
+    return choose("gaussian", checks.image(image, max_channels=None), backend)
 
 
-def choose(image: torch.Tensor, backend: Backend) -> Choice:
+def choose(verb: str, image: torch.Tensor, backend: Backend) -> Choice:
     """Shared by the verbs that rest on this pyramid."""
     checks.choice(backend, "backend", dispatch.BACKENDS)
     if backend == "gl":
         checks.gl_input(image)
     if backend != "auto":
         return Choice(backend, "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
-    return Choice("torch", "on a CPU torch's strided sums measure faster than the shader at every size")
+    return dispatch.barred(image) or dispatch.measured(verb, image, image.numel(), batch=image.shape[:-2].numel())
 
 
 def _like(image: torch.Tensor, levels: int | None = None, *_: str) -> Pyramid:

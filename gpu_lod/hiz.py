@@ -58,7 +58,8 @@ def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto
     relevance = checks.image(relevance, "relevance", max_channels=None)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
-    return choose_generator(relevance, generator, backend)
+    planes = relevance.shape[:-2].numel()
+    return choose_generator("hiz", relevance, generator, backend, "", 0, planes)
 
 
 def _like(relevance: torch.Tensor, reduce: Literal["max", "min"] = "max", *_: str) -> Pyramid:

@@ -93,9 +93,14 @@ def _choose(
         checks.gl_place(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
-    if polar.device.type != "cpu":
-        return dispatch.elsewhere(polar.device)
-    return Choice("torch", "the shader has not been measured to be faster on a CPU; ask for backend='gl' to use it")
+    barred = dispatch.barred(polar, fixation)
+    if barred is not None:
+        return barred
+    if isinstance(fixation, torch.Tensor) and fixation.requires_grad:
+        return Choice("torch", "gradients are asked for in the fixation")
+    batch, channels = polar.shape[0] if polar.ndim == 4 else 1, polar.shape[-3]
+    height, width = size
+    return dispatch.measured("inverse_log_polar", polar, batch * height * width, channels=channels, batch=batch)
 
 
 dispatch.register(inverse_log_polar, _choose)

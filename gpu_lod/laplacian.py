@@ -55,7 +55,7 @@ def laplacian(image: torch.Tensor, levels: int | None = None, backend: Backend =
 
 
 def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Choice:
-    return choose(checks.image(image, max_channels=None), backend)
+    return choose("laplacian", checks.image(image, max_channels=None), backend)
 
 
 def _like(image: torch.Tensor, levels: int | None = None, *_: str) -> Pyramid:
@@ -105,7 +105,7 @@ def _choose_collapse(pyramid: Pyramid, backend: Backend = "auto") -> Choice:
     if not isinstance(pyramid, Pyramid) or pyramid.reduce != "laplacian":
         what = f"a {pyramid.reduce} pyramid" if isinstance(pyramid, Pyramid) else f"a {type(pyramid).__name__}"
         raise InputError(f"collapse takes what laplacian() gives, and this is {what}.")
-    return choose(checks.image(pyramid.levels[0], "level 0", max_channels=None), backend)
+    return choose("collapse", checks.image(pyramid.levels[0], "level 0", max_channels=None), backend)
 
 
 dispatch.register(collapse, _choose_collapse)

@@ -27,9 +27,6 @@ _GENERATORS = ("auto", "compute", "fragment")
 RINGS_AT_ONCE_SOFTWARE = 8
 """Neighbouring rings an invocation makes on a software renderer: it reads each direction once for all of them."""
 
-AUTO_MIN_SAMPLES = 64 * 1024
-"""From this many output samples on, GL measures faster than torch on a pyramid that is a texture already."""
-
 
 @operators.verb
 def log_polar(
@@ -67,8 +64,8 @@ def log_polar(
         e0: eccentricity at which cortical magnification has halved (spacing "cortical").
         border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
         generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
-        backend: "gl", "torch" or "auto". Auto uses GL on a uint8 pyramid that is a texture already (`Pyramid.upload`),
-            where the output is large enough to gain. Both give gradients in src.
+        backend: "gl", "torch" or "auto". Auto uses GL on a pyramid that is a texture already (`Pyramid.upload`),
+            where that measures faster. Both give gradients in src.
 
     Raises:
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
@@ -138,12 +135,14 @@ def _choose_for(
     if chosen is not None:
         return chosen
     assert isinstance(src, Pyramid)
-    if image.dtype != torch.uint8:
-        return Choice("torch", "with floats it depends on the CPU whether GL gains; ask for backend='gl' where it does")
-    samples = src.batch * rule.rings * rule.wedges
-    if samples < AUTO_MIN_SAMPLES:
-        return Choice("torch", f"{samples} samples are too few to repay the fixed cost of a GL call")
-    return Choice("gl", "the pyramid is a texture, and the texture units sample it faster than torch", "compute")
+    return dispatch.measured(
+        "log_polar",
+        image,
+        src.batch * rule.rings * rule.wedges,
+        channels=src.channels,
+        batch=src.batch,
+        context=src.texture_context(),
+    )
 
 
 def _like(src: torch.Tensor | Pyramid, fixation: Any, rings: int, wedges: int, *_: Any) -> torch.Tensor:

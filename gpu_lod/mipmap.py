@@ -17,6 +17,8 @@ from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
+STRIP = 8
+"""From this ratio of its sides on, an image may be wider than any texture and as small as those that were measured."""
 
 
 @operators.verb
@@ -90,11 +92,18 @@ def _choose(
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
     _conversion(image, mean, std, dtype)
-    return choose_generator(image, generator, backend)
+    batch, state = image.shape[0] if image.ndim == 4 else 1, "mean" if reduce == "mean" else "max, min"
+    return choose_generator("mipmap", image, generator, backend, state, image.shape[-3], batch)
 
 
-def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> Choice:
-    """Shared by the verbs that make chains."""
+def choose_generator(
+    verb: str, image: torch.Tensor, generator: str, backend: Backend, state: str, channels: int, batch: int
+) -> Choice:
+    """Shared by the verbs that make chains.
+
+    Args:
+        state, channels, batch: as in `tables.Question`.
+    """
     checks.choice(backend, "backend", dispatch.BACKENDS)
     if generator != "auto" and backend == "torch":
         raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
@@ -107,12 +116,14 @@ def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> C
         return Choice("gl", "asked for", context_for(image).tuning.generator)
     if backend == "torch":
         return Choice("torch", "asked for")
-    if image.device.type != "cpu":
-        return dispatch.elsewhere(image.device)
-    return Choice(
-        "torch",
-        "on a CPU tensor torch's bilinear halving (mean) and elementwise maximum (max, min) measure faster than every "
-        "generator at every size; see bench/results. Ask for backend='gl' if GL samplers will read the pyramid",
+    barred = dispatch.barred(image)
+    if barred is not None:
+        return barred
+    height, width = image.shape[-2:]
+    if max(height, width) > STRIP * min(height, width):
+        return Choice("torch", "times were measured on pictures, not on strips; backend='gl' takes them all the same")
+    return dispatch.measured(
+        verb, image, height * width * (channels or 1) * batch, state=state, channels=channels, batch=batch
     )
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from gpu_lod import calibration
 from gpu_lod.bridge import devices
 from gpu_lod.context import Context
 from gpu_lod.errors import GpuLodError, InputError
+from gpu_lod.tables import Table, Timed
 
 if TYPE_CHECKING:
     from gpu_lod.demo.rows import Row
@@ -48,6 +52,79 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(what) as status:
         yield status.update
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar while the block runs; tell what it gives how much is done, of how much, and what comes next."""
+    with Progress(
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=(console := Console(stderr=True)),
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("")
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def show_tables(tables: list[Table], *, new: bool = False) -> None:
+    """Measured times, a table a machine.
+
+    Args:
+        new: they were measured just now.
+    """
+    console = _console()
+    for table in tables:
+        machine = table.machine
+        threads = f", {machine.threads} threads" if machine.threads else ""
+        console.print(
+            Text(f"{machine.tensors} tensors: {machine.name}{threads}, {machine.renderer or 'no OpenGL'}", "bold")
+        )
+        if not new:
+            seed = "seed: for what the tables above do not hold"
+            console.print(f"calibrated: {table.path}" if table.path else seed, soft_wrap=True, markup=False)
+        grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("verb", "job"):
+            grid.add_column(name, overflow="fold")
+        for name in ("torch ms", "best other ms"):
+            grid.add_column(name, justify="right", no_wrap=True)
+        grid.add_column("auto takes", no_wrap=True)
+        for entry in table.entries:
+            others = sorted((timed, way) for way, timed in entry.ways.items() if way != "torch")
+            taken = calibration.taken(entry)
+            grid.add_row(
+                entry.question.verb,
+                f"{entry.at}{f' ({entry.question.state})' if entry.question.state else ''}",
+                _spread(entry.ways["torch"]) if "torch" in entry.ways else "",
+                f"{calibration.spoken(others[0][1])} {_spread(others[0][0])}" if others else "",
+                Text(calibration.spoken(taken), style="" if taken == "torch" else "bold green"),
+            )
+        console.print(grid)
+
+
+def _spread(timed: Timed) -> str:
+    return f"{timed.median_ms:.3g} ± {timed.iqr_ms / 2:.2g}"
+
+
+def show_left_out(jobs: list[str], busy: str) -> None:
+    late = sum(job.endswith("no time was left") for job in jobs)
+    for job in jobs:
+        if not job.endswith("no time was left"):
+            _console().print(f"not measured: {job}", soft_wrap=True, markup=False)
+    if late:
+        _console().print(f"No time was left for {late} jobs: --minutes gives more.")
+    if busy:
+        _console().print(f"The machine had other things to do ({busy}): calibrate again when it has not.")
+
+
+def show_removed(paths: list[Path]) -> None:
+    for path in paths:
+        _console().print(f"removed {path}", soft_wrap=True, markup=False)
+    if not paths:
+        _console().print("nothing was calibrated here")
 
 
 def device_info() -> list[dict[str, Any]]:
@@ -96,7 +173,7 @@ def show_info(found: list[dict[str, Any]]) -> None:
         title = Text(f"EGL device {entry['index']}", style="bold")
         title.append("  (default)" if entry["default"] else "", style="dim")
         console.print(title)
-        table = Table.grid(padding=(0, 2))
+        table = RichTable.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         if entry["error"]:
@@ -118,7 +195,7 @@ def show_info(found: list[dict[str, Any]]) -> None:
 
 
 def show_findings(findings: list[Finding]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table = RichTable(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -132,7 +209,7 @@ def show_findings(findings: list[Finding]) -> None:
 
 
 def show_rows(rows: list[Row]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("picture", "verb", "generator", "size"):
         table.add_column(name, no_wrap=True)
     for name in ("GL ms", "best torch ms"):

@@ -14,6 +14,8 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_planes
 
 Bound = Literal["max", "min"]
+BOX = 16
+"""What a box costs, in texels."""
 
 
 @operators.verb
@@ -80,13 +82,18 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
         checks.gl_input(checks.tensor(boxes, "boxes"))
     if backend != "auto":
         return Choice(backend, "asked for")
-    if hz.device.type != "cpu":
-        return dispatch.elsewhere(hz.device)
-    if checks.transformed(hz.levels[0]) or checks.transformed(boxes):
-        return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    if hz.texture_context() is not None:
-        return Choice("gl", "the pyramid is a texture, and four fetches a box measure faster than torch's gathers")
-    return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
+    top = hz.levels[0]
+    barred = dispatch.barred(top, boxes)
+    if barred is not None:
+        return barred
+    context = hz.texture_context()
+    if context is None:
+        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
+    planes = hz.batch * hz.channels
+    shape: tuple[int, ...] = tuple(getattr(boxes, "shape", ()))
+    count = shape[-2] if len(shape) > 1 else 1
+    # Torch goes through all texels and, box by box, through about a dozen small tensors.
+    return dispatch.measured("region_max", top, top.numel() + BOX * planes * count, batch=planes, context=context)
 
 
 dispatch.register(region_max, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "max"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gpu_lod as lod
+from gpu_lod import calibration
 
 hypothesis.settings.register_profile("gpu_lod", deadline=None, max_examples=40, derandomize=True)
 hypothesis.settings.load_profile("gpu_lod")
@@ -19,6 +20,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["GPU_LOD_CACHE"] = "off"  # what was calibrated here is no matter of the tests
     # CI tests the built wheel: a stray path entry must not let the checkout stand in for it.
     if os.environ.get("GPU_LOD_TEST_INSTALLED") and Path(lod.__file__).resolve().is_relative_to(CHECKOUT / "gpu_lod"):
         raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")
@@ -40,6 +42,16 @@ def ctx() -> lod.Context:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the user's measured times: empty, and the test's own. `times.fastest` fills it."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("GPU_LOD_CACHE", str(folder))
+    calibration.reload()
+    yield folder
+    calibration.reload()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripts
 import torch
 from PIL import Image
 
@@ -277,6 +278,42 @@ def test_exif_alpha_and_16_bits_get_through(tmp_path: Path) -> None:
     assert np.array_equal(np.array(Image.open(tmp_path / "deep2.png")), deep)
 
 
+def test_calibrate(tmp_path: Path) -> None:
+    env = {"GPU_LOD_CACHE": str(tmp_path / "cache")}
+    text = done(tmp_path, "calibrate", "--quick", "--verbs", "region_max,hiz", env=env)
+    [path] = (tmp_path / "cache" / "calibration").glob("*.json")
+    assert "region_max" in text and "gl (" in text and text.endswith(f"wrote {path}\n")
+    shown = done(tmp_path, "calibrate", "--show", env=env)
+    assert f"calibrated: {path}" in shown and "seed: " in shown and shown.index("calibrated") < shown.index("seed")
+    tables = json.loads(done(tmp_path, "calibrate", "--show", "--json", env=env))
+    assert [table["path"] for table in tables][:2] == [str(path), None]
+    assert [entry["verb"] for entry in tables[0]["entries"]] == ["hiz", "region_max"]
+    again = json.loads(done(tmp_path, "calibrate", "--quick", "--minutes", "0.5", "--verbs", "cull", "--json", env=env))
+    assert again["written"] == [str(path)] and again["left_out"] == []
+    assert [entry["verb"] for entry in json.loads(path.read_text())["entries"]] == ["cull", "hiz", "region_max"]
+    assert done(tmp_path, "calibrate", "--reset", env=env) == f"removed {path}\n"
+    assert done(tmp_path, "calibrate", "--reset", env=env) == "nothing was calibrated here\n"
+    assert "calibrated: " not in done(tmp_path, "calibrate", "--show", env=env)
+
+
+def test_calibrate_keeps_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
+    code = """
+        import contextlib, os, signal, sys
+        from gpu_lod import cli, printing
+        @contextlib.contextmanager
+        def progress():
+            yield lambda number, of, what: number == 1 and os.kill(os.getpid(), signal.SIGINT)
+        printing.progress = progress
+        sys.argv = ["gpu-lod", "calibrate", "--quick", "--verbs", "region_max,hiz,cull"]
+        cli.main()
+    """
+    result = scripts.run(code, GPU_LOD_CACHE=str(tmp_path))
+    assert (result.returncode, result.stderr) == (130, "")
+    [path] = (tmp_path / "calibration").glob("*.json")
+    assert f"wrote {path}" in result.stdout
+    assert [entry["verb"] for entry in json.loads(path.read_text())["entries"]] == ["region_max"]
+
+
 # -- how they fail ----------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +353,22 @@ def test_bad_options(tmp_path: Path, picture: Path) -> None:
         ("hiz cat.png --device 99", 2, "there is no EGL device 99"),
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_calibrate_where_nothing_can_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ("calibrate", "--quick", "--verbs", "region_max")
+    result = run(tmp_path, *arguments, env={"GPU_LOD_CACHE": str(tmp_path / "file")})
+    assert result.returncode == 1 and "region_max" in result.stdout  # the times, all the same
+    assert result.stderr.startswith("gpu-lod: ") and "Set GPU_LOD_CACHE to a folder" in result.stderr
+    refused(
+        tmp_path,
+        ("calibrate --verbs mipmaps", 2, "there is no mipmaps to measure; expected collapse"),
+        ("calibrate --minutes 0", 2, "--minutes"),
+        ("calibrate --verbs mipmaps --json", 2, "expected collapse"),
+        ("calibrate --minutes nan", 2, "--minutes"),
+        env={"GPU_LOD_CACHE": str(tmp_path)},
+    )
 
 
 def test_no_egl(tmp_path: Path, picture: Path) -> None:

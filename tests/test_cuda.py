@@ -14,8 +14,8 @@ import torch
 from fake_cuda import FakeCuda
 
 import gpu_lod as lod
+from gpu_lod import calibration, dispatch, errors, sharing
 from gpu_lod import context as context_module
-from gpu_lod import dispatch, errors, sharing
 from gpu_lod.bridge import Device, cuda_errors
 from gpu_lod.bridge import cuda as cuda_module
 from gpu_lod.bridge import pycuda as pycuda_module
@@ -411,24 +411,31 @@ def test_a_tensor_on_another_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace)
 def test_auto_says_why_it_does_not_take_gl(
     torch_has_cuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = torch.device("cuda", 1)
-    context_module.why_not.cache_clear()
+    image = SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)
+
+    def said() -> str:
+        context_module.why_not.cache_clear()
+        calibration.reload()
+        choice = dispatch.measured("mipmap", image, 2**20, state="mean", channels=3)  # type: ignore[arg-type]
+        assert choice.backend == "torch"
+        return choice.reason
+
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
     monkeypatch.setattr(context_module, "gpu", lambda ordinal: Gpu(ordinal, "GPU", None, None))
 
     def nothing(gpu: Gpu, found: Any) -> Any:
         raise errors.GLUnavailableError("OpenGL here is software only")
 
     monkeypatch.setattr(context_module, "match", nothing)
-    choice = dispatch.elsewhere(device)
-    assert choice.backend == "torch" and "cannot share memory with it: OpenGL here is software only" in choice.reason
-    context_module.why_not.cache_clear()
+    assert "cannot share memory with it: OpenGL here is software only" in said()
     monkeypatch.setattr(context_module, "match", lambda gpu, found: ["one"])
-    assert "has not been measured" in dispatch.elsewhere(device).reason
-    context_module.why_not.cache_clear()
+    assert "has not been measured on cuda:1" in said()
     monkeypatch.setattr(context_module, "devices", lambda: 1 // 0)
-    assert "ZeroDivisionError" in dispatch.elsewhere(device).reason
-    context_module.why_not.cache_clear()
-    assert "CPU and CUDA tensors only" in dispatch.elsewhere(torch.device("mps")).reason
+    assert "ZeroDivisionError" in said()
+    barred = dispatch.barred(torch.zeros(1, device="meta"))
+    assert barred is not None and "CPU and CUDA tensors only" in barred.reason
+    calibration.reload()
 
 
 # -- PyCUDA ------------------------------------------------------------------------------------------------------------

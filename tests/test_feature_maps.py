@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from typing import Any
 
 import moderngl
@@ -13,9 +14,10 @@ from compare import TOLERANCES, assert_matches
 from images import DTYPES, SIZES, noise
 from oracle import dense, gaussian_chain, laplacian_chain, oriented_energy
 from scripts import succeed
+from times import fastest
 
 import gpu_lod as lod
-from gpu_lod.errors import InputError, LimitError, UnsupportedError
+from gpu_lod.errors import CalibrationWarning, InputError, LimitError, UnsupportedError
 from gpu_lod.feature_maps import CHANNELS, reference
 
 BACKENDS: list[Any] = ["torch", "gl"]
@@ -486,20 +488,27 @@ def test_bad_input(arguments: dict[str, Any], words: str) -> None:
         lod.feature_maps(**{"image": torch.zeros(2, 1, 9, 12), **arguments})
 
 
-def test_auto_takes_the_shaders_on_a_software_renderer(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_shaders_where_they_were_measured(
+    ctx: lod.Context, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = noise(1, 1024, 1024)
-    assert lod.explain(lod.feature_maps, image[:, :1023]).backend == "torch"  # too few pixels to gain
+    fastest("gl", lod.feature_maps, image)
+    assert lod.explain(lod.feature_maps, image[:, :400]).backend == "torch"  # too far from what was measured
+    assert lod.explain(lod.feature_maps, image[..., :1023]).backend == "torch"  # ragged rows
     assert lod.explain(lod.feature_maps, image, dtype=torch.float16).backend == "torch"
-    assert lod.explain(lod.feature_maps, image).backend == ("gl" if ctx.software else "torch")
+    assert lod.explain(lod.feature_maps, image).backend == "gl"
     assert lod.explain(lod.feature_maps, image, backend="torch").reason == "asked for"
     assert lod.explain(lod.feature_maps, image, as_texture=True).backend == "gl"
     with monkeypatch.context() as patch:
         patch.setattr(ctx, "renderer", "a GPU")
-        assert "measured" in lod.explain(lod.feature_maps, image).reason
+        with pytest.warns(CalibrationWarning, match=r"another driver, .*gpu-lod calibrate"):
+            assert "has not been measured" in lod.explain(lod.feature_maps, image).reason
         assert lod.explain(lod.feature_maps, image).backend == "torch"
 
 
-def test_auto_reaches_torch_without_opengl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reaches_torch_without_opengl(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest("gl", lod.feature_maps, noise(1, 1024, 1024))
+
     def broken(*_: torch.Tensor) -> lod.Context:
         raise RuntimeError("no driver")
 

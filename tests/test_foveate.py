@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
 from images import DTYPES, noise, smooth
 from oracle import foveate as oracle
+from times import fastest
 
 import gpu_lod as lod
 from gpu_lod.errors import InputError, UnsupportedError
@@ -291,13 +293,19 @@ def test_wrong_sources() -> None:
         lod.foveate(noise(5, 8, 8), (0.5, 0.5))
 
 
-def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor) -> None:
+def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor, cache: Path) -> None:
     pyramid = lod.mipmap(photo)
+    fastest("gl", lod.foveate, lod.mipmap(photo).upload(), (0.5, 0.5))
     assert lod.explain(lod.foveate, photo, (0.5, 0.5)).backend == "torch"
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
     assert lod.explain(lod.foveate, pyramid.upload(), (0.5, 0.5)).backend == "gl"
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "torch"
-    small = lod.mipmap(photo[:, :500, :500].contiguous()).upload()
+    assert lod.explain(lod.foveate, pyramid, torch.tensor([0.5, 0.5], requires_grad=True)).backend == "torch"
+    small = lod.mipmap(photo[:, :120, :120].contiguous()).upload()
     assert lod.explain(lod.foveate, small, (0.5, 0.5)).backend == "torch"
     half = lod.mipmap(photo.half() / 255).upload()
     assert lod.explain(lod.foveate, half, (0.5, 0.5)).backend == "torch"
+    ragged = lod.mipmap(photo[..., :511].contiguous()).upload()  # rows that are no whole words: another shader
+    assert lod.explain(lod.foveate, ragged, (0.5, 0.5)).backend == "torch"
+    fastest("torch", lod.foveate, pyramid, (0.5, 0.5))
+    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches, stored_range
 from images import DTYPES, noise, smooth
 from oracle import log_polar as oracle
+from times import fastest
 
 import gpu_lod as lod
 from gpu_lod.errors import GpuLodError, InputError, LimitError, UnsupportedError
@@ -196,11 +198,14 @@ def test_more_images_than_layers(restored_limits: lod.Context) -> None:
         check(restored_limits, pyramid, torch.rand(600, 2), 3, 5, way)
 
 
-def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor) -> None:
+def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor, cache: Path) -> None:
     pyramid = lod.mipmap(photo)
+    fastest("gl fragment", lod.log_polar, lod.mipmap(photo).upload(), (0.5, 0.5), 256, 512)
     assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512).backend == "torch"
     pyramid.upload()
-    assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512).backend == "gl"
+    chosen = lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512)
+    assert (chosen.backend, chosen.generator) == ("gl", "fragment")
+    assert chosen.figures == {"torch": 10.0, "gl compute": 10.0, "gl fragment": 1.0}
     assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 4, 4).backend == "torch"
     floats = lod.mipmap(photo.float()).upload()
     assert lod.explain(lod.log_polar, floats, (0.5, 0.5), 256, 512).backend == "torch"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from images import DTYPES, noise
+from times import fastest
 
 import gpu_lod as lod
 from gpu_lod.errors import InputError
@@ -127,11 +129,13 @@ def test_boxes_far_outside() -> None:
         assert lod.region_max(hz, boxes, backend=way)[0].tolist() == expected
 
 
-def test_auto_uses_the_texture_once_it_is_there() -> None:
+def test_auto_uses_the_texture_once_it_is_there(cache: Path) -> None:
     hz = lod.hiz(noise(1, 40, 50))
     boxes = random_boxes(20)
+    fastest("gl", lod.region_max, lod.hiz(hz[0]).upload(), boxes)
     assert lod.explain(lod.region_max, hz, boxes).backend == "torch"
     before = lod.region_max(hz, boxes)
     hz.upload()
     assert lod.explain(lod.region_max, hz, boxes).backend == "gl"
     assert torch.equal(lod.region_max(hz, boxes), before)
+    assert lod.explain(lod.region_max, hz, random_boxes(4096)).backend == "torch"  # far more boxes than were measured

@@ -1,0 +1,137 @@
+"""Make the tables that `backend="auto"` goes by where nobody has calibrated: gpu_lod/data/, from bench/results/.
+
+python bench/seeds.py
+
+From bench/results/*.json and, of machines that are at hand no more, bench/results/earlier/*.json. Where several rows
+are one job to `auto` (it cannot know how much of a map culling will prune), the one where OpenGL gains least counts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from report import load, on_cuda
+from rows import slug
+
+from gpu_lod import dispatch
+from gpu_lod.region import BOX
+from gpu_lod.tables import Entry, Machine, Question, Table, Timed
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE.parent / "gpu_lod" / "data"
+
+
+def results() -> list[Path]:
+    return [*sorted((HERE / "results").glob("*.json")), *sorted((HERE / "results" / "earlier").glob("*.json"))]
+
+
+def table(data: dict[str, Any]) -> Table:
+    """The seed from a result file."""
+    cuda = on_cuda(data)
+    machine = Machine(
+        tensors="cuda" if cuda else "cpu",
+        name=data["device"] if cuda else data["cpu"],
+        threads=0 if cuda else data["threads"],
+        driver=data["cuda_driver"] if cuda else "",
+        renderer=data["gl_renderer"] if cuda else data["device"],
+        gl_driver=data["driver"],
+        software=data["software"],
+    )
+    entries: dict[Question, Entry] = {}
+    for row in data["rows"]:
+        for entry in _entries(row, data["date"]):
+            known = entries.setdefault(entry.question, entry)
+            if _gain(entry) < _gain(known):
+                entries[entry.question] = entry
+    return Table(machine, ()).merged(entries.values())
+
+
+def _gain(entry: Entry) -> float:
+    torchs = entry.ways["torch"].median_ms
+    return max((torchs / timed.median_ms for way, timed in entry.ways.items() if way != "torch"), default=0.0)
+
+
+def _entries(row: dict[str, Any], date: str) -> Iterator[Entry]:
+    if row["part"] != "end to end" or row["cache"] != "warm":
+        return
+    for question in _questions(row):
+        ways = _ways(row, question.verb)
+        if "torch" in ways:
+            shape = [row["batch"], row["channels"], *row["size"]]
+            words = [f"{' x '.join(map(str, shape))} {row['dtype']}", *filter(None, [row["note"].partition(";")[0]])]
+            yield Entry(question, ", ".join(words), date, ways)
+
+
+def _ways(row: dict[str, Any], verb: str) -> dict[str, Timed]:
+    """The fastest torch way as "torch", ours by the names that the verb has for them."""
+    found: dict[str, Timed] = {}
+    for side, timing in row["sides"].items():
+        timed = Timed(timing["median_ms"], timing["iqr_ms"])
+        if side in row.get("other_job", []):
+            continue
+        if side.startswith("torch ") and ("torch" not in found or timed.median_ms < found["torch"].median_ms):
+            found["torch"] = timed
+        name = "gl compute" if side in ("gl", "gl one call") else side
+        if name in dispatch.ways(verb):
+            found[name] = timed
+        elif name == "gl compute" and "gl" in dispatch.ways(verb):
+            found["gl"] = timed
+    return found
+
+
+def _questions(row: dict[str, Any]) -> Iterable[Question]:
+    """What the verb asks before it does the row's job."""
+    verb, note, batch, channels, dtype = (row[name] for name in ("verb", "note", "batch", "channels", "dtype"))
+    height, width = row["size"]
+    area, planes, together = height * width, batch * channels, note.startswith("a batch in one call")
+
+    def sampler(work: int, state: str = "") -> list[Question]:
+        return [Question(verb, state, channels, dtype, batch, batch * work)]
+
+    def maps(names: tuple[str, ...]) -> list[Question]:
+        return [Question(name, "", 0, dtype, planes, planes * area) for name in names]
+
+    if verb == "mipmap":
+        return [Question(verb, "mean", channels, dtype, batch, planes * area)]
+    if verb == "laplacian":
+        return maps(("laplacian", "collapse"))  # timed together
+    if verb in ("hiz", "gaussian", "oriented_energy", "cull"):
+        return maps((verb,))
+    if verb == "region_max" and (boxes := re.match(r"(\d+) boxes", note)):
+        return [Question(verb, "", 0, dtype, planes, planes * (area + BOX * int(boxes[1])))]
+    if verb == "feature_maps":
+        state = "ragged rows" if width % 4 else ""
+        return [Question(verb, state, 0, note.rpartition(" ")[2], batch, batch * area)]
+    if verb == "inverse_log_polar":
+        return sampler(area)
+    if verb == "foveate" and "torch has kept" not in note:
+        return sampler(area, "ragged rows" if dtype != "float32" and width % 4 else "")
+    if verb == "log_polar" and not note.startswith("from an image"):
+        return sampler(64 * 128 if together else 256 * 512)
+    if verb == "gather_patches":
+        return sampler((64 if together else 273) * 14**2, "whole levels" if "sites on the grid" in note else "")
+    return []
+
+
+def write(target: Path = DATA) -> list[Path]:
+    """A file for each result file."""
+    made = {}
+    for path in results():
+        seed = table(load(path))
+        machine = seed.machine
+        parts = [machine.tensors, machine.name, f"{machine.threads} threads" if machine.threads else ""]
+        made[slug(" ".join([*parts, machine.renderer.partition("(")[0]]))] = seed.as_text()
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.glob("*.json"):
+        old.unlink()
+    for name, text in made.items():
+        (target / f"{name}.json").write_text(text)
+    return sorted(target.glob("*.json"))
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f"wrote {path}\n" for path in write())

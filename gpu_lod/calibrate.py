@@ -1,0 +1,172 @@
+"""Measuring on this machine what "auto" decides: `gpu-lod calibrate`."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gpu_lod import calibration, tables
+from gpu_lod.context import Context
+from gpu_lod.dispatch import explain, ways
+from gpu_lod.errors import GpuLodError, InputError, OutOfMemoryError
+from gpu_lod.jobs import Job, jobs
+from gpu_lod.tables import Entry, Machine, Timed
+from gpu_lod.timing import PAUSE, race
+
+HOPELESS = 3.0
+"""A way whose first calls take so many times torch's is measured no further."""
+BUSY = 0.5
+"""Load a core, from which on the machine has other things to do."""
+
+
+@dataclass
+class Report:
+    """What a calibration measured."""
+
+    entries: dict[Machine, list[Entry]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    """Jobs for which there was no time, or which failed, and why."""
+    paths: list[Path] = field(default_factory=list)
+    busy: str = ""
+    """What the machine was at when the measuring began, if that was much: times then say little."""
+
+
+Progress = Callable[[int, int, str], None]
+"""Told how many jobs are done, of how many, and what comes next."""
+
+
+def calibrate(
+    minutes: float = 1.0,
+    verbs: Sequence[str] | None = None,
+    *,
+    quick: bool = False,
+    devices: Sequence[str | torch.device] | None = None,
+    progress: Progress | None = None,
+    report: Report | None = None,
+) -> Report:
+    """Measure every way of the verbs on this machine, and keep the times: "auto" goes by them from then on.
+
+    The ways of a job take turns, with a pause before each turn; a job's times are medians and interquartile ranges by
+    the wall clock, on a GPU with a synchronise behind every call. They are kept in the user's cache folder, a file a
+    machine and driver, and replace older times of the same job; $GPU_LOD_CACHE is another folder, or "off". What was
+    measured when something raises, Ctrl-C too, is kept.
+
+    Units: minutes.
+
+    Args:
+        minutes: how long it may take, roughly. The most telling jobs come first; those for which no time is left are
+            in the report.
+        verbs: their names; None is all.
+        quick: few jobs, and short.
+        devices: where the tensors are; None is the CPU, and the current CUDA device if there is one.
+        progress: called before every job.
+        report: filled while the jobs run, for a caller who wants what was measured before something was raised.
+
+    Raises:
+        InputError: unknown verbs, no time, $GPU_LOD_CACHE is "off".
+        FileError: the times cannot be kept.
+    """
+    report = Report() if report is None else report
+    if not 0 < minutes < math.inf:
+        raise InputError(f"minutes is {minutes}; expected more than 0.")
+    if tables.folder() is None:
+        raise InputError(tables.NOTHING_KEPT)
+    if devices is None:
+        devices = ["cpu", *([torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else [])]
+    todo = [(job, torch.device(device)) for job in jobs(verbs, quick=quick) for device in devices]
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores:
+        report.busy = f"a load of {load:.1f} on {cores} cores"
+    end = time.monotonic() + 60 * minutes
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for number, (job, device) in enumerate(todo):
+                name = f"{job.verb.__name__}, {job.at}" + (f" on {device}" if len(devices) > 1 else "")
+                left = end - time.monotonic()
+                if left <= 0:
+                    report.left_out.append(f"{name}: no time was left")
+                    continue
+                if progress is not None:
+                    progress(number, len(todo), name)
+                try:
+                    machine, entry = _measure(job, device, left / (len(todo) - number), quick=quick)
+                    report.entries.setdefault(machine, []).append(entry)
+                except (GpuLodError, MemoryError, RuntimeError) as error:
+                    report.left_out.append(f"{name}: {error}".partition("\n")[0])
+            if progress is not None:
+                progress(len(todo), len(todo), "")
+    finally:
+        if report.entries:
+            report.paths = [tables.store(machine, entries) for machine, entries in report.entries.items()]
+            calibration.reload()
+    return report
+
+
+def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> tuple[Machine, Entry]:
+    """The times of one job, by every way that can do it here."""
+    following = job.prepare(device)
+    with calibration.hearing() as questions:
+        chosen = explain(job.verb, *following())
+    if not questions:  # nothing that times decide
+        raise GpuLodError(chosen.reason)
+    question = questions[-1]
+    cuda = device.type == "cuda"
+    wait = partial(torch.cuda.synchronize, device) if cuda else None
+    sides: dict[str, Callable[[], object]] = {}
+    times: dict[str, Timed] = {}
+    for way in ways(question.verb):
+        backend, _, generator = way.partition(" ")
+        how = {"backend": backend, **({"generator": generator} if generator else {})}
+
+        def side(how: dict[str, str] = how) -> object:
+            return job.verb(*following(), **how)
+
+        try:
+            side()
+            first = [_milliseconds(side, wait) for _ in range(2)]
+        except (MemoryError, OutOfMemoryError, torch.cuda.OutOfMemoryError):
+            raise
+        except (GpuLodError, RuntimeError):
+            if way == "torch":
+                raise
+            continue
+        times[way] = Timed(sum(first) / 2, abs(first[0] - first[1]))
+        if way == "torch" or min(first) < HOPELESS * times["torch"].median_ms:
+            sides[way] = side
+    timed = race(
+        sides,
+        seconds=0.02 if quick else min(max(seconds / len(sides), 0.05), 0.5),
+        fewest=8,  # a turn in which the machine was busy shows in the spread
+        warm_up=0,
+        pause=0 if cuda else PAUSE,
+        synchronize=wait,
+    )
+    times |= {way: Timed(timing.median_ms, timing.iqr_ms) for way, timing in timed.items()}
+    return machine(device), Entry(question, job.at, time.strftime("%Y-%m-%d"), times)
+
+
+def _milliseconds(side: Callable[[], object], wait: Callable[[], object] | None) -> float:
+    start = time.perf_counter()
+    side()
+    if wait is not None:
+        wait()
+    return (time.perf_counter() - start) * 1e3
+
+
+def machine(device: torch.device) -> Machine:
+    """This one, with the OpenGL that verbs use for tensors on a device."""
+    try:
+        context = Context(device)
+        gl = context.renderer, context.driver, context.software
+    except Exception:  # whatever a driver raises: torch and CUDA ways are measured all the same
+        gl = "", "", False
+    host = calibration.host(device, torch.get_num_threads())
+    return Machine(*host, calibration.driver(device), *gl)

@@ -1,0 +1,274 @@
+"""What "auto" takes: the fastest way by measured times, those of this machine or of machines like it.
+
+Times of this machine come from `gpu-lod calibrate`; without them speak those that come with the package (seeds). A way
+is taken only where it clearly beats torch: the middle halves of their times do not overlap, and the medians are at
+least 5% apart. What was never measured near a size runs on torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_lod import tables
+from gpu_lod.errors import CalibrationWarning
+from gpu_lod.tables import GL, Entry, Host, Question, Table
+
+MARGIN = 1.05
+"""By how much the medians differ at least."""
+
+decided: dict[Any, Any] = {}
+"""Choices by what they depend on, for `dispatch`; emptied when the tables change."""
+
+_lock = threading.RLock()
+_loaded: dict[Host, list[Table]] = {}
+_seeds: list[Table] | None = None
+_warned: set[Path] = set()
+_hearing = threading.local()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The way to take, and why."""
+
+    way: str
+    reason: str
+    figures: dict[str, float]
+    """Milliseconds by way."""
+
+
+def decide(
+    question: Question, ways: Sequence[str], device: torch.device, threads: int, gl: GL | None
+) -> Verdict | None:
+    """What to take for a job on tensors of a device.
+
+    Args:
+        ways: that the verb has.
+        gl: of the context that would be used; None before one is opened.
+
+    Returns:
+        None if OpenGL may be fastest, but that depends on the context: open it and ask again.
+    """
+    groups = _groups(question, host(device, threads), driver(device), gl)
+    if gl is None and any(way.startswith("gl") for group in groups for way in _clear(group, ways)):
+        return None
+    found = next(filter(None, groups), [])
+    if not found:
+        where = f"on {device}" if device.type == "cuda" else "for CPU tensors"
+        if gl is not None:
+            where += f" with {gl[0]}"
+        return Verdict(
+            "torch",
+            f"{question.verb} has not been measured {where} near this size and kind yet (`gpu-lod calibrate` measures "
+            "common ones); backend='gl' uses the shaders all the same",
+            {},
+        )
+    clear = _clear(found, ways)
+    way = min(clear, key=lambda way: max(_ratio(entry, way) for _, entry in found)) if clear else "torch"
+    return _verdict(way, found)
+
+
+def taken(entry: Entry) -> str:
+    """The way that a measurement speaks for, by itself."""
+    clear = [way for way in entry.ways if _beats(entry, way)]
+    return min(clear, key=lambda way: entry.ways[way].median_ms, default="torch")
+
+
+Found = list[tuple[Table, Entry]]
+
+
+def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[Found]:
+    """Measurements that speak for a job, by how well they know this machine: the first that holds any decides."""
+    users, seeds = _of_user(host), _of_package()
+
+    def matching(group: list[Table]) -> list[Table]:
+        return [
+            t for t in group if t.machine.host == host and t.machine.driver == driver and gl in (None, t.machine.gl)
+        ]
+
+    own = matching(users)
+    if users and not own:
+        old = users[0].machine
+        what = " ".join(filter(None, (old.driver, old.renderer, old.gl_driver)))
+        _warn({table.path: f"it was measured with another driver, {what}" for table in users if table.path})
+    alike = []
+    if host[0] == "cpu" and (gl is None or gl[2]):
+        alike = [t for t in seeds if t.machine.tensors == "cpu" and t.machine.software]
+    return [
+        [(table, entry) for table in group if (entry := table.nearest(question))]
+        for group in (own, matching(seeds), alike)
+    ]
+
+
+def _clear(found: Found, ways: Sequence[str]) -> list[str]:
+    """The ways that clearly beat torch by all of these measurements."""
+    return [way for way in ways if way != "torch" and found and all(_beats(entry, way) for _, entry in found)]
+
+
+def _beats(entry: Entry, way: str) -> bool:
+    torchs, other = entry.ways.get("torch"), entry.ways.get(way)
+    if torchs is None or other is None:
+        return False
+    return other.high < torchs.low and other.median_ms * MARGIN <= torchs.median_ms
+
+
+def _ratio(entry: Entry, way: str) -> float:
+    return entry.ways[way].median_ms / entry.ways["torch"].median_ms
+
+
+def _verdict(way: str, found: Found) -> Verdict:
+    def least(pair: tuple[Table, Entry]) -> float:
+        """How badly OpenGL does here."""
+        ways = pair[1].ways
+        others = [way] if way != "torch" else [name for name in ways if name != "torch" and "torch" in ways]
+        return min((_ratio(pair[1], other) for other in others), default=0.0)
+
+    table, entry = max(found, key=least)
+    figures = {name: timed.median_ms for name, timed in entry.ways.items()}
+    others = [name for name in figures if name not in ("torch", way)]
+    against = "torch" if way != "torch" else min(others, key=figures.__getitem__, default="")
+    if way not in figures or not against:
+        reason = f"no other way could be measured at {entry.at}"
+    else:
+        reason = (
+            f"{figures[way]:.3g} ms against {figures[against]:.3g} ms for {spoken(against)}, measured at {entry.at}"
+        )
+    if table.path is not None:
+        reason += f" on this machine (calibrated {entry.date})"
+    else:
+        renderer = table.machine.renderer.partition("(")[0].strip() or table.machine.name
+        several = f"{len(found)} machines" if len(found) > 1 else "a machine"
+        where = f", on the one where {'it' if way != 'torch' else 'OpenGL'} does worst" if len(found) > 1 else ""
+        reason += f" on {several} like this one ({renderer}, seeds{where})"
+    if way == "torch" and against and figures[against] < figures[way]:
+        reason += "; that is no clear gain"
+    return Verdict(way, reason, figures)
+
+
+def spoken(way: str) -> str:
+    """A way in words: gl (compute)."""
+    backend, _, generator = way.partition(" ")
+    return f"{backend} ({generator})" if generator else backend
+
+
+# -- the tables ----------------------------------------------------------------------------------------------------
+
+
+def in_force(host: Host) -> list[Table]:
+    """The tables that are asked for tensors of a host, in that order: the first that knows a job decides."""
+    seeds = [table for table in _of_package() if table.machine.tensors == host[0]]
+    return [*_of_user(host), *sorted(seeds, key=lambda table: table.machine.host != host)]
+
+
+def reload() -> None:
+    """Forget what was read and decided: the next question reads the tables again."""
+    global _seeds
+    with _lock:
+        _seeds = None
+        _loaded.clear()
+        _warned.clear()
+        decided.clear()
+
+
+def _of_user(host: Host) -> list[Table]:
+    found = _loaded.get(host)
+    if found is None:
+        with _lock:
+            found, wrong = tables.load(host)
+            _loaded[host] = found
+        _warn(dict(wrong))
+    return found
+
+
+def _of_package() -> list[Table]:
+    global _seeds
+    with _lock:
+        if _seeds is None:
+            files = (
+                file for file in resources.files("gpu_lod").joinpath("data").iterdir() if file.name.endswith(".json")
+            )
+            _seeds = [tables.parse(file.read_text(encoding="utf-8")) for file in sorted(files, key=lambda f: f.name)]
+        return _seeds
+
+
+def _warn(wrong: dict[Path, str]) -> None:
+    """Once a file."""
+    new = {path: what for path, what in wrong.items() if path not in _warned}
+    _warned.update(new)
+    if new:
+        warnings.warn(
+            "ignored " + "; ".join(f"{path}: {what}" for path, what in new.items()) + ". Run `gpu-lod calibrate`.",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------
+
+
+def host(device: torch.device, threads: int) -> Host:
+    """What a table's machine is called before a GL context is opened."""
+    if device.type == "cuda":
+        return "cuda", _gpu(device.index or 0), 0
+    return "cpu", cpu(), threads
+
+
+def driver(device: torch.device) -> str:
+    return nvidia() if device.type == "cuda" else ""
+
+
+@functools.cache
+def cpu() -> str:
+    """The CPU's model."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+@functools.cache
+def _gpu(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+@functools.cache
+def nvidia() -> str:
+    """The version of NVIDIA's driver, or of the CUDA that it brings."""
+    try:
+        found = re.search(r"\s(\d+\.\d[\d.]*)\s", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else str(getattr(torch._C, "_cuda_getDriverVersion", str)())
+
+
+# -- what verbs ask ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hearing() -> Iterator[list[Question]]:
+    """The questions that verbs of this thread ask inside the block, unanswered: what is in force does not matter."""
+    _hearing.questions = []
+    try:
+        yield _hearing.questions
+    finally:
+        del _hearing.questions
+
+
+def listener() -> Callable[[Question], None] | None:
+    """What takes the questions of this thread now, if something does."""
+    questions = getattr(_hearing, "questions", None)
+    return None if questions is None else questions.append

@@ -1,0 +1,188 @@
+"""What `gpu-lod calibrate` measures: jobs of every verb that "auto" decides, at common sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from gpu_lod.cortical_sites import cortical_sites
+from gpu_lod.cull import cull
+from gpu_lod.errors import InputError
+from gpu_lod.feature_maps import feature_maps
+from gpu_lod.foveate import foveate
+from gpu_lod.gather_patches import gather_patches
+from gpu_lod.gaussian import gaussian
+from gpu_lod.hiz import hiz
+from gpu_lod.inverse_log_polar import inverse_log_polar
+from gpu_lod.laplacian import collapse, laplacian
+from gpu_lod.log_polar import log_polar
+from gpu_lod.mipmap import mipmap
+from gpu_lod.oriented_energy import oriented_energy
+from gpu_lod.region import region_max
+
+Arguments = Callable[[], tuple[Any, ...]]
+"""The arguments of the next call: a fixation is a new one every time."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that some way does fastest."""
+
+    verb: Callable[..., Any]
+    at: str
+    prepare: Callable[[torch.device], Arguments]
+
+
+_ROUNDS = (
+    (512, 1, True), (1024, 1, True), (224, 8, True), (224, 1, True), (512, 1, False), (1024, 1, False), (224, 8, False),
+    (2048, 1, True), (512, 8, True), (224, 32, True), (2048, 1, False), (224, 1, False), (512, 8, False),
+    (224, 32, False),
+)  # fmt: skip
+"""(side, batch, whether it is what most callers do), the most telling ones first."""
+
+
+def jobs(verbs: Sequence[str] | None, *, quick: bool) -> list[Job]:
+    """What to measure, the most telling jobs first; of some verbs, by their names, or of all.
+
+    Raises:
+        InputError: unknown verbs.
+    """
+    rounds = ((224, 1, True),) if quick else _ROUNDS
+    found = [job for side, batch, common in rounds for job in (_common if common else _rare)(side, batch)]
+    names = {job.verb.__name__ for job in found}
+    if unknown := {*(verbs or ())} - names:
+        raise InputError(f"there is no {', '.join(sorted(unknown))} to measure; expected {', '.join(sorted(names))}.")
+    return [job for job in found if not verbs or job.verb.__name__ in verbs]
+
+
+def _common(side: int, batch: int) -> Iterator[Job]:
+    """The jobs of most callers at one size."""
+    shape, maps = (batch, 3, side, side), (batch, 1, side, side)
+    for dtype in (torch.float32, torch.uint8):
+        yield from _samplers(shape, dtype)
+    yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
+    yield _job(cull, maps, torch.float32, _sparse, "20% kept")
+    if batch * side**2 <= 2**20:  # forty channels of more are a strain on memory
+        for dtype in (torch.float32, torch.float16):
+            yield _features_as(shape, dtype)
+    yield _job(hiz, maps, torch.float32, _image, "")
+    yield _job(mipmap, shape, torch.float32, _image, "")
+    yield _job(mipmap, shape, torch.float32, _maximum, "")
+    yield _job(inverse_log_polar, shape, torch.float32, _polar, "from a map of 256 x 512")
+    yield _job(oriented_energy, maps, torch.float32, _five_levels, "5 levels")
+    for verb in (gaussian, laplacian):
+        yield _job(verb, shape, torch.float32, _five_levels, "5 levels")
+    yield _job(collapse, shape, torch.float32, _bands, "5 levels")
+
+
+def _rare(side: int, batch: int) -> Iterator[Job]:
+    """Other dtypes, and sides that are no multiples of 4, which take other shaders."""
+    shape, ragged = (batch, 3, side, side), (batch, 3, side, side + 1)
+    yield from _samplers(shape, torch.float16)
+    for dtype in (torch.uint8, torch.float16):
+        yield _job(mipmap, shape, dtype, _image, "")
+    yield _job(foveate, ragged, torch.uint8, _seen, "")
+    if batch * side**2 <= 2**20:
+        yield _features_as(ragged, torch.float32)
+
+
+def _features_as(shape: tuple[int, ...], dtype: torch.dtype) -> Job:
+    return _job(feature_maps, shape, torch.float32, partial(_features, dtype), f"40 channels of {str(dtype)[6:]}")
+
+
+def _samplers(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Job]:
+    yield _job(foveate, shape, dtype, _seen, "")
+    side = shape[-1]
+    rings = 256 if side >= 1024 else 64 if side < 512 else 128
+    yield _job(log_polar, shape, dtype, partial(_seen, rings, 2 * rings), f"{rings} x {2 * rings} samples")
+    budget = 273 if side >= 512 else 64
+    for whole in (False, True):
+        yield _job(gather_patches, shape, dtype, partial(_sites, budget, whole), f"{budget} x 14 x 14 samples")
+
+
+def _job(
+    verb: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    prepare: Callable[[torch.Tensor], Arguments],
+    words: str,
+) -> Job:
+    kind = str(dtype).removeprefix("torch.")
+
+    def on(device: torch.device) -> Arguments:
+        values = torch.rand(shape)
+        image = values.mul_(255).to(dtype) if dtype == torch.uint8 else values.to(dtype)
+        return prepare(image.to(device))
+
+    return Job(verb, ", ".join(filter(None, [f"{' x '.join(map(str, shape))} {kind}", words])), on)
+
+
+def _image(image: torch.Tensor) -> Arguments:
+    return lambda: (image,)
+
+
+def _maximum(image: torch.Tensor) -> Arguments:
+    return lambda: (image, None, "max")
+
+
+def _five_levels(image: torch.Tensor) -> Arguments:
+    return lambda: (image, 5)
+
+
+def _bands(image: torch.Tensor) -> Arguments:
+    bands = laplacian(image, 5, backend="torch")
+    return lambda: (bands,)
+
+
+def _features(dtype: torch.dtype, image: torch.Tensor) -> Arguments:
+    points = _points(image)
+    return lambda: (image, next(points), None, None, dtype)
+
+
+def _polar(image: torch.Tensor) -> Arguments:
+    points, size = _points(image), image.shape[-2:]
+    polar = torch.rand(*image.shape[:2], 256, 512, device=image.device)
+    return lambda: (polar, next(points), size)
+
+
+def _seen(*numbers: Any) -> Arguments:
+    *sizes, image = numbers
+    pyramid, points = mipmap(image, backend="torch").upload(), _points(image)
+    return lambda: (pyramid, next(points), *sizes)
+
+
+def _sites(budget: int, whole: bool, image: torch.Tensor) -> Arguments:
+    pyramid = mipmap(image, backend="torch").upload()
+    batch, _, height, width = image.shape
+    several = []
+    for _ in range(8):
+        if whole:  # patches of the grid, as a top-k gives them
+            columns = width // 14
+            cells = torch.stack([torch.randperm(columns * (height // 14))[:budget] for _ in range(batch)])
+            x, y = (cells % columns + 0.5) * 14 / width, (cells // columns + 0.5) * 14 / height
+            several.append(torch.stack([x, y, torch.zeros_like(x)], dim=-1))
+        else:
+            several.append(cortical_sites(torch.rand(batch, 2), budget, (height, width)))
+    sites = cycle([one.to(image.device) for one in several])
+    return lambda: (pyramid, next(sites))
+
+
+def _boxes(image: torch.Tensor) -> Arguments:
+    hz = hiz(image, backend="torch").upload()
+    boxes = torch.rand(image.shape[0], 4096, 2, 2).sort(dim=2).values.flatten(2).to(image.device)
+    return lambda: (hz, boxes)
+
+
+def _sparse(image: torch.Tensor) -> Arguments:
+    """How much is pruned decides, and `auto` cannot know it: a map with little to prune."""
+    hz = hiz(image, backend="torch")
+    return lambda: (hz, 0.8)
+
+
+def _points(image: torch.Tensor) -> Iterator[torch.Tensor]:
+    return cycle(torch.rand(16, image.shape[0], 2).unbind())

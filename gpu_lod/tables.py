@@ -1,0 +1,326 @@
+"""Tables of measured times: what they hold, and the files they are kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu_lod.errors import FileError, InputError
+
+FORMAT = 1
+"""Of the files. Raised when a shader or a torch path changes so much that older times say nothing of it."""
+OFF = "off"
+NOTHING_KEPT = f"GPU_LOD_CACHE is {OFF!r}, so nothing is kept. Unset it, or set it to a folder that can be written to."
+OCTAVES = 1.0
+"""How far, in octaves of work, a measurement speaks for other sizes."""
+BATCH_OCTAVES = 1.5
+"""The same in octaves of the batch. A single image speaks for single images alone: torch then shares out its rows
+among the cores, else its images."""
+
+
+class Question(NamedTuple):
+    """What the fastest way depends on, beside the machine."""
+
+    verb: str
+    state: str
+    """What else today's verbs ask before they choose: mean or max, whole levels or not."""
+    channels: int
+    """0 where planes are independent of each other: they count as the batch."""
+    dtype: str
+    batch: int
+    work: int
+    """What the cost grows with, of the whole batch: pixels of a chain, samples of a sampler, texels that are culled.
+    Its logarithm to base 2 is the size class."""
+
+    @property
+    def series(self) -> tuple[str, str, int, str]:
+        return self[:4]
+
+
+class Timed(NamedTuple):
+    median_ms: float
+    iqr_ms: float
+
+    @property
+    def low(self) -> float:
+        return self.median_ms - self.iqr_ms / 2
+
+    @property
+    def high(self) -> float:
+        return self.median_ms + self.iqr_ms / 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Times of one job on one machine."""
+
+    question: Question
+    at: str
+    """The job in words: 1 x 3 x 1024 x 1024 float32."""
+    date: str
+    ways: dict[str, Timed]
+    """By "torch", and by backend and generator: "gl", "gl compute"."""
+
+
+Host = tuple[str, str, int]
+"""`Machine.tensors`, `name` and `threads`."""
+GL = tuple[str, str, bool]
+"""`Machine.renderer`, `gl_driver` and `software`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where times were measured."""
+
+    tensors: str
+    """"cpu" or "cuda"."""
+    name: str
+    """The CPU's model, or the GPU's name."""
+    threads: int
+    """Torch's, for CPU tensors; else 0."""
+    driver: str
+    """NVIDIA's, for CUDA tensors; else empty."""
+    renderer: str
+    """GL_RENDERER and GL_VERSION; empty without OpenGL."""
+    gl_driver: str
+    software: bool
+
+    @property
+    def host(self) -> Host:
+        return self.tensors, self.name, self.threads
+
+    @property
+    def gl(self) -> GL:
+        return self.renderer, self.gl_driver, self.software
+
+
+@dataclass(frozen=True)
+class Table:
+    """All that was measured on one machine."""
+
+    machine: Machine
+    entries: tuple[Entry, ...]
+    path: Path | None = None
+    """Of the user's file; None for a seed that comes with the package."""
+
+    def nearest(self, question: Question) -> Entry | None:
+        """The measurement that speaks for a job, if one is near enough."""
+        found = [(far, entry) for entry in self.entries if (far := _apart(entry.question, question)) is not None]
+        return min(found, key=lambda pair: (*pair[0], pair[1].question))[1] if found else None
+
+    def merged(self, newer: Iterable[Entry]) -> Table:
+        """With newer measurements, which replace those of the same job."""
+        by_job = {entry.question: entry for entry in (*self.entries, *newer)}
+        return Table(self.machine, tuple(by_job[job] for job in sorted(by_job)), self.path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What its file holds, and the file."""
+        entries = [
+            {
+                **entry.question._asdict(),
+                "at": entry.at,
+                "date": entry.date,
+                "ways": {name: [round(ms, 5) for ms in way] for name, way in entry.ways.items()},
+            }
+            for entry in self.entries
+        ]
+        path = None if self.path is None else str(self.path)
+        return {"format": FORMAT, "path": path, "machine": asdict(self.machine), "entries": entries}
+
+    def as_text(self) -> str:
+        """JSON, an entry a line."""
+        data = self.as_dict()
+        lines = ",\n  ".join(map(json.dumps, data["entries"]))
+        return f'{{"format": {FORMAT},\n "machine": {json.dumps(data["machine"])},\n "entries": [\n  {lines}\n]}}\n'
+
+
+def _apart(measured: Question, asked: Question) -> tuple[float, float] | None:
+    """How far apart two jobs are, in octaves of work and of the batch; None for too far."""
+    if measured.series != asked.series:
+        return None
+    work, batch = abs(math.log2(measured.work / asked.work)), abs(math.log2(measured.batch / asked.batch))
+    single = measured.batch == 1 or asked.batch == 1
+    return None if work > OCTAVES or batch > (0 if single else BATCH_OCTAVES) else (work, batch)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def parse(text: str, path: Path | None = None) -> Table:
+    """A table from a file's text.
+
+    Raises:
+        ValueError: it is none, or of another format; the message says what is wrong.
+    """
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT or isinstance(data["format"], bool):
+            found = data.get("format") if isinstance(data, dict) else None
+            raise ValueError(f"it has format {found!r}, and this version reads {FORMAT}")
+        machine = Machine(**{field.name: data["machine"][field.name] for field in fields(Machine)})
+        for field in fields(Machine):
+            _check_type(getattr(machine, field.name), str(field.type), field.name)
+        return Table(machine, tuple(map(_entry, data["entries"])), path)
+    except ValueError as error:
+        raise ValueError(f"{error}".partition("\n")[0][:200]) from None
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from None
+    except (TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is no table of times ({type(error).__name__}: {error})"[:200]) from None
+
+
+def _check_type(value: Any, kind: str, name: str) -> None:
+    if type(value).__name__ != kind:
+        raise ValueError(f"{name} is {value!r:.40}, no {kind}")
+
+
+def _entry(data: dict[str, Any]) -> Entry:
+    question = Question(**{name: data[name] for name in Question._fields})
+    for name, kind in Question.__annotations__.items():
+        _check_type(getattr(question, name), str(getattr(kind, "__forward_arg__", kind)), name)
+    if not (1 <= question.batch < 2**62 and 1 <= question.work < 2**62):
+        raise ValueError(f"batch and work are {question.batch:.3g} and {question.work:.3g}")
+    for name in ("at", "date"):
+        _check_type(data[name], "str", name)
+    ways = {}
+    for way, (median, iqr) in data["ways"].items():
+        for value in (median, iqr):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{way} takes {value!r:.40} ms")
+        ways[way] = Timed(float(median), float(iqr))
+        if not (0 < ways[way].median_ms < math.inf and 0 <= ways[way].iqr_ms < math.inf):
+            raise ValueError(f"{way} takes {median} ms, give or take {iqr}")
+    return Entry(question, data["at"], data["date"], ways)
+
+
+def folder() -> Path | None:
+    """Where the user's tables are: $GPU_LOD_CACHE, else the user's cache folder. None if that says "off"."""
+    named = os.environ.get("GPU_LOD_CACHE")
+    if named == OFF:
+        return None
+    if not named:
+        import platformdirs
+
+        named = platformdirs.user_cache_dir("gpu_lod", appauthor=False)
+    return Path(named) / "calibration"
+
+
+def _slug(host: Host) -> str:
+    """Of all tables of a host: readable, and different for different hosts."""
+    tensors, name, _ = host
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
+    return f"{tensors}-{words}-{sha256(repr(host).encode()).hexdigest()[:8]}"
+
+
+def path_of(machine: Machine) -> Path | None:
+    """The file of a machine's table."""
+    where = folder()
+    if where is None:
+        return None
+    return where / f"{_slug(machine.host)}-{sha256(repr((machine.driver, machine.gl)).encode()).hexdigest()[:8]}.json"
+
+
+def load(host: Host) -> tuple[list[Table], list[tuple[Path, str]]]:
+    """The user's tables of a host, and the files that are none, each with what is wrong with it."""
+    tables: list[Table] = []
+    wrong: list[tuple[Path, str]] = []
+    where = folder()
+    try:
+        paths = [] if where is None else sorted(where.glob(f"{_slug(host)}-*.json"))
+    except OSError as error:
+        return [], [(where or Path(), str(error))]
+    for path in paths:
+        try:
+            table = read(path)
+            if table.machine.host != host or path_of(table.machine) != path:
+                raise ValueError(f"it was measured on another device, {table.machine.name} {table.machine.renderer}")
+            tables.append(table)
+        except (OSError, ValueError) as error:
+            wrong.append((path, str(error)))
+    return tables, wrong
+
+
+def read(path: Path) -> Table:
+    """The table in a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no table.
+    """
+    if not path.is_file():  # opening a pipe would wait for somebody to write to it
+        raise ValueError("it is no file")
+    return parse(path.read_text(encoding="utf-8"), path)
+
+
+def store(machine: Machine, entries: Iterable[Entry]) -> Path:
+    """Add measurements to the user's table of a machine; returns its path. A file that is no table is replaced.
+
+    Processes that do so at once wait for each other, and whoever reads meanwhile finds a whole file.
+
+    Raises:
+        InputError: $GPU_LOD_CACHE is "off".
+        FileError: the folder cannot be written to.
+    """
+    path = path_of(machine)
+    if path is None:
+        raise InputError(NOTHING_KEPT)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            table = Table(machine, (), path)
+            with suppress(OSError, ValueError):
+                found = read(path)
+                table = found if found.machine == machine else table
+            _replace(path, table.merged(entries).as_text())
+    except OSError as error:
+        raise FileError(
+            f"the times cannot be kept in {path.parent}: {error}. Set GPU_LOD_CACHE to a folder that can be written to."
+        ) from None
+    return path
+
+
+@contextmanager
+def _locked(where: Path) -> Iterator[None]:
+    import fcntl
+
+    with (where / ".lock").open("a") as lock:  # closing it unlocks it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with open(handle, "w", encoding="utf-8") as unfinished:
+            unfinished.write(text)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def forget() -> list[Path]:
+    """Remove the user's tables, of all machines; returns their paths.
+
+    Raises:
+        FileError: one cannot be removed.
+    """
+    where = folder()
+    removed = []
+    try:
+        for path in sorted(where.glob("*.json")) if where else []:
+            path.unlink()
+            removed.append(path)
+    except OSError as error:
+        raise FileError(f"the tables in {where} cannot be removed: {error}.") from None
+    return removed

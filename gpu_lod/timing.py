@@ -1,0 +1,95 @@
+"""Timing several ways of doing one job against each other.
+
+The sides take turns in one run, in blocks of a few calls, so that a machine that speeds up or slows down does so for
+all of them. Before each block comes a pause: torch's OpenMP threads spin for some milliseconds after a parallel
+operation, and would otherwise be charged to whoever comes next; and one call that is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+PAUSE = 0.02
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one side, by the wall clock."""
+
+    median_ms: float
+    iqr_ms: float
+    fastest_ms: float
+    calls: int
+    p99_ms: float | None = None
+    device_ms: float | None = None
+    """Median on the GPU, by events; of CUDA tensors only, like the one above."""
+
+    def as_dict(self) -> dict[str, float]:
+        return {key: round(value, 5) for key, value in asdict(self).items() if value is not None}
+
+
+class Race(Protocol):
+    """What times the sides of a row."""
+
+    def __call__(
+        self, sides: Mapping[str, Callable[[], object]], *, seconds: float = ..., most: int = ...
+    ) -> dict[str, Timing]: ...
+
+
+def race(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float = 2.0,
+    most: int = 40,
+    fewest: int = 12,
+    warm_up: int = 2,
+    pause: float = PAUSE,
+    synchronize: Callable[[], object] | None = None,
+) -> dict[str, Timing]:
+    """Time all sides, about `seconds` a side and at most `most` counted calls each, at least `fewest`.
+
+    Args:
+        synchronize: waits for the device behind every call, where calls return before their work is done.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    spent = dict.fromkeys(sides, 0.0)
+    wait = synchronize or (lambda: None)
+    for side in sides.values():  # warm-up: compile, allocate, touch
+        for _ in range(warm_up):
+            side()
+    wait()
+    names = list(sides)
+    while True:
+        open_ = [n for n in names if len(samples[n]) < fewest or (len(samples[n]) < most and spent[n] < seconds)]
+        if not open_:
+            break
+        for name in open_:
+            side = sides[name]
+            time.sleep(pause)
+            side()
+            wait()
+            for _ in range(BLOCK):
+                start = time.perf_counter()
+                side()
+                wait()
+                elapsed = time.perf_counter() - start
+                samples[name].append(elapsed * 1e3)
+                spent[name] += elapsed
+        names.append(names.pop(0))  # nobody always follows the same neighbour
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def _timing(values: list[float]) -> Timing:
+    low, _, high = statistics.quantiles(values, n=4)
+    return Timing(statistics.median(values), high - low, min(values), len(values))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]

@@ -1,0 +1,644 @@
+"""Measured times: what is looked up, what is taken, where it is kept, and what verbs make of it."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonschema
+import pytest
+import scripts
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from images import noise
+from times import HERE, asked, entry, fastest, here
+
+import gpu_lod as lod
+from gpu_lod import calibration, dispatch, tables
+from gpu_lod.calibrate import Report, _measure, calibrate
+from gpu_lod.errors import CalibrationWarning, FileError, GpuLodError, InputError
+from gpu_lod.jobs import Job, jobs
+from gpu_lod.tables import Entry, Machine, Question, Table, Timed
+from gpu_lod.timing import race
+
+JOB = Question("mipmap", "mean", 3, "float32", 1, 2**20)
+WAYS = ("torch", "gl compute", "gl fragment")
+MACHINE = Machine("cpu", "a CPU", 2, "", "llvmpipe (LLVM 1, 256 bits)", "4.5 Mesa 1", True)
+GAIN = entry(JOB, torch=(10, 1), gl_compute=(5, 1))
+LOSS = entry(JOB, torch=(5, 1), gl_compute=(10, 1))
+
+# A call of every verb that asks, small.
+CALLS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "mipmap": lambda: (lod.mipmap, (noise(3, 40, 52),)),
+    "mipmap max": lambda: (lod.mipmap, (noise(3, 40, 52), None, "max")),
+    "hiz": lambda: (lod.hiz, (noise(1, 40, 52),)),
+    "gaussian": lambda: (lod.gaussian, (noise(3, 40, 52), 3)),
+    "laplacian": lambda: (lod.laplacian, (noise(3, 40, 52), 3)),
+    "collapse": lambda: (lod.collapse, (lod.laplacian(noise(3, 40, 52), 3),)),
+    "oriented_energy": lambda: (lod.oriented_energy, (noise(1, 40, 52), 3)),
+    "feature_maps": lambda: (lod.feature_maps, (noise(3, 40, 52),)),
+    "log_polar": lambda: (lod.log_polar, (texture(), (0.4, 0.6), 16, 32)),
+    "inverse_log_polar": lambda: (lod.inverse_log_polar, (noise(3, 16, 32), (0.4, 0.6), (40, 52))),
+    "foveate": lambda: (lod.foveate, (texture(), (0.4, 0.6))),
+    "gather_patches": lambda: (lod.gather_patches, (texture(), [[0.4, 0.6, 0.7]], 5)),
+    "cull": lambda: (lod.cull, (lod.hiz(noise(1, 40, 52)), 0.5)),
+    "region_max": lambda: (lod.region_max, (lod.hiz(noise(1, 40, 52)).upload(), torch.tensor([[0.1, 0.1, 0.4, 0.3]]))),
+    "region_min": lambda: (
+        lod.region_min,
+        (lod.hiz(noise(1, 40, 52), "min").upload(), torch.tensor([[0.1, 0.1, 0.4, 0.3]])),
+    ),
+}
+
+
+def texture() -> lod.Pyramid:
+    return lod.mipmap(noise(3, 40, 52)).upload()
+
+
+def seeded(monkeypatch: pytest.MonkeyPatch, *seeds: Table) -> None:
+    calibration.reload()
+    monkeypatch.setattr(calibration, "_seeds", [*seeds])
+
+
+def decide(gl: tables.GL | None = MACHINE.gl, question: Question = JOB, name: str = "a CPU") -> Any:
+    """What is taken on a machine of that name, without a table of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "cpu", lambda: name)
+        return calibration.decide(question, WAYS, HERE, 2, gl)
+
+
+# -- what is looked up -------------------------------------------------------------------------------------------------
+
+
+def test_the_nearest_measurement_within_reach_speaks() -> None:
+    one = replace(GAIN, question=JOB._replace(work=2**18))
+    table = Table(MACHINE, (one, GAIN))
+    for octave, expected in ((16.9, None), (17, one), (18.9, one), (19.1, GAIN), (21, GAIN), (21.1, None)):
+        assert table.nearest(JOB._replace(work=round(2**octave))) is expected, octave
+    assert Table(MACHINE, (GAIN, one)).nearest(JOB._replace(work=2**19)) is one  # as far from both
+    for other in ({"verb": "hiz"}, {"state": ""}, {"channels": 1}, {"dtype": "uint8"}):
+        assert table.nearest(JOB._replace(**other)) is None, other
+
+
+def test_single_images_and_batches_do_not_speak_for_each_other() -> None:
+    batch = replace(GAIN, question=JOB._replace(batch=8))
+    table = Table(MACHINE, (GAIN, batch))
+    found = {count: table.nearest(JOB._replace(batch=count)) for count in (1, 2, 3, 16, 22, 23)}
+    assert found == {1: GAIN, 2: None, 3: batch, 16: batch, 22: batch, 23: None}
+
+
+@pytest.mark.parametrize(
+    ("torchs", "other", "taken"),
+    [
+        ((10, 0), (9, 0), True),
+        ((10, 0), (9.53, 0), False),  # less than 5%
+        ((10, 0), (9.51, 0), True),
+        ((10, 2), (8, 1.9), True),
+        ((10, 2), (8, 2.1), False),  # the middle halves meet
+        ((10, 100), (1, 0.1), False),
+    ],
+)
+def test_a_way_is_taken_only_where_it_clearly_gains(torchs: Any, other: Any, taken: bool) -> None:
+    one = entry(JOB, torch=torchs, gl_compute=other)
+    assert (calibration.taken(one) == "gl compute") == taken
+
+
+def test_the_fastest_of_several_clear_ways() -> None:
+    assert calibration.taken(entry(JOB, torch=(10, 1), gl_compute=(5, 1), gl_fragment=(4, 1))) == "gl fragment"
+    assert calibration.taken(entry(JOB, gl_compute=(5, 1))) == "torch"  # beats nothing
+
+
+def test_a_machine_that_nobody_measured_gains_only_where_all_seeds_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(MACHINE, name="another CPU", gl_driver="4.5 Mesa 2")
+    seeded(monkeypatch, Table(MACHINE, (GAIN,)), Table(other, (GAIN,)))
+    verdict = decide(name="a third")
+    assert verdict.way == "gl compute" and "on 2 machines like this one (llvmpipe, seeds" in verdict.reason
+    assert verdict.reason.startswith("5 ms against 10 ms for torch, measured at a job")
+    assert verdict.figures == {"torch": 10, "gl compute": 5}
+    assert decide(name="a third", gl=("a GPU", "4.6", False)).way == "torch"  # no machine of that kind
+    seeded(monkeypatch, Table(MACHINE, (GAIN,)), Table(other, (LOSS,)))
+    verdict = decide(name="a third")
+    assert verdict.way == "torch" and verdict.reason.startswith("5 ms against 10 ms for gl (compute)")
+    assert decide(name="a CPU").way == "gl compute"  # its own alone decide
+    assert decide(name="another CPU", gl=other.gl).way == "torch"
+    hardware = replace(MACHINE, name="another CPU", renderer="a GPU", software=False)
+    seeded(monkeypatch, Table(MACHINE, (GAIN,)), Table(other, ()), Table(hardware, (LOSS,)))
+    assert decide(name="a third").way == "gl compute"  # who did not measure it, or is of another kind, has no say
+
+
+def test_of_two_ways_the_one_that_gains_on_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = entry(JOB, torch=(10, 1), gl_compute=(5, 1), gl_fragment=(2, 1))
+    one = entry(JOB, torch=(10, 1), gl_compute=(5, 1), gl_fragment=(20, 1))
+    seeded(monkeypatch, Table(MACHINE, (both,)), Table(replace(MACHINE, name="another"), (one,)))
+    assert decide(name="a third").way == "gl compute"
+
+
+def test_what_was_never_measured_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded(monkeypatch, Table(MACHINE, (GAIN,)))
+    verdict = decide(question=JOB._replace(work=2**30))
+    assert verdict.way == "torch" and "has not been measured for CPU tensors" in verdict.reason
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    cuda = torch.device("cuda", 0)
+    verdict = calibration.decide(JOB, WAYS, cuda, 2, None)
+    assert verdict is not None and verdict.way == "torch" and "cuda:0" in verdict.reason
+    on_gpu = Machine("cuda", "a GPU", 0, "600", "a GPU", "4.6", False)
+    seeded(monkeypatch, Table(on_gpu, (GAIN,)))
+    assert calibration.decide(JOB, WAYS, cuda, 2, None) is None
+    verdict = calibration.decide(JOB, WAYS, cuda, 2, on_gpu.gl)
+    assert verdict is not None and verdict.way == "gl compute"
+    monkeypatch.setattr(calibration, "nvidia", lambda: "601")
+    verdict = calibration.decide(JOB, WAYS, cuda, 2, on_gpu.gl)
+    assert verdict is not None and verdict.way == "torch"
+
+
+def test_a_context_is_asked_for_only_where_opengl_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded(monkeypatch, Table(MACHINE, (GAIN,)))
+    assert decide(gl=None) is None
+    seeded(monkeypatch, Table(MACHINE, (LOSS,)))
+    assert decide(gl=None).way == "torch"
+    calibration.reload()
+    monkeypatch.setattr(dispatch, "context_for", lambda *_: pytest.fail("opened a context"))
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "_seeds", [])
+        assert lod.explain(lod.mipmap, noise(3, 40, 52)).backend == "torch"
+        lod.mipmap(noise(3, 40, 52))
+
+
+def test_ways_that_a_verb_does_not_have_are_not_taken(cache: Path) -> None:
+    question = asked(lod.mipmap, noise(3, 40, 52))
+    tables.store(here(), [entry(question, torch=(10, 0.1), gl=(1, 0.1), gl_driver=(1, 0.1), nonsense=(1, 0.1))])
+    calibration.reload()
+    assert lod.explain(lod.mipmap, noise(3, 40, 52)).backend == "torch"
+    assert lod.mipmap(noise(3, 40, 52)).generator == "torch"
+
+
+def test_strips_are_no_pictures(cache: Path) -> None:
+    """They may be as small as a picture that was measured, and wider than any texture."""
+    fastest("gl fragment", lod.mipmap, noise(3, 40, 52))
+    assert lod.explain(lod.mipmap, noise(3, 40, 52)).generator == "fragment"
+    assert lod.explain(lod.mipmap, noise(3, 4, 520)).backend == "torch"
+
+
+# -- what verbs make of it ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_auto_follows_the_times_in_both_directions(name: str, cache: Path, ctx: lod.Context) -> None:
+    verb, arguments = CALLS[name]()
+    for way in dispatch.ways(asked(verb, *arguments).verb):
+        fastest(way, verb, *arguments)
+        chosen = lod.explain(verb, *arguments)
+        assert " ".join(filter(None, [chosen.backend, chosen.generator])) == way
+        assert chosen.figures[way] == 1 and "1 ms against 10 ms" in chosen.reason
+        assert "on this machine (calibrated 2026-11-21)" in chosen.reason
+        result = verb(*arguments)
+        if isinstance(result, lod.Pyramid) and result.reduce in ("mean", "max", "min"):
+            assert result.generator == (chosen.generator or "torch")
+        elif isinstance(result, torch.Tensor):
+            assert ctx.owns(result) == (chosen.backend == "gl")
+
+
+def test_every_verb_that_chooses_is_in_that_test_and_is_calibrated() -> None:
+    verbs = {verb.__name__ for verb in dispatch._choosers}
+    assert {CALLS[name]()[0].__name__ for name in CALLS} == verbs
+    assert {job.verb.__name__ for job in jobs(None, quick=False)} == verbs - {"region_min"}  # as region_max
+
+
+DIRECT = ["mipmap", "hiz", "gaussian", "laplacian", "collapse", "oriented_energy", "inverse_log_polar", "cull"]
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_what_no_shader_can_is_asked_before_the_times(name: str, cache: Path) -> None:
+    verb, arguments = CALLS[name]()
+    fastest(dispatch.ways(asked(verb, *arguments).verb)[1], verb, *arguments)
+    said: list[dispatch.Choice] = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        wrapped = lod.Pyramid((x, *arguments[0].levels[1:]), arguments[0].reduce) if name in ("collapse", "cull") else x
+        said.append(lod.explain(verb, wrapped, *arguments[1:]))
+        return x.sum()
+
+    image = arguments[0][0] if name in ("collapse", "cull") else arguments[0]
+    torch.func.grad(inside)(image)
+    assert said[0].backend == "torch" and "torch.func" in said[0].reason
+
+
+def test_the_same_question_has_the_same_answer(cache: Path) -> None:
+    image = noise(3, 40, 52)
+    fastest("gl compute", lod.mipmap, image)
+    first = lod.explain(lod.mipmap, image)
+    calibration.reload()
+    assert lod.explain(lod.mipmap, image) == first == lod.explain(lod.mipmap, image)
+    assert hash(first) == hash(lod.explain(lod.mipmap, image))
+
+
+def test_looking_up_touches_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [CALLS[name]() for name in ("mipmap", "foveate", "feature_maps")]
+    fastest("gl compute", calls[0][0], *calls[0][1])
+    for verb, arguments in calls:
+        lod.explain(verb, *arguments)
+
+    def touched(*args: Any, **_: Any) -> NoReturn:
+        raise AssertionError(f"touched {args}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "decide", touched)
+        for verb, arguments in calls:
+            lod.explain(verb, *arguments)
+    for module, names in ((builtins, ["open"]), (os, ["open", "stat", "scandir", "listdir"]), (json, ["loads"])):
+        for name in names:
+            monkeypatch.setattr(module, name, touched)
+    monkeypatch.setattr(Path, "read_text", touched)
+    for verb, arguments in calls:
+        lod.explain(verb, *arguments)
+    lod.explain(lod.mipmap, noise(3, 400, 520))  # nor at another size
+    calibration.reload()
+    with pytest.raises(AssertionError, match="touched"):  # so that the lines above could have failed
+        lod.explain(*[calls[0][0], *calls[0][1]])
+
+
+def test_importing_reads_no_table() -> None:
+    code = """
+        import sys
+        seen = []
+        sys.addaudithook(lambda event, args: seen.append(str(args[0])) if event == "open" else None)
+        import gpu_lod
+        print([name for name in seen if name.endswith(".json") or "cpuinfo" in name], "platformdirs" in sys.modules)
+        gpu_lod.explain(gpu_lod.mipmap, __import__("torch").zeros(1, 8, 8))
+        print(any(name.endswith(".json") for name in seen))
+    """
+    assert scripts.succeed(code).splitlines() == ["[] False", "True"]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def put(cache: Path, text: str | bytes) -> Path:
+    """A file in the place of this machine's table."""
+    path = tables.path_of(here())
+    assert path is not None and path.is_relative_to(cache)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    calibration.reload()
+    return path
+
+
+def valid() -> dict[str, Any]:
+    return Table(here(), (GAIN,)).as_dict()
+
+
+def test_a_table_comes_back_as_it_was_stored(cache: Path) -> None:
+    path = tables.store(here(), [GAIN])
+    assert tables.read(path) == Table(here(), (GAIN,), path)
+    newer = replace(LOSS, date="2027-01-01")
+    other = replace(GAIN, question=JOB._replace(work=7))
+    tables.store(here(), [other, newer])
+    assert tables.read(path).entries == (other, newer)  # the last measurement of a job
+    assert [one.name for one in path.parent.iterdir() if one.name != ".lock"] == [path.name]
+
+
+BROKEN: dict[str, Callable[[], str | bytes]] = {
+    "empty": lambda: "",
+    "truncated": lambda: json.dumps(valid())[:-20],
+    "bytes": lambda: b"\xff\xfe\x00",
+    "a list": lambda: "[]",
+    "deep": lambda: "[" * 100_000,
+    "another version": lambda: json.dumps(valid() | {"format": 2}),
+    "version true": lambda: json.dumps(valid() | {"format": True}),
+    "no version": lambda: json.dumps({"entries": []}),
+    "no machine": lambda: json.dumps(valid() | {"machine": None}),
+    "another device": lambda: json.dumps(valid() | {"machine": {**valid()["machine"], "name": "another"}}),
+    "another driver": lambda: json.dumps(valid() | {"machine": {**valid()["machine"], "gl_driver": "another"}}),
+    "no time": lambda: json.dumps(valid()).replace("[5, 1]", "[0, 1]"),
+    "no number": lambda: json.dumps(valid()).replace("[5, 1]", '["5", 1]'),
+    "NaN": lambda: json.dumps(valid()).replace("[5, 1]", "[NaN, 1]"),
+    "endless": lambda: json.dumps(valid()).replace("[5, 1]", "[5, Infinity]"),
+    "huge": lambda: json.dumps(valid()).replace("[5, 1]", f"[{10**400}, 1]"),
+    "work 0": lambda: json.dumps(valid()).replace(str(2**20), "0"),
+    "work true": lambda: json.dumps(valid()).replace(str(2**20), "true"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_no_table_is_ignored_with_one_warning_and_rebuilt(name: str, cache: Path) -> None:
+    path = put(cache, BROKEN[name]())
+    image = noise(3, 40, 52)
+    with pytest.warns(CalibrationWarning) as warned:
+        before = lod.explain(lod.mipmap, image)
+        lod.mipmap(image)
+        lod.explain(lod.hiz, image)
+    assert len(warned) == 1, [str(one.message) for one in warned]
+    assert str(path) in str(warned[0].message) and "`gpu-lod calibrate`" in str(warned[0].message)
+    assert before.backend == "torch"
+    fastest("gl compute", lod.mipmap, image)
+    assert lod.explain(lod.mipmap, image).generator == "compute"
+    assert tables.read(path).machine == here()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
+def test_what_is_no_file_is_ignored(kind: str, cache: Path) -> None:
+    path = put(cache, "")
+    path.unlink()
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "loop": lambda: path.symlink_to(path)}[kind]()
+    with pytest.warns(CalibrationWarning, match="gpu-lod calibrate"):
+        assert lod.explain(lod.mipmap, noise(3, 40, 52)).backend == "torch"
+
+
+def test_a_valid_file_warns_of_nothing(cache: Path) -> None:
+    put(cache, json.dumps(valid()))
+    lod.explain(lod.mipmap, noise(3, 40, 52))  # warnings are errors here
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_no_bytes_raise_from_a_verb(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+    unharmed(tmp_path_factory, text)
+
+
+@given(st.data())
+def test_no_table_with_a_changed_value_raises_from_a_verb(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Some are tables still, of other times or ways."""
+    table: Any = Table(
+        here(), (entry(asked(lod.mipmap, noise(3, 40, 52)), torch=(5, 1), gl_compute=(1, 0.1)),)
+    ).as_dict()
+    node: Any = table
+    while True:
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.booleans()):
+            break
+        node = node[key]
+    if data.draw(st.booleans()):
+        del node[key]
+    else:
+        node[key] = data.draw(json_values)
+    unharmed(tmp_path_factory, json.dumps(table).encode())
+
+
+def unharmed(factory: pytest.TempPathFactory, text: bytes) -> None:
+    """Verbs run, whatever that file in the place of the table holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = factory.mktemp("cache")
+        patch.setenv("GPU_LOD_CACHE", str(folder))
+        put(folder, text)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            image = noise(3, 40, 52)
+            lod.explain(lod.mipmap, image)
+            lod.mipmap(image)
+        assert {one.category for one in said} <= {CalibrationWarning} and len(said) <= 1
+    calibration.reload()
+
+
+def test_folders_that_are_not_there_and_no_folder_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(3, 40, 52)
+    for value in (tmp_path / "none" / "yet", tmp_path):
+        monkeypatch.setenv("GPU_LOD_CACHE", str(value))
+        calibration.reload()
+        lod.explain(lod.mipmap, image)
+        assert fastest("gl compute", lod.mipmap, image) and lod.explain(lod.mipmap, image).backend == "gl"
+    monkeypatch.setenv("GPU_LOD_CACHE", "off")
+    calibration.reload()
+    assert lod.explain(lod.mipmap, image).backend == "torch"
+    with pytest.raises(InputError, match="GPU_LOD_CACHE"):
+        tables.store(here(), [GAIN])
+    with pytest.raises(InputError, match="GPU_LOD_CACHE"):  # and before anything is measured
+        calibrate(1, progress=lambda *_: pytest.fail("measured"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for unset in (lambda: monkeypatch.setenv("GPU_LOD_CACHE", ""), lambda: monkeypatch.delenv("GPU_LOD_CACHE")):
+        unset()
+        assert tables.folder() == tmp_path / "home" / "gpu_lod" / "calibration"
+    calibration.reload()
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GPU_LOD_CACHE", str(tmp_path / "file"))
+    calibration.reload()
+    lod.explain(lod.mipmap, noise(3, 40, 52))
+    report = Report()
+    with pytest.raises(FileError, match="GPU_LOD_CACHE"):
+        calibrate(1, ["region_max"], quick=True, report=report)
+    assert [one.question.verb for entries in report.entries.values() for one in entries] == ["region_max"]
+    calibration.reload()
+
+
+WRITER = """
+    import sys
+    from gpu_lod import tables
+    from gpu_lod.tables import Entry, Machine, Question, Timed
+    machine = Machine("cpu", "a CPU", 2, "", "llvmpipe", "4.5", True)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for number in range(1, 41):
+        question = Question("mipmap", sys.argv[1], 3, "float32", 1, number)
+        path = tables.store(machine, [Entry(question, "a job", "2026-11-21", {"torch": Timed(number, 0.0)})])
+        assert any(entry.question == question for entry in tables.read(path).entries)
+"""
+
+
+def test_processes_that_calibrate_at_once_lose_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "GPU_LOD_CACHE": str(tmp_path)}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd="/",
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    try:
+        for writer in writers:
+            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        for writer in writers:
+            _, errors = writer.communicate(timeout=120)
+            assert writer.returncode == 0, errors
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    [path] = (tmp_path / "calibration").glob("*.json")
+    found = {(one.question.state, one.question.work) for one in tables.read(path).entries}
+    assert found == {*itertools.product("ab", range(1, 41))}
+    assert sorted(one.name for one in path.parent.iterdir()) == [".lock", path.name]
+
+
+def test_times_of_another_driver_are_ignored_with_one_warning(cache: Path) -> None:
+    image = noise(3, 40, 52)
+    questions = [asked(verb, image) for verb in (lod.mipmap, lod.hiz)]
+    old = replace(here(), gl_driver="4.5 Mesa 0")
+    path = tables.store(old, [entry(question, torch=(10, 1), gl_compute=(1, 0.1)) for question in questions])
+    calibration.reload()
+    with pytest.warns(CalibrationWarning, match="another driver, .*4.5 Mesa 0.*`gpu-lod calibrate`") as warned:
+        assert lod.explain(lod.mipmap, image).backend == lod.explain(lod.hiz, image).backend == "torch"
+    assert len(warned) == 1 and str(path) in str(warned[0].message)
+    fastest("gl compute", lod.mipmap, image)
+    assert lod.explain(lod.mipmap, image).backend == "gl"  # and no warning: both drivers have their files
+    assert path.exists()
+
+
+def test_resetting_removes_the_tables_alone(cache: Path) -> None:
+    path = put(cache, json.dumps(valid()))
+    (cache / "else.json").write_text("{}")
+    assert tables.forget() == [path]
+    assert not path.exists() and (cache / "else.json").exists()
+    assert tables.forget() == []
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_of_a_job_is_measured_and_kept(cache: Path) -> None:
+    steps: list[tuple[int, int, str]] = []
+    report = calibrate(1, ["hiz", "log_polar"], quick=True, progress=lambda *step: steps.append(step))
+    [(machine, entries)] = report.entries.items()
+    assert machine == here() and report.left_out == []
+    for one in entries:
+        assert one.ways.keys() == {*dispatch.ways(one.question.verb)}
+        assert {"torch", "gl compute", "gl fragment"} <= one.ways.keys()
+    assert [step[:2] for step in steps] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert report.paths == [tables.path_of(machine)]
+    assert [*tables.read(report.paths[0]).entries] == sorted(map(rounded, entries), key=lambda one: one.question)
+    image = noise(1, 224, 224)
+    chosen = lod.explain(lod.hiz, image)
+    assert "on this machine (calibrated" in chosen.reason and chosen.figures.keys() == set(entries[-1].ways)
+
+
+def rounded(one: Entry) -> Entry:
+    return replace(one, ways={name: Timed(*(round(ms, 5) for ms in way)) for name, way in one.ways.items()})
+
+
+def test_what_was_measured_before_ctrl_c_is_kept(cache: Path) -> None:
+    def stop(number: int, of: int, what: str) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(1, ["region_max", "hiz"], quick=True, progress=stop)
+    path = tables.path_of(here())
+    assert path is not None and [one.question.verb for one in tables.read(path).entries] == ["region_max"]
+
+
+def test_calibrating_mends_a_file_that_is_no_table_without_a_word(cache: Path) -> None:
+    path = put(cache, "{")
+    calibrate(1, ["region_max"], quick=True)  # a warning is an error here
+    assert [one.question.verb for one in tables.read(path).entries] == ["region_max"]
+
+
+def test_jobs_for_which_no_time_is_left_are_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, 40)
+    monkeypatch.setattr("gpu_lod.calibrate.time.monotonic", lambda: float(next(clock)))
+    report = calibrate(1, ["region_max", "hiz", "cull"], quick=True)
+    assert [len(entries) for entries in report.entries.values()] == [1]
+    assert len(report.left_out) == 2 and all(job.endswith("no time was left") for job in report.left_out)
+
+
+def test_a_job_that_cannot_be_done_is_told_and_the_others_are_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: lod.Pyramid) -> lod.Pyramid:
+        raise GpuLodError("no texture today")
+
+    monkeypatch.setattr(lod.Pyramid, "upload", broken)
+    report = calibrate(1, ["region_max", "hiz"], quick=True)
+    assert [one.question.verb for entries in report.entries.values() for one in entries] == ["hiz"]
+    [job] = report.left_out
+    assert job.startswith("region_max") and job.endswith("no texture today")
+
+
+@pytest.mark.parametrize("minutes", [0, -1, math.nan, math.inf])
+def test_time_is_needed(minutes: float, cache: Path) -> None:
+    with pytest.raises(InputError, match="minutes"):
+        calibrate(minutes)
+
+
+def test_unknown_verbs(cache: Path) -> None:
+    with pytest.raises(InputError, match=r"no mipmaps to measure; expected collapse, "):
+        calibrate(1, ["mipmaps"])
+
+
+def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand for them here; a GPU's tests are in test_gpu."""
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    device, image = torch.device("cuda", 0), noise(1, 1, 24, 24)
+    job = Job(lod.hiz, "a job", lambda _: lambda: (image,))
+    machine, one = _measure(job, device, 0.1, quick=True)
+    assert machine == Machine("cuda", "a GPU", 0, "600", "", "", False)
+    assert one.ways.keys() == {*dispatch.ways("hiz")}
+    assert len(waits) > 8 * 3 and {*waits} == {device}
+
+
+def test_on_a_gpu_every_call_is_waited_for() -> None:
+    order: list[str] = []
+    race({"a": lambda: order.append("a")}, seconds=0, fewest=4, pause=0, synchronize=lambda: order.append("|"))
+    assert "".join(order) == "aa|" + "a|" * 5
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_package_holds_seeds_that_are_tables() -> None:
+    calibration.reload()
+    seeds = calibration._of_package()
+    assert len(seeds) >= 2 and all(seed.entries and seed.path is None for seed in seeds)
+    known = {verb.__name__ for verb in dispatch._choosers}
+    for one in itertools.chain.from_iterable(seed.entries for seed in seeds):
+        assert one.question.verb in known and {*one.ways} <= {*dispatch.ways(one.question.verb)} and "torch" in one.ways
+
+
+def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import rows
+    import seeds
+
+    for path in seeds.results():
+        jsonschema.validate(seeds.load(path), rows.SCHEMA)
+    made = {path.name: path.read_text() for path in seeds.write(tmp_path)}
+    shipped = {file.name: file.read_text() for file in resources.files("gpu_lod").joinpath("data").iterdir()}
+    assert made == shipped, "run python bench/seeds.py"
+    assert len(made) == len(seeds.results())
+
+
+def test_seeds_answer_what_the_verbs_ask() -> None:
+    """At the sizes of the benchmark a verb's question is one of the seeds' own."""
+    calibration.reload()
+    questions = {one.question for seed in calibration._of_package() for one in seed.entries}
+    image = noise(1, 3, 224, 224)
+    big, grey = noise(1, 3, 1024, 1024), noise(1, 1, 1024, 1024)
+    pyramid, hz = lod.mipmap(big).upload(), lod.hiz(grey).upload()
+    sites = lod.cortical_sites((0.5, 0.5), 273, (1024, 1024))
+    for verb, *arguments in (
+        (lod.mipmap, image), (lod.hiz, grey), (lod.gaussian, image, 5), (lod.laplacian, image, 5),
+        (lod.collapse, lod.laplacian(image, 5)), (lod.oriented_energy, grey, 5), (lod.feature_maps, image),
+        (lod.feature_maps, big), (lod.log_polar, pyramid, (0.4, 0.6), 256, 512), (lod.foveate, pyramid, (0.4, 0.6)),
+        (lod.gather_patches, pyramid, sites), (lod.gather_patches, pyramid, sites.floor()),
+        (lod.inverse_log_polar, noise(1, 3, 256, 512), (0.4, 0.6), (1024, 1024)), (lod.cull, hz, 0.5),
+        (lod.region_max, hz, torch.zeros(4096, 4)),
+    ):  # fmt: skip
+        assert asked(verb, *arguments) in questions, verb.__name__
