@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from compare import assert_matches
@@ -15,6 +17,7 @@ from gpu_lod.conversion import conversion
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.several_levels import together
 from gpu_lod.transfer import packed_planes
+from gpu_lod.tuning import tuning
 
 ONE_DISPATCH = ("single-pass", "registers")
 STORED = (torch.uint8, torch.float16, torch.float32)
@@ -54,6 +57,31 @@ def test_tiles_and_passes(restored_limits: lod.Context, size: tuple[int, int], d
     for shared_bytes in (SMALL_TILES, 1500, 6000):
         restored_limits.limits.shared_bytes = shared_bytes
         check(lod.mipmap(image, reduce=reduce, generator="single-pass"), image, reduce)
+
+
+@pytest.mark.parametrize("threads", [(32, 8), (16, 16), (64, 1), (1, 1)], ids=str)
+def test_workgroups_of_any_shape(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, threads: tuple[int, int]) -> None:
+    """Hardware takes others than software renderers."""
+    monkeypatch.setattr(ctx, "tuning", dataclasses.replace(ctx.tuning, single_pass=threads, registers=8))
+    for size in ((131, 200), (64, 64)):
+        for dtype in (torch.uint8, torch.float32):
+            image = noise(2, 3, *size, dtype=dtype)
+            for generator in ONE_DISPATCH:
+                check(lod.mipmap(image, generator=generator), image)
+                check(lod.mipmap(image, reduce="max", generator=generator), image, "max")
+            check(lod.mipmap(image, levels=4, dtype=torch.float32, generator="single-pass"), _fractions(image))
+
+
+def _fractions(image: torch.Tensor) -> torch.Tensor:
+    return image / 255 if image.dtype == torch.uint8 else image
+
+
+def test_what_is_taken_where_nothing_is_named(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(1, 8, 8)
+    assert lod.mipmap(image, backend="gl").generator == lod.hiz(image, backend="gl").generator == "registers"
+    monkeypatch.setattr(ctx, "tuning", tuning(software=False))
+    assert lod.mipmap(image, backend="gl").generator == "single-pass"
+    assert lod.explain(lod.hiz, image, backend="gl").generator == "single-pass"
 
 
 def test_every_number_of_levels(restored_limits: lod.Context) -> None:

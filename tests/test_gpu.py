@@ -86,7 +86,7 @@ def test_a_permuted_mask_is_no_trouble() -> None:
 
 @pytest.mark.parametrize("in_gl", [False, True], ids=["ordinary", "in GL memory"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("generator", ["compute", "fragment"])
+@pytest.mark.parametrize("generator", ["compute", "registers", "single-pass", "fragment"])
 def test_mean_chains(gl: lod.Context, generator: Any, dtype: torch.dtype, in_gl: bool) -> None:
     for height, width in [*SIZES, (1001, 777)]:
         image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
@@ -98,7 +98,7 @@ def test_mean_chains(gl: lod.Context, generator: Any, dtype: torch.dtype, in_gl:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("generator", ["compute", "fragment", "sampler"])
+@pytest.mark.parametrize("generator", ["compute", "registers", "single-pass", "fragment", "sampler"])
 @pytest.mark.parametrize("reduce", ["max", "min"])
 def test_hiz(gl: lod.Context, generator: Any, dtype: torch.dtype, reduce: Any) -> None:
     for height, width in SIZES:
@@ -106,6 +106,49 @@ def test_hiz(gl: lod.Context, generator: Any, dtype: torch.dtype, reduce: Any) -
         pyramid = lod.hiz(image, reduce=reduce, generator=generator)
         for level, truth in zip(on_host(pyramid), extreme_chain(image.cpu(), reduce), strict=True):
             assert_matches(level, truth, "exact", where=f"{height} x {width}")
+
+
+def test_single_pass_is_single_pass_at_any_size(gl: lod.Context) -> None:
+    """Many workgroups race for the last place: large batches and pictures, again and again."""
+    for shape in ((1, 3, 4096, 4096), (64, 3, 224, 224), (1, 1, 5001, 7777), (1, 4, 1080, 1920)):
+        image = torch.rand(shape, device=CUDA)
+        expected = lod.mipmap(image, generator="compute")
+        for _ in range(10):
+            for actual, level in zip(lod.mipmap(image, generator="single-pass"), expected, strict=True):
+                assert torch.allclose(actual, level, rtol=0, atol=2e-6)
+        for actual, level in zip(lod.hiz(image, generator="single-pass"), lod.hiz(image, backend="torch"), strict=True):
+            assert torch.equal(actual, level)
+
+
+def test_interleaved_frames_are_converted_on_the_way(gl: lod.Context) -> None:
+    frame = gl.empty(2, 301, 200, 3, dtype=torch.uint8)
+    frame.copy_(noise(2, 301, 200, 3, dtype=torch.uint8))
+    how: dict[str, Any] = {"mean": [0.5, 0.4, 0.3], "std": [0.25] * 3, "dtype": torch.float16}
+    image = frame.permute(0, 3, 1, 2)
+    found = lod.mipmap(image, generator="single-pass", **how)
+    for actual, expected in zip(found, lod.mipmap(image.cpu(), backend="torch", **how), strict=True):
+        assert (actual.cpu().float() - expected.float()).abs().max() < 4e-3
+
+
+def test_bilinear_fetches(gl: lod.Context) -> None:
+    for dtype in (torch.uint8, torch.float16, torch.float32):
+        image = noise(2, 3, 128, 64, dtype=dtype).to(CUDA)
+        found = on_host(lod.mipmap(image, generator="single-pass-texture"))
+        for level, truth in zip(found, mean_chain(image.cpu()), strict=True):
+            slack = HARDWARE_WEIGHT_ERROR * (255 if dtype == torch.uint8 else 1)
+            assert_matches(level, truth, "trilinear", slack=slack)
+
+
+def test_plans_repeat_what_verbs_do(gl: lod.Context) -> None:
+    def retina(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        pyramid = lod.mipmap(image, backend="gl").upload()
+        return lod.log_polar(pyramid, fixation, 16, 32, backend="gl")
+
+    planned = lod.plan(retina, torch.rand(2, 3, 150, 100, device=CUDA), torch.rand(2, 2))
+    assert planned.replays, planned.reason
+    for _ in range(20):
+        image, fixation = torch.rand(2, 3, 150, 100, device=CUDA), torch.rand(2, 2)
+        assert torch.equal(planned(image, fixation), retina(image, fixation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
