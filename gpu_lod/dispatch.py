@@ -11,18 +11,18 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.context import context_for, why_not
-from gpu_lod.errors import InputError
+from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Pyramid
 
-Backend = Literal["auto", "gl", "torch"]
-BACKENDS = ("auto", "gl", "torch")
+Backend = Literal["auto", "gl", "cuda", "torch"]
+BACKENDS = ("auto", "gl", "cuda", "torch")
 
 
 @dataclass(frozen=True)
 class Choice:
     """What runs a call, and why."""
 
-    backend: Literal["gl", "torch"]
+    backend: Literal["gl", "cuda", "torch"]
     reason: str
     generator: str | None = None
 
@@ -32,11 +32,32 @@ class Choice:
 
 
 _choosers: dict[Callable[..., Any], Callable[..., Choice]] = {}
+_with_kernels: list[str] = []
 
 
-def register(verb: Callable[..., Any], choose: Callable[..., Choice]) -> None:
-    """Let `explain` know how a verb chooses; `choose` takes the verb's own arguments."""
+def register(verb: Callable[..., Any], choose: Callable[..., Choice], *, cuda: bool = False) -> None:
+    """Let `explain` know how a verb chooses; `choose` takes the verb's own arguments.
+
+    Args:
+        cuda: the verb takes backend="cuda".
+    """
     _choosers[verb] = choose
+    if cuda:
+        _with_kernels.append(verb.__name__)
+
+
+def check_backend(backend: Any, *, cuda: bool = False) -> None:
+    """Raises for what is no backend, and for backend="cuda" where the verb has no CUDA kernel.
+
+    Args:
+        cuda: it has one.
+    """
+    checks.choice(backend, "backend", BACKENDS)
+    if backend == "cuda" and not cuda:
+        raise UnsupportedError(
+            f"backend='cuda': there is no CUDA kernel for this verb; {', '.join(sorted(_with_kernels))} have one. Use "
+            "backend='gl' or 'torch'."
+        )
 
 
 def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:

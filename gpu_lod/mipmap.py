@@ -11,6 +11,8 @@ from gpu_lod import checks, dispatch, generators, operators
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
+from gpu_lod.kernels.chain import chain
+from gpu_lod.kernels.device import device_of
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
@@ -41,16 +43,18 @@ def mipmap(
         reduce: "mean", "max" or "min".
         generator: what makes it on the GL backend: "compute", "fragment" or "driver" (glGenerateMipmap: mean only, and
             at odd sides OpenGL leaves the filter open; never chosen by "auto"). Naming one implies backend="gl".
-        backend: "gl", "torch" or "auto", which takes what measures fastest; `explain(mipmap, image)` says why. Both
-            give gradients.
+        backend: "gl", "cuda" (one launch for all levels, CUDA tensors only), "torch" or "auto", which takes what
+            measures fastest; `explain(mipmap, image)` says why. All give gradients.
 
     Returns:
         A `Pyramid`. Its level 0 is `image` itself where that needs no copy.
 
     Raises:
         InputError: wrong rank, channels, dtype, an empty side, too many levels, an unknown choice.
-        UnsupportedError: a generator or backend that cannot do this, or no OpenGL for backend="gl".
+        UnsupportedError: a generator or backend that cannot do this, no OpenGL for backend="gl", or no CUDA (driver,
+            cuda-bindings, NVRTC) for backend="cuda".
         LimitError: larger than the device allows.
+        CaptureError: inside a CUDA-graph capture, and not called before it; or by OpenGL.
 
     Source: Guthe and Heckbert, "Non-Power-of-Two Mipmapping" (NVIDIA, 2005); OpenGL 4.5 section 8.14.4 for the level
         sizes.
@@ -76,9 +80,12 @@ def _choose(
 
 def choose_generator(image: torch.Tensor, generator: str, backend: Backend) -> Choice:
     """Shared by the verbs that make chains."""
-    checks.choice(backend, "backend", dispatch.BACKENDS)
-    if generator != "auto" and backend == "torch":
-        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
+    dispatch.check_backend(backend, cuda=True)
+    if generator != "auto" and backend in ("torch", "cuda"):
+        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend={backend!r}.")
+    if backend == "cuda":
+        checks.cuda_input(image)
+        return Choice("cuda", "asked for")
     if backend == "gl" or generator != "auto":
         checks.gl_input(image)
         return Choice("gl", "asked for", "compute" if generator == "auto" else generator)
@@ -104,7 +111,7 @@ def empty(image: torch.Tensor, sizes: list[tuple[int, int]], kind: Kind) -> Pyra
     return Pyramid((image, *(image.new_empty(*image.shape[:-2], *size) for size in sizes[1:])), kind)
 
 
-dispatch.register(mipmap, _choose)
+dispatch.register(mipmap, _choose, cuda=True)
 operators.register(mipmap, _like)
 
 
@@ -183,6 +190,8 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice) -> Py
     """The chain by the chosen backend; arguments are checked."""
     if chosen.backend == "torch":
         return Pyramid(tuple(reference(image, levels, reduce)), reduce)
+    if chosen.backend == "cuda":
+        return _cuda(image, levels, reduce)
     assert chosen.generator is not None
     ctx = context_for(image)
     generator = chosen.generator
@@ -200,6 +209,18 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice) -> Py
     if kept[0] is not None:
         pyramid._keep_textures(ctx, kept[0])
     return pyramid
+
+
+def _cuda(image: torch.Tensor, levels: int, reduce: Reduce) -> Pyramid:
+    device = device_of(image)
+    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
+    top = image.contiguous()
+    result = dispatch.run_gl(
+        lambda source: chain(device, source.contiguous(), sizes, reduce),
+        lambda source: reference(source, levels, reduce)[1:],
+        image if dispatch.needs_grad(image) else top,
+    )
+    return Pyramid((image if dispatch.needs_grad(image) else top, *result), reduce, "cuda")
 
 
 def _gl(
