@@ -58,6 +58,8 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
         }}
     """
     flags = [*_FLAGS, *(f"-D{name}" for name in kernel.defines)]
+    if "__syncthreads" not in texts[kernel.file]:
+        flags.append("-DNO_BARRIERS")  # threads need not be fibers, which take longer
     digest = hashlib.sha256(repr((sorted(texts.items()), unit, flags, COMPILER)).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"gpu_lod-emulator-{os.getuid()}"
     folder.mkdir(exist_ok=True)

@@ -13,8 +13,9 @@ struct Foveate {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) foveate(const Foveate f) {
-    int column = (int)(blockIdx.x * blockDim.x + threadIdx.x), row = (int)blockIdx.y;
-    if (column >= f.width) return;
+    // A block makes 32 x 8 pixels, which read neighbouring texels.
+    int column = (int)(blockIdx.x * 32 + threadIdx.x % 32), row = (int)(blockIdx.y * (THREADS / 32) + threadIdx.x / 32);
+    if (column >= f.width || row >= f.height) return;
     int layer = (int)blockIdx.z;
     float2 centre = f.fixations[layer];
     float pixel_x = 1.0f / (float)f.width, pixel_y = 1.0f / (float)f.height;

@@ -140,7 +140,7 @@ def foveate(source: Source, fixation: torch.Tensor, e0: float, bias: float, anis
             width=source.width,
             channels=source.channels,
         )
-        grid = (-(-source.width // THREADS), source.height, part.count)
+        grid = (-(-source.width // 32), -(-source.height // (THREADS // 32)), part.count)
         source.device.launch(sampling("foveate", source.dtype), grid, THREADS, parameters)
     return target if source.batched else target[0]
 
