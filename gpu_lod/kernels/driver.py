@@ -119,8 +119,9 @@ class CudaDevice:
     # -- streams and order --------------------------------------------------------------------------------------------
 
     def capturing(self) -> bool:
-        with torch.cuda.device(self._ordinal):
-            return torch.cuda.is_current_stream_capturing()
+        none = int(self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+        with self._active():
+            return int(self._call("cuStreamIsCapturing", self._cu.cuStreamIsCapturing(self.stream()))) != none
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
