@@ -163,7 +163,7 @@ def pull(
 
 
 class _WithReferenceGradient(torch.autograd.Function):
-    """GL forward; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
+    """Forward on GL or CUDA; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, reference: Any, *inputs: torch.Tensor) -> Any:
@@ -191,10 +191,10 @@ class _WithReferenceGradient(torch.autograd.Function):
 def run_gl(
     forward: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """`forward(*inputs)`, a sequence of tensors made by shaders, differentiable if an input asks for it.
+    """`forward(*inputs)`, a sequence of tensors made by shaders or kernels, differentiable if an input asks for it.
 
     Args:
-        forward: shader path.
+        forward: shader or kernel path.
         reference: the same in plain torch; called again in the backward.
     """
     if needs_grad(*inputs):

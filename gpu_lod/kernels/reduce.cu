@@ -31,6 +31,7 @@ struct Chain {
     int fours;  // rows are whole groups of four elements, and begin at one
 };
 
+// One side of a tile, at each of its levels.
 struct Side {
     int n[GROUP + 1];      // texels of each level, 0 the one that is read
     int begin[GROUP + 1];  // the tile's texels: from here
@@ -111,42 +112,45 @@ __device__ __forceinline__ void write(const Level& level, int y, int x, Value va
 template <class From>
 __device__ void make_level(const From& from, const Side& down, const Side& right, int k, Value* tile, int stride,
                            const Level& level) {
-    for (int y = down.begin[k] + (int)threadIdx.x / 32; y < down.end[k]; y += THREADS / 32)
-        for (int x = right.begin[k] + (int)threadIdx.x % 32; x < right.end[k]; x += 32) {
-            Value value = footprint(from, y, x, down.n[k - 1], right.n[k - 1]);
-            tile[(y - down.begin[k]) * stride + x - right.begin[k]] = value;
-            if (y < down.own[k] && x < right.own[k]) write(level, y, x, value);
+    int height = down.n[k - 1], top = down.begin[k], own_y = down.own[k], bottom = down.end[k];
+    int width = right.n[k - 1], left = right.begin[k], own_x = right.own[k], end = right.end[k];
+    for (int y = top + (int)threadIdx.x / 32; y < bottom; y += THREADS / 32)
+        for (int x = left + (int)threadIdx.x % 32; x < end; x += 32) {
+            Value value = footprint(from, y, x, height, width);
+            tile[(y - top) * stride + x - left] = value;
+            if (y < own_y && x < own_x) write(level, y, x, value);
         }
 }
 
 // Level 1 where rows are whole groups of four: two neighbours from each row of fours.
 __device__ void make_first_level(const FromPlane& from, const Side& down, const Side& right, Value* tile, int stride,
                                  const Level& level) {
-    int height = down.n[0];
-    for (int y = down.begin[1] + (int)threadIdx.x / 16; y < down.end[1]; y += THREADS / 16)
-        for (int x = right.begin[1] + (int)threadIdx.x % 16 * 2; x < right.end[1]; x += 32) {
-            Value left[3], next[3];
-            int rows = height == 1 ? 1 : 2 + height % 2;
+    int height = down.n[0], top = down.begin[1], own_y = down.own[1], bottom = down.end[1];
+    int left = right.begin[1], own_x = right.own[1], end = right.end[1];
+    int rows = height == 1 ? 1 : 2 + height % 2;
+    for (int y = top + (int)threadIdx.x / 16; y < bottom; y += THREADS / 16)
+        for (int x = left + (int)threadIdx.x % 16 * 2; x < end; x += 32) {
+            Value first[3], next[3];
 #pragma unroll
             for (int row = 0; row < 3; ++row)
                 if (row < rows) {
                     unsigned long long at = (unsigned long long)(height == 1 ? 0 : 2 * y + row) * from.width + 2 * x;
                     Four four = *(const Four*)(from.plane + at);
-                    left[row] = two(load(four.at[0]), load(four.at[1]));
+                    first[row] = two(load(four.at[0]), load(four.at[1]));
                     next[row] = two(load(four.at[2]), load(four.at[3]));
                 }
-            Value a = left[0], b = next[0];
+            Value a = first[0], b = next[0];
             if (rows == 2) {
-                a = two(a, left[1]);
+                a = two(a, first[1]);
                 b = two(b, next[1]);
             } else if (rows == 3) {
-                a = three(a, left[1], left[2], y, height);
+                a = three(a, first[1], first[2], y, height);
                 b = three(b, next[1], next[2], y, height);
             }
-            Value* target = tile + (y - down.begin[1]) * stride + x - right.begin[1];
+            Value* target = tile + (y - top) * stride + x - left;
             target[0] = a;
             target[1] = b;
-            if (y < down.own[1] && x < right.own[1]) {
+            if (y < own_y && x < own_x) {
                 Two pair = {{store(a), store(b)}};
                 *(Two*)(level.plane + (unsigned long long)y * level.width + x) = pair;
             }
