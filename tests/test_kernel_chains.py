@@ -132,7 +132,9 @@ def test_every_barrier_is_needed(which: int) -> None:
 
 
 def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
-    emulated.changes = (("    __threadfence();  // what this thread wrote is there before the count says so\n", ""),)
+    emulated.changes = (
+        ("            __threadfence();  // what this thread wrote is there before the count says so\n", ""),
+    )
     with pytest.raises(AssertionError, match="fence"):
         lod.mipmap(noise(1, 200, 131), backend="cuda")
 

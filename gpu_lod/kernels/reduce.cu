@@ -195,26 +195,29 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int tile_y, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce(const Chain c) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) reduce(const Chain c) {
     __shared__ Value odd[TILE * TILE];           // levels 1, 3, 5 of a tile
     __shared__ Value even[TILE / 2 * TILE / 2];  // levels 2, 4, 6
     __shared__ Side down, right;
     __shared__ int last;
     unsigned tiles = (unsigned)(c.tiles_x * c.tiles_y);
     unsigned plane = blockIdx.x / tiles, tile = blockIdx.x - plane * tiles;
-    make_tile(c, plane, 0, (int)tile / c.tiles_x, (int)tile % c.tiles_x, even, odd, down, right);
-    if (c.levels - 1 <= GROUP) return;
-
-    __threadfence();  // what this thread wrote is there before the count says so
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(c.finished + plane, 1u) == tiles - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    for (int base = GROUP; base < c.levels - 1; base += GROUP) {
-        int tiles_y = (side_of_level(c.height, base) + TILE - 1) / TILE;
-        int tiles_x = (side_of_level(c.width, base) + TILE - 1) / TILE;
-        for (int y = 0; y < tiles_y; ++y)
-            for (int x = 0; x < tiles_x; ++x) make_tile(c, plane, base, y, x, even, odd, down, right);
+    int begin_y = (int)tile / c.tiles_x, begin_x = (int)tile % c.tiles_x, end_y = begin_y + 1, end_x = begin_x + 1;
+    for (int base = 0; base < c.levels - 1; base += GROUP) {
+        if (base == GROUP) {
+            __threadfence();  // what this thread wrote is there before the count says so
+            __syncthreads();
+            if (threadIdx.x == 0) last = atomicAdd(c.finished + plane, 1u) == tiles - 1;
+            __syncthreads();
+            if (!last) return;
+            __threadfence();
+        }
+        if (base > 0) {
+            begin_y = begin_x = 0;
+            end_y = (side_of_level(c.height, base) + TILE - 1) / TILE;
+            end_x = (side_of_level(c.width, base) + TILE - 1) / TILE;
+        }
+        for (int y = begin_y; y < end_y; ++y)
+            for (int x = begin_x; x < end_x; ++x) make_tile(c, plane, base, y, x, even, odd, down, right);
     }
 }
