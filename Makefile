@@ -48,9 +48,9 @@ format: setup  ## let ruff fix and format the code
 setup:
 	@.ci/setup.sh
 
-# A window test needs a screen: Xvfb is one without a monitor.
+# A window test needs a screen: Xvfb is one without a monitor. g++ makes the emulator that CUDA kernels run on.
 setup-test:
-	@.ci/setup.sh xvfb libgl1
+	@.ci/setup.sh xvfb libgl1 g++
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv build dist out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

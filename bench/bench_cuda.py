@@ -88,6 +88,13 @@ class Run:
         else:
             sides.add(name, make)
 
+    def add_kernels(self, sides: Sides, function: Callable[[Any], object], inputs: list[Any], graph: bool) -> None:
+        """A verb with backend="cuda", and that in a CUDA graph."""
+        if self.device.type == "cuda":
+            sides.add("cuda kernels", partial(job, function, inputs))
+            if graph:
+                sides.add("cuda graph of kernels", lambda: captured(function, inputs))
+
     def add_fast_torch(
         self,
         sides: Sides,
@@ -190,6 +197,7 @@ class Run:
         sides.add("auto", partial(job, verb, inputs))
         for generator in generators:
             self.add_gl(sides, f"gl {generator}", partial(job, partial(verb, generator=generator), inputs))
+        self.add_kernels(sides, partial(verb, backend="cuda"), inputs, graph=True)
         for name, way in ways.items():
             sides.add(name, partial(job, *way))
         held: list[torch.Tensor] = []
@@ -259,6 +267,7 @@ class Run:
         for generator in ("compute", "fragment"):
             way = partial(at, partial(ours, generator=generator))
             self.add_gl(sides, f"gl {generator}", partial(job, way, pyramids))
+        self.add_kernels(sides, partial(at, partial(ours, backend="cuda")), pyramids, graph=False)
         sides.add("torch two levels a ring", partial(job, partial(at, partial(ours, backend="torch")), pyramids))
         sides.add("torch every level", partial(job, partial(at, bench_log_polar._all_levels), pyramids))
         # Nothing but the fixation comes at the call: it is copied to where the functions, and graphs of them, read it.

@@ -56,6 +56,10 @@ def _at(sample: Callable[..., object], points: Iterator[torch.Tensor]) -> Callab
     return lambda src: sample(src, next(points))
 
 
+def _kernels(verb: Callable[..., object], device: str) -> list[tuple[str, Callable[..., object]]]:
+    return [("cuda kernels", partial(verb, backend="cuda"))] if torch.device(device).type == "cuda" else []
+
+
 def foveate(
     sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
 ) -> Iterator[Row]:
@@ -69,6 +73,7 @@ def foveate(
                 for name, way in (
                     ("auto", lod.foveate),
                     ("gl compute", partial(lod.foveate, backend="gl")),
+                    *_kernels(lod.foveate, device),
                     ("torch coarse to fine, boxes", partial(lod.foveate, backend="torch")),
                     ("torch every level", _foveate_every_level),
                 )
@@ -122,6 +127,7 @@ def gather_patches(
                     for name, way in (
                         ("auto", lod.gather_patches),
                         ("gl compute", partial(lod.gather_patches, backend="gl")),
+                        *_kernels(lod.gather_patches, device),
                         ("torch sites of a level together", partial(lod.gather_patches, backend="torch")),
                         ("torch every level", _patches_every_level),
                     )

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gpu_lod import recording
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.kernels import device
 from gpu_lod.pyramid import Pyramid, level_sizes
 
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -123,17 +124,17 @@ def size(value: Any) -> tuple[int, int]:
     return integer(value[0], "height", at_least=1), integer(value[1], "width", at_least=1)
 
 
-def fixation(value: Any, batch: int) -> torch.Tensor:
+def fixation(value: Any, batch: int, *, wait: bool = True) -> torch.Tensor:
     """Fixations as fp32 [B, 2], where they are; one fixation serves the whole batch. Inside [0, 1].
 
-    They are read on the host: on a GPU that waits for the work that makes them.
+    They are read on the host: on a GPU that waits for the work that makes them. Without `wait` they are not read there.
     """
-    points, _ = fixations(value, f"[2], or [{batch}, 2] for this batch of {batch}", (1, batch))
+    points, _ = fixations(value, f"[2], or [{batch}, 2] for this batch of {batch}", (1, batch), wait=wait)
     return points.expand(batch, 2)
 
 
 def fixations(
-    value: Any, expected: str = "[2] or [B, 2]", counts: tuple[int, ...] | None = None
+    value: Any, expected: str = "[2] or [B, 2]", counts: tuple[int, ...] | None = None, *, wait: bool = True
 ) -> tuple[torch.Tensor, bool]:
     """Fixations as fp32 [B, 2], and whether it was a single one [2]."""
     points = _numbers(value, "fixation")
@@ -141,7 +142,8 @@ def fixations(
     rows = points[None] if single else points
     if rows.ndim != 2 or rows.shape[1] != 2 or rows.shape[0] < 1 or (counts and rows.shape[0] not in counts):
         raise InputError(f"fixation has shape {tuple(points.shape)}; expected {expected}.")
-    recording.check(_fixation_values, rows)
+    if wait or on_host(rows):
+        recording.check(_fixation_values, rows)
     return rows, single
 
 
@@ -252,18 +254,32 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def on_host(value: torch.Tensor) -> bool:
+    """True if reading the values waits for no device."""
+    return value.device.type == "cpu"
+
+
 def gl_place(value: Any, name: str = "fixation") -> None:
     """The GL backend reads the values of a fixation, or of sites, and gives no gradients in them."""
+    _read_place(value, name, "GL")
+
+
+def cuda_place(value: Any, name: str = "fixation") -> None:
+    """So does the CUDA backend."""
+    _read_place(value, name, "CUDA")
+
+
+def _read_place(value: Any, name: str, backend: str) -> None:
     if transformed(value):
         several = "fixations pass [B, 2]" if name == "fixation" else "sets of sites pass [B, K, 3]"
         raise UnsupportedError(
-            f"{name}: inside torch.func (vmap, grad or jvp), of which the GL backend knows nothing. Use "
+            f"{name}: inside torch.func (vmap, grad or jvp), of which the {backend} backend knows nothing. Use "
             f"backend='torch'; for several {several} and image.expand(B, -1, -1, -1)."
         )
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
-            f"{name}: gradients are asked for, and the GL backend gives them in the image only. Use backend='torch', "
-            f"or {name}.detach()."
+            f"{name}: gradients are asked for, and the {backend} backend gives them in the image only. Use "
+            f"backend='torch', or {name}.detach()."
         )
 
 
@@ -282,16 +298,26 @@ def _batched(value: torch.Tensor) -> bool:
 
 
 def gl_input(value: torch.Tensor) -> None:
-    """GL verbs take CPU and CUDA tensors with memory of their own: there is no functorch rule."""
-    if transformed(value):
-        raise UnsupportedError(
-            "the GL backend knows reverse-mode gradients only: no forward mode, no torch.func.grad, jvp or "
-            "vmap. Use backend='torch' there; for a batch pass [B, C, H, W]."
-        )
+    """GL verbs take CPU and CUDA tensors with memory of their own."""
+    _own_memory(value, "GL")
     if value.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"the tensor is on {value.device}; the GL backend takes CPU and CUDA tensors. Use backend='torch', or move "
             "the tensor."
+        )
+
+
+def cuda_input(value: torch.Tensor) -> None:
+    """CUDA verbs take CUDA tensors with memory of their own."""
+    _own_memory(value, "CUDA")
+    device.check_kind(value.device)
+
+
+def _own_memory(value: torch.Tensor, backend: str) -> None:
+    if transformed(value):  # there is no functorch rule
+        raise UnsupportedError(
+            f"the {backend} backend knows reverse-mode gradients only: no forward mode, no torch.func.grad, jvp or "
+            "vmap. Use backend='torch' there; for a batch pass [B, C, H, W]."
         )
 
 

@@ -66,7 +66,7 @@ def cull(hz: Pyramid, threshold: float | torch.Tensor, backend: Backend = "auto"
 
 
 def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend)
     checks.hiz_pyramid(hz, "max", "cull")
     for value in (hz.levels[0], threshold):
         checks.no_vmap(value, "cull", "every image keeps and prunes another number of texels. Pass [B, C, H, W].")

@@ -14,19 +14,19 @@ import torch
 
 from gpu_lod import calibration, checks
 from gpu_lod.context import Context, context_for, why_not
-from gpu_lod.errors import InputError
+from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.tables import GL, Question
 
-Backend = Literal["auto", "gl", "torch"]
-BACKENDS = ("auto", "gl", "torch")
+Backend = Literal["auto", "gl", "cuda", "torch"]
+BACKENDS = ("auto", "gl", "cuda", "torch")
 
 
 @dataclass(frozen=True)
 class Choice:
     """What runs a call, and why."""
 
-    backend: Literal["gl", "torch"]
+    backend: Literal["gl", "cuda", "torch"]
     reason: str
     generator: str | None = None
     figures: dict[str, float] = field(default_factory=dict, hash=False)
@@ -38,11 +38,32 @@ class Choice:
 
 
 _choosers: dict[Callable[..., Any], Callable[..., Choice]] = {}
+_with_kernels: list[str] = []
 
 
-def register(verb: Callable[..., Any], choose: Callable[..., Choice]) -> None:
-    """Let `explain` know how a verb chooses; `choose` takes the verb's own arguments."""
+def register(verb: Callable[..., Any], choose: Callable[..., Choice], *, cuda: bool = False) -> None:
+    """Let `explain` know how a verb chooses; `choose` takes the verb's own arguments.
+
+    Args:
+        cuda: the verb takes backend="cuda".
+    """
     _choosers[verb] = choose
+    if cuda:
+        _with_kernels.append(verb.__name__)
+
+
+def check_backend(backend: Any, *, cuda: bool = False) -> None:
+    """Raises for what is no backend, and for backend="cuda" where the verb has no CUDA kernel.
+
+    Args:
+        cuda: it has one.
+    """
+    checks.choice(backend, "backend", BACKENDS)
+    if backend == "cuda" and not cuda:
+        raise UnsupportedError(
+            f"backend='cuda': there is no CUDA kernel for this verb; {', '.join(sorted(_with_kernels))} have one. Use "
+            "backend='gl' or 'torch'."
+        )
 
 
 def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
@@ -79,7 +100,7 @@ def ways(verb: str) -> tuple[str, ...]:
     for backend in BACKENDS:
         if backend == "gl" and generators:
             result += [f"gl {name}" for name in generators if name not in _ONLY_BY_NAME]
-        elif backend not in ("auto", "torch"):
+        elif backend == "gl" or (backend == "cuda" and verb in _with_kernels):
             result.append(backend)
     return tuple(result)
 
@@ -113,7 +134,7 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str) -> Choice | None
         return Choice("torch", f"gradients are asked for in the {name}")
     if not isinstance(src, Pyramid):
         return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
-    if src.texture_context() is None:
+    if not src.is_texture:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     return None
 
@@ -218,7 +239,7 @@ def pull(
 
 
 class _WithReferenceGradient(torch.autograd.Function):
-    """GL forward; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
+    """Forward on GL or CUDA; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, reference: Any, *inputs: torch.Tensor) -> Any:
@@ -246,10 +267,10 @@ class _WithReferenceGradient(torch.autograd.Function):
 def run_gl(
     forward: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """`forward(*inputs)`, a sequence of tensors made by shaders, differentiable if an input asks for it.
+    """`forward(*inputs)`, a sequence of tensors made by shaders or kernels, differentiable if an input asks for it.
 
     Args:
-        forward: shader path.
+        forward: shader or kernel path.
         reference: the same in plain torch; called again in the backward.
     """
     if needs_grad(*inputs):

@@ -84,11 +84,16 @@ class DeviceMismatchError(InteropError):
 
 
 class CaptureError(InteropError):
-    """A verb on OpenGL was called while a CUDA graph was being captured."""
+    """While a CUDA graph was being captured a verb was called that the graph cannot hold: one on OpenGL, or a CUDA
+    kernel whose code, texture or tables were not there yet."""
 
 
 class DeviceLostError(InteropError):
     """The GPU or its CUDA context failed and stays unusable in this process."""
+
+
+class KernelError(GpuLodError, RuntimeError):
+    """A CUDA kernel could not be compiled, loaded or launched."""
 
 
 class CudaUnavailableError(UnsupportedError):

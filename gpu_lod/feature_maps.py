@@ -180,7 +180,7 @@ def _choose(
     backend: Backend = "auto",
 ) -> Choice:
     image = checks.image(image)
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend)
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype}; expected torch.float16 or torch.float32.")
     for flag, name in ((video, "video"), (as_texture, "as_texture")):

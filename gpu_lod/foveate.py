@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
@@ -44,7 +46,7 @@ def foveate(
     Convention: each pixel is read at its own position at level max(0, log2((e + e0) / e0) + bias), trilinear over the
         mean mip chain, texel i's centre at (i + 0.5) / n, clamped to the edge; past the last level the last is read.
         With anisotropy a > 1 the footprint is 2^level pixels along the radius and 2^level / a across it, as crowding
-        zones of the visual field are; the texture unit filters it in its own way on the GL backend, and torch takes the
+        zones of the visual field are; the texture unit filters it in its own way on GL and CUDA, and torch takes the
         mean of ceil(a) trilinear samples along the radius, as the extension describes it. So the two differ where there
         is detail.
 
@@ -53,8 +55,9 @@ def foveate(
         e0: eccentricity at which resolution has halved.
         bias: added to the level: more is blurrier.
         anisotropy: 1 to 16.
-        backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`)
-            where that measures faster. Both give gradients in src, "torch" also in the fixation.
+        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
+            pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src,
+            "torch" also in the fixation. "cuda" does not check the values of a fixation that is a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
@@ -63,6 +66,8 @@ def foveate(
             GL_EXT_texture_filter_anisotropic or beyond what it has.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
+        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if src is no texture yet
+            (`Pyramid.upload`), the verb was not called before, or the fixation is on the host.
 
     Source: Perry and Geisler, "Gaze-contingent Real-time Simulation of Arbitrary Visual Fields" (2002); Toet and Levi
         (1992) for zones that are longer along the radius; EXT_texture_filter_anisotropic.
@@ -70,20 +75,25 @@ def foveate(
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     chosen = _choose(src, fixation, e0, bias, anisotropy, backend)
     image = src.levels[0] if isinstance(src, Pyramid) else src
-    points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1)
+    cuda = chosen.backend == "cuda"
+    points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1, wait=not cuda)
     # Beyond these every pixel reads level 0, or the last.
     rule = (max(float(e0), 1e-18), min(max(float(bias), -1e4), 1e4), float(anisotropy))
-    if not isinstance(src, Pyramid):
+    levels = None  # all, where it would take waiting to know which are read
+    if not isinstance(src, Pyramid) and (not cuda or checks.on_host(points)):
         levels = _levels(image, points, *rule[:2])
     if chosen.backend == "torch":
         if isinstance(src, Pyramid):
             src.check_unchanged()
         return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
-    ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend=chosen.backend)
     points = dispatch.kept(points, pyramid.levels)
+    if cuda:
+        sample = partial(samplers.foveate, pyramid.cuda_textures(), points, *rule)
+    else:
+        sample = partial(_gl, pyramid.texture_context() or context_for(*pyramid.levels), pyramid, points, *rule)
     (result,) = dispatch.run_gl(
-        lambda *levels: (_gl(ctx, pyramid, points, *rule),),
+        lambda *levels: (sample(),),
         lambda *levels: (reference(list(levels), points, *rule),),
         *pyramid.levels,
     )
@@ -98,7 +108,7 @@ def _choose(
     anisotropy: float = 1.0,
     backend: Backend = "auto",
 ) -> Choice:
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend, cuda=True)
     image = checks.mean_source(src, "foveate")
     if checks.number(e0, "e0") <= 0:
         raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
@@ -108,6 +118,9 @@ def _choose(
     if backend == "gl":
         checks.gl_input(image)
         checks.gl_place(fixation)
+    if backend == "cuda":
+        checks.cuda_input(image)
+        checks.cuda_place(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
     chosen = dispatch.sampler(src, fixation, "fixation")
@@ -135,7 +148,7 @@ def _like(src: torch.Tensor | Pyramid, *_: Any) -> torch.Tensor:
     return image.new_empty(image.shape)
 
 
-dispatch.register(foveate, _choose)
+dispatch.register(foveate, _choose, cuda=True)
 operators.register(foveate, _like)
 
 

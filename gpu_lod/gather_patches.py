@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
+from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
@@ -63,8 +65,9 @@ def gather_patches(
             mean and std).
         mean, std: a number a channel; the result is (value - mean) / std. Image processors of encoders hold them.
         dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
-        backend: "gl", "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`)
-            where that measures faster. Both give gradients in src, "torch" also in the sites.
+        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
+            pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src,
+            "torch" also in the sites. "cuda" does not check the values of sites that are a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
@@ -72,6 +75,8 @@ def gather_patches(
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
+        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if src is no texture yet
+            (`Pyramid.upload`), the verb was not called before, or the sites are on the host.
 
     Source: patches as in Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021); level of detail as in Williams,
         "Pyramidal Parametrics" (1983).
@@ -86,21 +91,31 @@ def gather_patches(
         "gather_patches",
         "how much it reads depends on the sites. Pass [B, K, 3] and image.expand(B, -1, -1, -1).",
     )
-    highest = checks.highest_level(points)
-    if not isinstance(src, Pyramid):
-        recording.decides("the sites' values decide how many levels it makes")
-        # No more of the chain than the sites read.
-        levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
+    cuda = chosen.backend == "cuda"
+    levels = None
+    if not cuda or checks.on_host(points):
+        highest = checks.highest_level(points)
+        if not isinstance(src, Pyramid):
+            recording.decides("the sites' values decide how many levels it makes")
+            # No more of the chain than the sites read.
+            levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
     if chosen.backend == "torch":
         if isinstance(src, Pyramid):
             src.check_unchanged()
         chain = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels)
         return reference(chain, points, look)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend="gl")
-    ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend=chosen.backend)
     points = dispatch.kept(points, pyramid.levels)
+    if cuda:
+        scale = look.scale or (1.0,) * pyramid.channels
+        offset = look.offset if look.scale else (0.0,) * pyramid.channels
+        how = {"border_zero": look.zero}
+        textures = pyramid.cuda_textures()
+        sample = partial(samplers.patches, textures, points, look.patch, scale, offset, look.dtype, **how)
+    else:
+        sample = partial(_gl, pyramid.texture_context() or context_for(*pyramid.levels), pyramid, points, look)
     (result,) = dispatch.run_gl(
-        lambda *levels: (_gl(ctx, pyramid, points, look),),
+        lambda *levels: (sample(),),
         lambda *levels: (reference(list(levels), points, look),),
         *pyramid.levels,
     )
@@ -124,15 +139,15 @@ def _choose(
 
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend, cuda=True)
     image = checks.mean_source(src, "gather_patches", max_channels=None)
-    if backend == "gl":
+    if backend in ("gl", "cuda"):
         if image.shape[-3] > 4:
             raise InputError(
                 f"src has {image.shape[-3]} channels; textures hold 1 to 4. Use backend='torch', which takes any "
                 "number."
             )
-        checks.gl_input(image)
+        (checks.gl_input if backend == "gl" else checks.cuda_input)(image)
     return image
 
 
@@ -140,6 +155,8 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, ba
     image = src.levels[0] if isinstance(src, Pyramid) else src
     if backend == "gl":
         checks.gl_place(sites, "sites")
+    if backend == "cuda":
+        checks.cuda_place(sites, "sites")
     if backend != "auto":
         return Choice(backend, "asked for")
     chosen = dispatch.sampler(src, sites, "sites")
@@ -179,7 +196,7 @@ def _like(
     return image.new_empty(*image.shape[:-3], sites.shape[-2], image.shape[-3], patch, patch, dtype=dtype)
 
 
-dispatch.register(gather_patches, _choose)
+dispatch.register(gather_patches, _choose, cuda=True)
 operators.register(gather_patches, _like)
 
 

@@ -67,7 +67,7 @@ def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "
 
 def choose(verb: str, image: torch.Tensor, backend: Backend) -> Choice:
     """Shared by the verbs that rest on this pyramid."""
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend)
     if backend == "gl":
         checks.gl_input(image)
     if backend != "auto":

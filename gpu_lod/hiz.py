@@ -37,7 +37,8 @@ def hiz(
             "single-pass" (one for all), "fragment", or "sampler" (the texture unit's min/max filter,
             GL_EXT_texture_filter_minmax; takes no NaN). "auto" takes the one for the device; naming one implies
             backend="gl". The fragment and sampler paths may flush subnormal numbers to zero.
-        backend: "gl", "torch" or "auto"; `explain(hiz, relevance)` says why.
+        backend: "gl", "cuda" (one launch for all levels, CUDA tensors only), "torch" or "auto";
+            `explain(hiz, relevance)` says why.
 
     Returns:
         A `Pyramid` with `reduce` set, for `cull` and `region_max`.
@@ -46,6 +47,7 @@ def hiz(
         InputError: wrong rank, dtype, an empty side, NaN for the sampler generator.
         UnsupportedError: a generator or backend that is not available.
         LimitError: larger than the device allows.
+        CaptureError: inside a CUDA-graph capture, and not called before it; or by OpenGL.
 
     Source: Greene, Kass and Miller, "Hierarchical Z-Buffer Visibility" (SIGGRAPH 1993).
     """
@@ -67,7 +69,7 @@ def _like(relevance: torch.Tensor, reduce: Literal["max", "min"] = "max", *_: st
     return empty(relevance, level_sizes(*relevance.shape[-2:]), reduce)
 
 
-dispatch.register(hiz, _choose)
+dispatch.register(hiz, _choose, cuda=True)
 operators.register(hiz, _like)
 
 

@@ -86,7 +86,7 @@ def _choose(
     polar = checks.image(polar, "polar", max_channels=None)
     checks.size(size)
     checks.choice(border, "border", _BORDERS)
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend)
     ring_rule(polar.shape[-2], polar.shape[-1], r_min, r_max, spacing, e0)
     if backend == "gl":
         checks.gl_input(polar)

@@ -15,6 +15,7 @@ from gpu_lod.bridge import Private
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
+from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid
@@ -64,8 +65,9 @@ def log_polar(
         e0: eccentricity at which cortical magnification has halved (spacing "cortical").
         border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
         generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
-        backend: "gl", "torch" or "auto". Auto uses GL on a pyramid that is a texture already (`Pyramid.upload`),
-            where that measures faster. Both give gradients in src.
+        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
+            pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src.
+            "cuda" does not check the values of a fixation that is a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
@@ -73,6 +75,8 @@ def log_polar(
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device's textures.
         PyramidChangedError: a level was written to since the pyramid was built.
+        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if src is no texture yet
+            (`Pyramid.upload`), the verb was not called before with these arguments, or the fixation is on the host.
 
     Source: Weiman and Chaikin, "Logarithmic Spiral Grids for Image Processing and Display" (1979); Schwartz,
         "Computational Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
@@ -82,17 +86,21 @@ def log_polar(
     chosen = _choose_for(src, fixation, rule, border, generator, backend)
     image = src.levels[0] if isinstance(src, Pyramid) else src
     batch = image.shape[0] if image.ndim == 4 else 1
-    points = checks.fixation(fixation, batch)
+    points = checks.fixation(fixation, batch, wait=chosen.backend != "cuda")
     if chosen.backend == "torch":
         if isinstance(src, Pyramid):
             src.check_unchanged()
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend="gl")
-    ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+    pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend=chosen.backend)
     points = dispatch.kept(points, pyramid.levels)
+    if chosen.backend == "cuda":
+        sample = functools.partial(_cuda, pyramid, points, rule, border)
+    else:
+        ctx = pyramid.texture_context() or context_for(*pyramid.levels)
+        sample = functools.partial(_gl, ctx, pyramid, points, rule, border, chosen.generator or "compute")
     (result,) = dispatch.run_gl(
-        lambda *levels: (_gl(ctx, pyramid, points, rule, border, chosen.generator or "compute"),),
+        lambda *levels: (sample(),),
         lambda *levels: (reference(list(levels), points, rule, border),),
         *pyramid.levels,
     )
@@ -119,12 +127,16 @@ def _choose(
 def _choose_for(
     src: torch.Tensor | Pyramid, fixation: Any, rule: Rule, border: str, generator: str, backend: Backend
 ) -> Choice:
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend, cuda=True)
     checks.choice(border, "border", _BORDERS)
     checks.choice(generator, "generator", _GENERATORS)
     image = checks.mean_source(src, "log_polar")
-    if generator != "auto" and backend == "torch":
-        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
+    if generator != "auto" and backend in ("torch", "cuda"):
+        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend={backend!r}.")
+    if backend == "cuda":
+        checks.cuda_input(image)
+        checks.cuda_place(fixation)
+        return Choice("cuda", "asked for")
     if backend == "gl" or generator != "auto":
         checks.gl_input(image)
         checks.gl_place(fixation)
@@ -151,7 +163,7 @@ def _like(src: torch.Tensor | Pyramid, fixation: Any, rings: int, wedges: int, *
     return image.new_empty(*image.shape[:-2], rings, wedges)
 
 
-dispatch.register(log_polar, _choose)
+dispatch.register(log_polar, _choose, cuda=True)
 operators.register(log_polar, _like)
 
 
@@ -327,17 +339,31 @@ def _gl(
     return result if pyramid.batched else result[0]
 
 
+def _cuda(pyramid: Pyramid, fixation: torch.Tensor, rule: Rule, border: str) -> torch.Tensor:
+    longer, last = max(pyramid.size), len(pyramid) - 1
+    return samplers.log_polar(
+        pyramid.cuda_textures(),
+        fixation,
+        (rule, longer, last),
+        lambda: _table_values(rule, longer, last),
+        border_zero=border == "zero",
+    )
+
+
+def _table_values(rule: Rule, longer: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What does not depend on the image, computed in double precision: radius and level of each ring [rings, 2], cos
+    and sin of each wedge [wedges, 2]."""
+    values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64, device="cpu").T
+    angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
+    return values.float().contiguous(), torch.stack([angle.cos(), angle.sin()], dim=-1).float()
+
+
 def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, Private]:
-    """What does not depend on the image, computed in double precision, kept in GL memory."""
+    """The tables, kept in GL memory."""
 
     def make() -> tuple[Private, Private]:
-        values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64, device="cpu").T
-        angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
-        directions = torch.stack([angle.cos(), angle.sin()], dim=-1)
-        return (
-            ctx.private.lease(rule.rings * 8).write(values.float()),
-            ctx.private.lease(rule.wedges * 8).write(directions.float()),
-        )
+        rings, wedges = _table_values(rule, longer, last)
+        return ctx.private.lease(rule.rings * 8).write(rings), ctx.private.lease(rule.wedges * 8).write(wedges)
 
     return ctx.constants.get(("log_polar", rule, longer, last), make)
 

@@ -13,6 +13,8 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
+from gpu_lod.kernels.chain import chain
+from gpu_lod.kernels.device import device_of
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
@@ -54,8 +56,8 @@ def mipmap(
             by bilinear fetches; mean only, and at odd sides by single texels. "fragment": a draw a level. "driver":
             glGenerateMipmap, mean only, and at odd sides OpenGL leaves the filter open. "auto" takes the one for the
             device; naming one implies backend="gl".
-        backend: "gl", "torch" or "auto", which takes what measures fastest; `explain(mipmap, image)` says why. Both
-            give gradients.
+        backend: "gl", "cuda" (one launch for all levels, CUDA tensors only), "torch" or "auto", which takes what
+            measures fastest; `explain(mipmap, image)` says why. All give gradients.
         mean, std: a number a channel; the pyramid is one of (value - mean) / std. "single-pass" does it, and a change
             of dtype, on the way; other generators start from a converted copy.
         dtype: of the pyramid, float16, bfloat16 or float32; None is the image's (float32 for uint8 with mean or std).
@@ -66,8 +68,10 @@ def mipmap(
 
     Raises:
         InputError: wrong rank, channels, dtype, an empty side, too many levels, an unknown choice, a std of 0.
-        UnsupportedError: a generator or backend that cannot do this, or no OpenGL for backend="gl".
+        UnsupportedError: a generator or backend that cannot do this, no OpenGL for backend="gl", or no CUDA (driver,
+            cuda-bindings, NVRTC) for backend="cuda".
         LimitError: larger than the device allows.
+        CaptureError: inside a CUDA-graph capture, and not called before it; or by OpenGL.
 
     Source: Guthe and Heckbert, "Non-Power-of-Two Mipmapping" (NVIDIA, 2005); OpenGL 4.5 section 8.14.4 for the level
         sizes.
@@ -104,9 +108,12 @@ def choose_generator(
     Args:
         state, channels, batch: as in `tables.Question`.
     """
-    checks.choice(backend, "backend", dispatch.BACKENDS)
-    if generator != "auto" and backend == "torch":
-        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend='torch'.")
+    dispatch.check_backend(backend, cuda=True)
+    if generator != "auto" and backend in ("torch", "cuda"):
+        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend={backend!r}.")
+    if backend == "cuda":
+        checks.cuda_input(image)
+        return Choice("cuda", "asked for")
     if backend == "gl" or generator != "auto":
         checks.gl_input(image)
         if generator != "auto":
@@ -156,7 +163,7 @@ def empty(image: torch.Tensor, sizes: list[tuple[int, int]], kind: Kind) -> Pyra
     return Pyramid((image, *(image.new_empty(*image.shape[:-2], *size) for size in sizes[1:])), kind)
 
 
-dispatch.register(mipmap, _choose)
+dispatch.register(mipmap, _choose, cuda=True)
 operators.register(mipmap, _like)
 
 
@@ -242,6 +249,8 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     """The chain by the chosen backend; arguments are checked."""
     if chosen.backend == "torch":
         return Pyramid(tuple(reference(image, levels, reduce, values)), reduce)
+    if chosen.backend == "cuda":
+        return _cuda(image, levels, reduce, values)
     ctx = context_for(image)
     generator = chosen.generator or ctx.tuning.generator
     if values is not None:
@@ -265,6 +274,27 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     if kept[0] is not None:
         pyramid._keep_textures(ctx, kept[0])
     return pyramid
+
+
+def _cuda(image: torch.Tensor, levels: int, reduce: Reduce, values: Conversion | None) -> Pyramid:
+    device = device_of(image)
+    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
+    if values is not None:
+        # Torch converts on the way in and, once, on the way out.
+        def converted(source: torch.Tensor) -> list[torch.Tensor]:
+            wide = values.apply(source.detach())
+            top = (wide if reduce == "mean" else stored(wide, values.dtype)).contiguous()
+            return [stored(level, values.dtype) for level in (top, *chain(device, top, sizes, reduce))]
+
+        made = dispatch.run_gl(converted, lambda source: reference(source, levels, reduce, values), image)
+        return Pyramid(tuple(made), reduce, "cuda")
+    top = image.contiguous()
+    result = dispatch.run_gl(
+        lambda source: chain(device, source.contiguous(), sizes, reduce),
+        lambda source: reference(source, levels, reduce)[1:],
+        image if dispatch.needs_grad(image) else top,
+    )
+    return Pyramid((image if dispatch.needs_grad(image) else top, *result), reduce, "cuda")
 
 
 def _gl(

@@ -11,6 +11,8 @@ from torch.utils import _pytree
 
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
+from gpu_lod.kernels.device import device_of
+from gpu_lod.kernels.textures import Source
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, tensors_to_textures
 
@@ -53,7 +55,7 @@ class Pyramid:
     reduce: Kind = "mean"
     """What the levels hold: "mean", "max" or "min" of footprints, "gaussian" or "laplacian"."""
     generator: str = "torch"
-    """What made it: "torch", the name of a GL generator, or "compiled" where compiled code left that open."""
+    """What made it: "torch", "cuda", the name of a GL generator, or "compiled" where compiled code left that open."""
     _versions: tuple[int, ...] = field(default=(), init=False)
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -172,16 +174,33 @@ class Pyramid:
                 return found
         return None
 
-    def upload(self, context: Context | None = None) -> Pyramid:
-        """Make the pyramid a texture now rather than at the first GL sample; returns itself.
+    def upload(self, context: Context | None = None, backend: Literal["gl", "cuda"] = "gl") -> Pyramid:
+        """Make the pyramid a texture now rather than at the first sample by a texture unit; returns itself.
 
         With `backend="auto"` samplers use the texture units where they are faster once the texture is there. In
         compiled code this does nothing.
+
+        Args:
+            context: of OpenGL; None is the device's own.
+            backend: "gl", or "cuda" for samplers with backend="cuda". While a CUDA graph is captured none can be made,
+                so one that a graph samples is made before; the pyramid must then live as long as the graph.
+
+        Raises:
+            InputError: an unknown backend, a context for "cuda", or a pyramid that cannot be such a texture.
+            LimitError: larger than the device's textures.
+            CaptureError: a CUDA graph is being captured.
         """
+        if backend not in ("gl", "cuda"):
+            raise InputError(f"backend is {backend!r}; a pyramid becomes a texture of 'gl' or of 'cuda'.")
+        if backend == "cuda" and context is not None:
+            raise InputError("a context of OpenGL makes no texture of backend='cuda'; leave it out.")
         if torch.compiler.is_compiling():
             return self
         if any(map(torch._C._functorch.is_functorch_wrapped_tensor, self.levels)):
             raise UnsupportedError("a pyramid inside a torch.func transform has no memory to upload; leave that out.")
+        if backend == "cuda":
+            self.cuda_textures()
+            return self
         ctx = context or context_for(*self.levels)
         with ctx.active(self.device):
             self.textures(ctx)
@@ -204,14 +223,42 @@ class Pyramid:
         textures: list[tuple[int, Texture]] = self._cache[key][1]
         return textures
 
+    @property
+    def is_texture(self) -> bool:
+        """Whether it was uploaded, to OpenGL or to CUDA."""
+        return ("cuda",) in self._cache or self.texture_context() is not None
+
+    def cuda_textures(self) -> Source:
+        """The mean pyramid as layered textures of its CUDA device, made once and kept.
+
+        Raises:
+            InputError: no mean pyramid, or one of more than 4 channels.
+            UnsupportedError: it is on no CUDA device, or CUDA cannot be used here.
+            LimitError: larger than the device's textures.
+            CaptureError: it is none yet, and a CUDA graph is being captured.
+        """
+        self.check_unchanged()
+        if ("cuda",) not in self._cache:
+            if self.reduce != "mean":
+                raise InputError(f"a {self.reduce} pyramid is no texture of backend='cuda'; mean ones are: mipmap().")
+            self._check_channels(self.channels)
+            device = device_of(self.levels[0])
+            self._cache["cuda",] = (device, Source(device, self.levels))
+        source: Source = self._cache["cuda",][1]
+        return source
+
+    @staticmethod
+    def _check_channels(channels: int) -> None:
+        if channels > 4:
+            raise InputError(f"the pyramid has {channels} channels; textures hold 1 to 4. Use backend='torch'.")
+
     def _make_textures(self, ctx: Context, channels: int, *, filtered: bool) -> list[tuple[int, Texture]]:
         if self.reduce in BURT:
             raise InputError(
                 f"a {self.reduce} pyramid cannot be a texture: its samples do not stand at texel centres. Samplers "
                 "take mipmap() and hiz()."
             )
-        if channels > 4:
-            raise InputError(f"the pyramid has {channels} channels; textures hold 1 to 4. Use backend='torch'.")
+        self._check_channels(channels)
         height, width = self.size
         check_texture_size(ctx, height, width)
         result = []

@@ -70,7 +70,7 @@ def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -
 
 
 def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = "max") -> Choice:
-    checks.choice(backend, "backend", dispatch.BACKENDS)
+    dispatch.check_backend(backend)
     checks.hiz_pyramid(hz, reduce, f"region_{reduce}")
     if len(hz) != max(hz.size).bit_length():
         raise InputError(

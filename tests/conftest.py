@@ -9,9 +9,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from cuda_emulator import EmulatedDevice
 
 import gpu_lod as lod
 from gpu_lod import calibration
+from gpu_lod.kernels import device
 
 hypothesis.settings.register_profile("gpu_lod", deadline=None, max_examples=40, derandomize=True)
 hypothesis.settings.load_profile("gpu_lod")
@@ -76,3 +78,12 @@ def page() -> torch.Tensor:
     from skimage import data
 
     return torch.from_numpy(data.page())[None].contiguous()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+    """backend="cuda" on CPU tensors, by the emulator."""
+    found = EmulatedDevice()
+    monkeypatch.setattr(device, "KIND", "cpu")
+    monkeypatch.setattr(device, "open_device", lambda _: found)
+    return found

@@ -1,0 +1,65 @@
+"""Compiled kernels on disk, so that only the first process compiles.
+
+A file is a digest of what follows, then the machine code: one that is damaged, cut short or cannot be read counts as
+absent. It appears under its name whole or not at all, so processes may write at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def folder() -> Path | None:
+    """Where they are kept; None without platformdirs, which says where."""
+    try:
+        import platformdirs
+    except ImportError:
+        return None
+    return Path(platformdirs.user_cache_dir("gpu_lod")) / "cubins"
+
+
+def load(name: str) -> bytes | None:
+    """What was kept under a name."""
+    where = folder()
+    if where is None:
+        return None
+    try:
+        content = (where / f"{name}.cubin").read_bytes()
+    except OSError:
+        return None
+    code = content[_DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == content[:_DIGEST_BYTES] else None
+
+
+def keep(name: str, code: bytes) -> None:
+    """Keep it under a name, if that can be."""
+    where = folder()
+    if where is None:
+        return
+    temporary = None
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=where)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(temporary, where / f"{name}.cubin")
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        _warn_once(where, str(error))
+
+
+@functools.cache
+def _warn_once(where: Path, reason: str) -> None:
+    warnings.warn(
+        f"compiled CUDA kernels cannot be kept in {where} ({reason}), so every process compiles them again. Make it "
+        "writable, or name another place with XDG_CACHE_HOME.",
+        stacklevel=2,
+    )

@@ -1,0 +1,19 @@
+// Hooks of the reduction: the exact area average, carried in fp32 and rounded where a level is stored.
+#pragma once
+#include "elements.cuh"
+
+typedef float Value;
+__device__ __forceinline__ Value load(element stored) { return to_float(stored); }
+__device__ __forceinline__ element store(Value value) { return to_element(value); }
+__device__ __forceinline__ Value two(Value a, Value b) { return 0.5f * a + 0.5f * b; }
+
+// Output i of an odd side n = 2 m + 1: the polyphase box filter of Guthe and Heckbert, weights (m - i, m, i + 1) / n.
+// The middle one is what the others leave of 1, so that a constant stays one.
+__device__ __forceinline__ Value three(Value a, Value b, Value c, int i, int n) {
+    float part = 1.0f / (float)n, first = (float)(n / 2 - i) * part, last = (float)(i + 1) * part;
+    return first * a + (1.0f - first - last) * b + last * c;
+}
+
+#ifndef FLOAT32
+#define KEEP_WIDE  // levels that later levels are made of are kept unrounded too
+#endif

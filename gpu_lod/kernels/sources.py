@@ -1,0 +1,62 @@
+"""The CUDA sources as package data."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+
+ELEMENTS = {
+    torch.uint8: "UINT8",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float32: "FLOAT32",
+}
+"""What elements.cuh calls a dtype."""
+
+REDUCTIONS = {"mean": "REDUCE_MEAN", "max": "REDUCE_MAX", "min": "REDUCE_MIN"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and what it is compiled for."""
+
+    name: str
+    """Of the function, and of the file without .cu."""
+    defines: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.cu"
+
+
+def reduction(dtype: torch.dtype, reduce: str) -> Kernel:
+    return Kernel("reduce", (ELEMENTS[dtype], REDUCTIONS[reduce]))
+
+
+def sampling(name: str, dtype: torch.dtype) -> Kernel:
+    """fill, log_polar, foveate or patches."""
+    return Kernel(name, (ELEMENTS[dtype],))
+
+
+def variants() -> list[Kernel]:
+    """Every kernel that can be asked for."""
+    return [reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS] + [
+        sampling(name, dtype) for name in ("fill", "log_polar", "foveate", "patches") for dtype in ELEMENTS
+    ]
+
+
+@functools.cache
+def texts() -> dict[str, str]:
+    """Every source file by its name."""
+    return {
+        item.name: item.read_text(encoding="utf-8")
+        for item in files(__package__).iterdir()
+        if item.name.endswith((".cu", ".cuh"))
+    }
+
+
+def headers() -> dict[str, str]:
+    return {name: text for name, text in texts().items() if name.endswith(".cuh")}

@@ -1,0 +1,269 @@
+// CUDA C++ on a CPU, for one block at a time. Stands in for intrinsics.cuh and for what NVRTC has built in.
+//
+// The threads of a block are fibers that run from barrier to barrier, in an order that the caller chooses: what one order
+// computes and another does not is a missing barrier. Shared memory holds rubbish when a block begins. What no GPU would
+// forgive ends in a message: a barrier that not all threads reach, a count that does not come after a fence, a surface
+// written outside.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static __attribute__((section("shared_memory")))
+
+struct Index { unsigned x, y, z; };
+struct uchar2 { unsigned char x, y; };
+struct uchar4 { unsigned char x, y, z, w; };
+struct ushort2 { unsigned short x, y; };
+struct ushort4 { unsigned short x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+typedef unsigned long long cudaTextureObject_t, cudaSurfaceObject_t;
+
+static Index threadIdx, blockIdx, blockDim, gridDim;
+static char wrong[200];  // the first thing that went wrong
+
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float half_to_float(unsigned short bits) {
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float size = exponent == 31  ? (fraction ? NAN : INFINITY)
+                 : exponent == 0 ? ldexpf((float)fraction, -24)
+                                 : ldexpf((float)(fraction + 1024), exponent - 25);
+    return bits & 0x8000 ? -size : size;
+}
+
+inline unsigned short float_to_half(float value) {
+    unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return 0x7fff;
+    if (size >= 0x477ff000u) return (unsigned short)(sign | 0x7c00u);
+    if (size < 0x38800000u)  // subnormal: the sum with 0.5 rounds
+        return (unsigned short)(sign | (__float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u));
+    return (unsigned short)(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13));
+}
+
+// -- the threads of a block -------------------------------------------------------------------------------------------
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+    int line;     // of the barrier that it waits at
+    bool fenced;  // since it last wrote anything that others count on
+};
+
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int running;
+
+static void complain(const char* what, int line) {
+    if (!wrong[0]) snprintf(wrong, sizeof wrong, "%s (line %d), block %u, thread %d", what, line, blockIdx.x, running);
+}
+
+inline void wait_at(int line) {
+#ifdef NO_BARRIERS
+    complain("a barrier in a kernel that is said to have none", line);
+#endif
+    fibers[running].line = line;
+    swapcontext(&fibers[running].context, &scheduler);
+}
+#define __syncthreads() wait_at(__LINE__)
+
+inline void __threadfence() { fibers[running].fenced = true; }
+
+inline unsigned count_up(unsigned* counter, unsigned by, int line) {
+    for (const Fiber& fiber : fibers)
+        if (!fiber.fenced) complain("a block is counted before all its threads have fenced", line);
+    unsigned before = *counter;
+    *counter += by;
+    return before;
+}
+#define atomicAdd(counter, by) count_up(counter, by, __LINE__)
+
+// -- textures and surfaces --------------------------------------------------------------------------------------------
+
+struct EmulatedTexture {
+    char* level[16];
+    int width, height, layers, levels, channels;
+    int bytes;     // of a channel: 1 fractions of 255, 2 fp16, 4 fp32
+    int filtered;  // else the nearest texel of the nearest level
+    int anisotropy;
+};
+
+struct EmulatedSurface {
+    char* data;
+    int width, height, layers, texel_bytes;
+};
+
+template <class T> void surf2DLayeredwrite(T value, cudaSurfaceObject_t object, int x, int y, int layer) {
+    const EmulatedSurface& s = *(const EmulatedSurface*)object;
+    if ((int)sizeof(T) != s.texel_bytes || x % s.texel_bytes || x < 0 || x >= s.width * s.texel_bytes || y < 0 ||
+        y >= s.height || layer < 0 || layer >= s.layers)
+        return complain("a surface is written outside, or in texels of another size", 0);
+    memcpy(s.data + ((size_t)layer * s.height + y) * s.width * s.texel_bytes + x, &value, sizeof(T));
+}
+
+static float4 texel_at(const EmulatedTexture& t, int level, int x, int y, int layer) {
+    int width = max(t.width >> level, 1), height = max(t.height >> level, 1);
+    x = min(max(x, 0), width - 1);
+    y = min(max(y, 0), height - 1);
+    float channel[4] = {NAN, NAN, NAN, NAN};  // nobody may use one that the texture has not
+    if (layer < 0 || layer >= t.layers) complain("a layer is read that the texture has not", layer);
+    const char* at = t.level[level] + (((size_t)layer * height + y) * width + x) * t.channels * t.bytes;
+    for (int i = 0; i < t.channels; ++i, at += t.bytes) {
+        unsigned short half;
+        if (t.bytes == 1) channel[i] = (float)(unsigned char)*at / 255.0f;
+        else if (t.bytes == 2) memcpy(&half, at, 2), channel[i] = half_to_float(half);
+        else memcpy(channel + i, at, 4);
+    }
+    return {channel[0], channel[1], channel[2], channel[3]};
+}
+
+// Weights have 8 fractional bits (CUDA Programming Guide, "Texture Fetching").
+inline float weight(float share) { return rintf(share * 256.0f) / 256.0f; }
+
+static float4 mixed(float4 a, float4 b, float share) {
+    float keep = 1.0f - share;
+    return {keep * a.x + share * b.x, keep * a.y + share * b.y, keep * a.z + share * b.z, keep * a.w + share * b.w};
+}
+
+static float4 bilinear(const EmulatedTexture& t, int level, float x, float y, int layer) {
+    float width = (float)max(t.width >> level, 1), height = (float)max(t.height >> level, 1);
+    float u = fminf(fmaxf(x * width - 0.5f, -1.0f), width), v = fminf(fmaxf(y * height - 0.5f, -1.0f), height);
+    int i = (int)floorf(u), j = (int)floorf(v);
+    float a = weight(u - (float)i), b = weight(v - (float)j);
+    return mixed(mixed(texel_at(t, level, i, j, layer), texel_at(t, level, i + 1, j, layer), a),
+                 mixed(texel_at(t, level, i, j + 1, layer), texel_at(t, level, i + 1, j + 1, layer), a), b);
+}
+
+template <class T> T tex2DLayeredLod(cudaTextureObject_t object, float x, float y, int layer, float level) {
+    const EmulatedTexture& t = *(const EmulatedTexture*)object;
+    level = fminf(fmaxf(level, 0.0f), (float)(t.levels - 1));
+    if (!t.filtered) {
+        int nearest = (int)floorf(level + 0.5f);
+        float width = (float)max(t.width >> nearest, 1), height = (float)max(t.height >> nearest, 1);
+        return texel_at(t, nearest, (int)floorf(x * width), (int)floorf(y * height), layer);
+    }
+    int fine = (int)level;
+    float4 result = bilinear(t, fine, x, y, layer);
+    float share = weight(level - (float)fine);
+    return share > 0.0f ? mixed(result, bilinear(t, min(fine + 1, t.levels - 1), x, y, layer), share) : result;
+}
+
+// As EXT_texture_filter_anisotropic describes it.
+template <class T>
+T tex2DLayeredGrad(cudaTextureObject_t object, float x, float y, int layer, float2 by_x, float2 by_y) {
+    const EmulatedTexture& t = *(const EmulatedTexture*)object;
+    float a = hypotf(by_x.x * t.width, by_x.y * t.height), b = hypotf(by_y.x * t.width, by_y.y * t.height);
+    float2 longer = a > b ? by_x : by_y;
+    int probes = (int)fminf(ceilf(fmaxf(a, b) / fminf(a, b) - 1e-4f), (float)t.anisotropy);
+    float level = log2f(fmaxf(a, b) / (float)probes);
+    float4 sum = {0, 0, 0, 0};
+    for (int i = 1; i <= probes; ++i) {
+        float at = (float)i / (float)(probes + 1) - 0.5f;
+        float4 one = tex2DLayeredLod<T>(object, x + longer.x * at, y + longer.y * at, layer, level);
+        sum = {sum.x + one.x / probes, sum.y + one.y / probes, sum.z + one.z / probes, sum.w + one.w / probes};
+    }
+    return sum;
+}
+
+// -- a launch ---------------------------------------------------------------------------------------------------------
+
+extern "C" char __start_shared_memory[] __attribute__((weak));
+extern "C" char __stop_shared_memory[] __attribute__((weak));
+
+static void (*body)();
+
+static void one_thread() {
+    body();
+    fibers[running].done = true;
+    swapcontext(&fibers[running].context, &scheduler);
+}
+
+static void run_block(int threads, int order, std::mt19937& random) {
+    if (__start_shared_memory) memset(__start_shared_memory, 0xcd, __stop_shared_memory - __start_shared_memory);
+#ifdef NO_BARRIERS
+    for (int i = 0; i < threads; ++i) {
+        running = i;
+        threadIdx = {(unsigned)i, 0, 0};
+        body();
+    }
+    return;
+#endif
+    std::vector<int> turn(threads);
+    for (int i = 0; i < threads; ++i) {
+        turn[i] = order == 1 ? threads - 1 - i : i;
+        Fiber& fiber = fibers[i];
+        fiber.done = fiber.fenced = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, one_thread, 0);
+    }
+    for (bool alive = true; alive && !wrong[0];) {
+        if (order == 2) std::shuffle(turn.begin(), turn.end(), random);
+        alive = false;
+        int line = 0, ended = 0;
+        for (int i : turn) {
+            if (fibers[i].done) continue;
+            running = i;
+            threadIdx = {(unsigned)i, 0, 0};
+            swapcontext(&scheduler, &fibers[i].context);
+            if (fibers[i].done) {
+                ++ended;
+                continue;
+            }
+            alive = true;
+            if (line && line != fibers[i].line) complain("threads wait at different barriers", fibers[i].line);
+            line = fibers[i].line;
+        }
+        if (alive && ended) complain("threads end where others wait at a barrier", line);
+    }
+}
+
+// order: of threads, 0 ascending, 1 descending, 2 shuffled anew at each barrier; blocks are shuffled unless seed is 0.
+static const char* run_grid(void (*kernel)(), Index grid, int threads, int order, unsigned seed) {
+    body = kernel;
+    wrong[0] = 0;
+    gridDim = grid;
+    blockDim = {(unsigned)threads, 1, 1};
+    fibers.resize(threads);
+    for (Fiber& fiber : fibers) fiber.stack.resize(1 << 16);
+    std::mt19937 random(seed);
+    std::vector<unsigned> blocks(grid.x);
+    for (unsigned i = 0; i < grid.x; ++i) blocks[i] = i;
+    if (seed) std::shuffle(blocks.begin(), blocks.end(), random);
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x : blocks) {
+                blockIdx = {x, y, z};
+                run_block(threads, order, random);
+                if (wrong[0]) return wrong;
+            }
+    return nullptr;
+}

@@ -1,0 +1,290 @@
+"""backend="cuda" on a real GPU: the kernels against float64, streams, graphs, and no waiting.
+
+`make gpu-check` runs these. None of them needs OpenGL.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from images import DTYPES, SIZES, noise
+from oracle import extreme_chain, mean_chain
+from oracle import foveate as foveate_oracle
+from oracle import gather_patches as patch_oracle
+from oracle import log_polar as polar_oracle
+from scripts import succeed
+from test_gather_patches import grid_sites, unfolded
+
+import gpu_lod as lod
+from gpu_lod.errors import CaptureError
+from gpu_lod.kernels.device import device_of
+from gpu_lod.kernels.textures import textures_of
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda:0"
+ODD = [(1001, 777), (127, 255), (4097, 33), (1, 9001), (8191, 3)]
+
+
+def on_host(levels: Any) -> list[torch.Tensor]:
+    return [level.cpu() for level in levels]
+
+
+def slack(truth: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Of weights with 8 fractional bits."""
+    return 2 * HARDWARE_WEIGHT_ERROR * truth[1] + HARDWARE_WEIGHT_ERROR * truth[2]
+
+
+# -- every verb against the float64 oracle ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, *ODD, (64, 64), (1024, 1024)], ids=str)
+def test_chains(size: tuple[int, int], dtype: torch.dtype) -> None:
+    image = noise(2, 3, *size, dtype=dtype).to(CUDA)
+    for level, truth in zip(on_host(lod.mipmap(image, backend="cuda")), mean_chain(image.cpu()), strict=True):
+        assert_matches(level, truth, "box")
+    for reduce in ("max", "min"):
+        pyramid = lod.hiz(image[:, :2], reduce=reduce, backend="cuda")
+        for level, truth in zip(on_host(pyramid), extreme_chain(image[:, :2].cpu(), reduce), strict=True):
+            assert_matches(level, truth, "exact")
+
+
+def test_every_small_size() -> None:
+    for height in range(1, 68):
+        for width in (1, 2, 3, (height * 29) % 67 + 1, 63, 64, 65, 67):
+            image = noise(1, 1, height, width)
+            for level, truth in zip(
+                on_host(lod.hiz(image.to(CUDA), backend="cuda")), extreme_chain(image, "max"), strict=True
+            ):
+                assert torch.equal(level.double(), truth), (height, width)
+
+
+def test_nan_and_subnormals() -> None:
+    relevance = torch.randn(1, 2, 230, 70)
+    relevance.view(-1)[::53] = float("nan")
+    relevance[0, 1] = -1e-40
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for reduce in ("max", "min"):
+            pyramid = lod.hiz(relevance.to(CUDA, dtype), reduce=reduce, backend="cuda")
+            for level, truth in zip(on_host(pyramid), extreme_chain(relevance.to(dtype), reduce), strict=True):
+                assert_matches(level, truth, "exact")
+
+
+def test_a_thousand_chains_are_the_same() -> None:
+    """What the last block reads is what the others wrote, every time."""
+    image = torch.rand(8, 3, 1000, 1333, device=CUDA)
+    first = lod.mipmap(image, backend="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
+    for _ in range(1000):
+        for one, two in zip(lod.mipmap(image, backend="cuda").levels[1:], first.levels[1:], strict=True):
+            wrong += (one != two).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("spacing", ["log", "cortical"])
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_polar(dtype: torch.dtype, border: Any, spacing: Any) -> None:
+    for channels in (1, 2, 3, 4):
+        pyramid = lod.mipmap(noise(3, channels, 97, 140, dtype=dtype).to(CUDA), backend="cuda")
+        fixation = torch.rand(3, 2)
+        how = {"spacing": spacing, "border": border}
+        found = lod.log_polar(pyramid, fixation, 17, 40, backend="cuda", **how)
+        truth = polar_oracle(on_host(pyramid), fixation, 17, 40, **how)
+        assert found.device == torch.device(CUDA)
+        assert_matches(found.cpu(), truth[0], "trilinear", slack=slack(truth))
+        assert torch.equal(lod.log_polar(pyramid, fixation.to(CUDA), 17, 40, backend="cuda", **how), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_foveate(dtype: torch.dtype) -> None:
+    for channels in (1, 2, 3, 4):
+        pyramid = lod.mipmap(noise(3, channels, 97, 140, dtype=dtype).to(CUDA), backend="cuda")
+        fixation = torch.tensor([[0.0, 0.0], [1.0, 0.4], [0.3, 0.6]])
+        found = lod.foveate(pyramid, fixation, backend="cuda")
+        truth = foveate_oracle(on_host(pyramid), fixation)
+        assert_matches(found.cpu(), truth[0], "trilinear", slack=slack(truth))
+
+
+def test_anisotropic() -> None:
+    y, x = torch.meshgrid(torch.linspace(0, 9, 60), torch.linspace(0, 14, 90), indexing="ij")
+    pyramid = lod.mipmap(torch.stack([x.sin(), y.cos(), (x * y / 9).sin()]).to(CUDA))
+    for anisotropy in (2.0, 4.0, 16.0):
+        found, expected = (
+            lod.foveate(pyramid, (0.3, 0.6), anisotropy=anisotropy, backend=backend) for backend in ("cuda", "torch")
+        )
+        assert (found - expected).abs().mean() < 0.05  # the texture unit places its probes as it likes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+def test_gather_patches(dtype: torch.dtype, border: Any) -> None:
+    image = noise(3, 3, 96, 144, dtype=dtype).to(CUDA)
+    pyramid = lod.mipmap(image, backend="cuda")
+    sites = torch.rand(3, 20, 3) * torch.tensor([0.5, 0.5, 2.0]) + torch.tensor([0.25, 0.25, 0.0])
+    found = lod.gather_patches(pyramid, sites.to(CUDA), 14, border=border, backend="cuda")
+    if border == "clamp":
+        truth = patch_oracle(on_host(pyramid), sites, 14, border)
+        assert_matches(found.cpu(), truth[0], "trilinear", slack=slack(truth) + 2.0**-7 * truth[1])
+    for patch in (1, 14, 16, 31):
+        exact = lod.gather_patches(image[0], grid_sites(96, 144, patch), patch, border=border, backend="cuda")
+        assert torch.equal(exact.cpu(), unfolded(image[0].cpu(), patch))
+    for into, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
+        one, two = (
+            lod.gather_patches(image, grid_sites(96, 144, 14), 14, border, (0.4,) * 3, (0.3,) * 3, into, backend)
+            for backend in ("cuda", "torch")
+        )
+        assert one.dtype == into and torch.allclose(one.float(), two.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_more_images_than_layers() -> None:
+    image = torch.rand(2500, 1, 20, 30, device=CUDA)
+    whole = lod.foveate(lod.mipmap(image), (0.4, 0.6), backend="cuda")
+    tail = lod.foveate(lod.mipmap(image[-10:]), (0.4, 0.6), backend="cuda")
+    assert torch.equal(whole[-10:], tail)
+
+
+def test_gradients() -> None:
+    image = torch.rand(2, 3, 37, 53, device=CUDA)
+    found: list[torch.Tensor] = []
+    for backend in ("cuda", "torch"):
+        x = image.clone().requires_grad_()
+        lod.log_polar(lod.mipmap(x, backend=backend), (0.4, 0.6), 9, 14, backend=backend).square().sum().backward()  # type: ignore[arg-type]
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.allclose(found[0], found[1], atol=2e-2)
+
+
+# -- streams, graphs, waiting -----------------------------------------------------------------------------------------
+
+SAMPLERS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "log_polar": lambda src, at: lod.log_polar(src, at, 16, 32, backend="cuda"),
+    "foveate": lambda src, at: lod.foveate(src, at, backend="cuda"),
+    "gather_patches": lambda src, at: lod.gather_patches(
+        src, torch.cat([at, torch.full_like(at[:1], 0.7)])[None], 14, backend="cuda"
+    ),
+}
+each = pytest.mark.parametrize("name", SAMPLERS)
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@each
+def test_nothing_waits_for_the_gpu(name: str, no_waiting: None) -> None:
+    """Not with points on the GPU, and not with a new image at each call."""
+    for _ in range(3):
+        image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
+        SAMPLERS[name](image, at)
+        SAMPLERS[name](lod.mipmap(image, backend="cuda").upload(backend="cuda"), at)
+        SAMPLERS[name](image, torch.tensor([0.25, 0.75]))
+        lod.hiz(image, backend="cuda")
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_chains_in_a_graph(reduce: Any) -> None:
+    image = torch.rand(2, 3, 1001, 777, device=CUDA)
+    lod.mipmap(image, reduce=reduce, backend="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pyramid = lod.mipmap(image, reduce=reduce, backend="cuda")
+    for _ in range(3):
+        image.copy_(torch.rand_like(image))
+        graph.replay()
+        for one, two in zip(pyramid.levels, lod.mipmap(image, reduce=reduce, backend="cuda"), strict=True):
+            assert torch.equal(one, two)
+
+
+@each
+def test_samplers_in_a_graph(name: str) -> None:
+    """The fixation is read when the graph runs; the pyramid lives as long as the graph."""
+    pyramid = lod.mipmap(torch.rand(3, 301, 203, device=CUDA), backend="cuda").upload(backend="cuda")
+    at = torch.rand(2, device=CUDA)
+    SAMPLERS[name](pyramid, at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = SAMPLERS[name](pyramid, at)
+    for _ in range(3):
+        at.copy_(torch.rand(2))
+        graph.replay()
+        assert torch.equal(found, SAMPLERS[name](pyramid, at))
+
+
+def test_textures_are_refused_in_a_capture_and_no_harm_is_done() -> None:
+    image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
+    expected = SAMPLERS["foveate"](image, at)
+    x, graph = torch.zeros(4, device=CUDA), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        with pytest.raises(CaptureError, match="upload"):
+            SAMPLERS["foveate"](image, at)
+        with pytest.raises(CaptureError):
+            SAMPLERS["foveate"](lod.mipmap(image, backend="cuda"), torch.rand(2))
+    graph.replay()
+    assert float(y.sum()) == 4.0
+    assert torch.equal(SAMPLERS["foveate"](image, at), expected)
+
+
+@each
+def test_a_second_stream(name: str) -> None:
+    """It reads a texture that the first is still filling, and the texture is taken again only after both."""
+    side = torch.cuda.Stream(CUDA)
+    for value in (0.25, 0.5, 0.75):
+        pyramid = lod.mipmap(torch.full((3, 600, 400), value, device=CUDA), backend="cuda")
+        side.wait_stream(torch.cuda.current_stream(CUDA))
+        at = torch.rand(2, device=CUDA)
+        torch.cuda._sleep(20_000_000)  # about ten milliseconds
+        pyramid.upload(backend="cuda")
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            found = SAMPLERS[name](pyramid, torch.rand(2, device=CUDA))
+        del pyramid, at
+        gc.collect()
+        for other in (0.1, 0.9):  # the same texture, from the pool
+            SAMPLERS[name](torch.full((3, 600, 400), other, device=CUDA), torch.rand(2, device=CUDA))
+        torch.cuda.synchronize()
+        assert (found - value).abs().max() < 1e-6
+
+
+def test_textures_do_not_pile_up() -> None:
+    def used() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(0)
+        return total - free
+
+    at = torch.rand(2, device=CUDA)
+    for count in range(200):
+        SAMPLERS["foveate"](torch.rand(3, 512, 512, device=CUDA), at)
+        if count == 20:
+            before = used()
+    assert used() - before < 2**25
+    assert textures_of(device_of(at)).pool.leased <= 1
+
+
+def test_without_opengl() -> None:
+    """No context is opened on the way."""
+    succeed(
+        """
+        import torch, gpu_lod as lod
+        image = torch.rand(3, 64, 64, device="cuda")
+        pyramid = lod.mipmap(image, backend="cuda").upload(backend="cuda")
+        lod.log_polar(pyramid, (0.4, 0.6), 8, 8, backend="cuda")
+        lod.gather_patches(pyramid, [[0.5, 0.5, 0.5]], backend="cuda")
+        assert float(lod.foveate(pyramid, (0.4, 0.6), backend="cuda").mean()) > 0
+        with open("/proc/self/maps") as maps:
+            assert "libEGL_nvidia" not in maps.read()
+        """
+    )

@@ -1,0 +1,415 @@
+"""log_polar, foveate and gather_patches with backend="cuda", on the emulator, against float64."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from cuda_emulator import COMPILER, EmulatedDevice
+from images import DTYPES, noise
+from oracle import foveate as foveate_oracle
+from oracle import gather_patches as patch_oracle
+from oracle import log_polar as polar_oracle
+from test_gather_patches import grid_sites, random_sites, unfolded
+from test_log_polar import border_distance
+
+import gpu_lod as lod
+from gpu_lod.errors import CaptureError, InputError, LimitError, OutOfMemoryError, UnsupportedError
+from gpu_lod.foveate import reference as foveated
+from gpu_lod.kernels import samplers, textures
+from gpu_lod.operators import operators
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the emulator")
+
+SHAPES = ((2, 3, 64, 96), (3, 1, 33, 21), (4, 57, 40), (1, 2, 1, 1), (1, 3, 1, 50))
+
+
+def levels_of(pyramid: lod.Pyramid) -> list[torch.Tensor]:
+    return [level if pyramid.batched else level[None] for level in pyramid]
+
+
+def matches(found: torch.Tensor, pyramid: lod.Pyramid, truth: tuple[torch.Tensor, ...], more: Any = 0.0) -> None:
+    """Within what weights of 8 bits and fp32 positions leave open."""
+    expected, texels, blend = truth
+    position = HARDWARE_WEIGHT_ERROR + max(pyramid.size) * 2.0**-22
+    slack = 2 * position * texels + HARDWARE_WEIGHT_ERROR * blend + more
+    assert found.is_contiguous()
+    assert_matches(found if pyramid.batched else found[None], expected, "trilinear", slack=slack)
+
+
+# -- log_polar --------------------------------------------------------------------------------------------------------
+
+
+def check_polar(pyramid: lod.Pyramid, fixation: torch.Tensor, rings: int, wedges: int, **how: Any) -> None:
+    found = lod.log_polar(pyramid, fixation, rings, wedges, backend="cuda", **how)
+    assert found.dtype == pyramid.dtype
+    points = fixation.expand(pyramid.batch, 2)
+    truth = polar_oracle(levels_of(pyramid), points, rings, wedges, **how)
+    more: Any = 0.0
+    if how.get("border") == "zero":  # a sample on the very border may fall to either side
+        more = truth[0].abs() * (border_distance(pyramid, points, rings, wedges, how) < 1e-6)
+    matches(found, pyramid, truth, more)
+
+
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+@pytest.mark.parametrize("spacing", ["log", "cortical"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_polar(emulated: EmulatedDevice, dtype: torch.dtype, spacing: str, border: str) -> None:
+    for shape in SHAPES:
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        for rings, wedges in ((16, 32), (7, 9), (1, 1)):
+            check_polar(pyramid, torch.rand(pyramid.batch, 2), rings, wedges, spacing=spacing, border=border)
+    corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    check_polar(lod.mipmap(noise(4, 3, 40, 60, dtype=dtype)), corners, 12, 20, r_max=3.0, border=border)
+
+
+# -- foveate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_foveate(emulated: EmulatedDevice, dtype: torch.dtype) -> None:
+    for shape in (*SHAPES, (2, 2, 130, 3), (5, 3, 41, 61)):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        points = torch.rand(pyramid.batch, 2)
+        if pyramid.batch == 5:
+            points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.5]])
+        for options in ({}, {"e0": 0.5}, {"e0": 0.004, "bias": 0.7}, {"bias": -2.0}):
+            found = lod.foveate(pyramid, points, backend="cuda", **options)
+            assert found.dtype == dtype and found.shape == pyramid[0].shape
+            matches(found, pyramid, foveate_oracle(levels_of(pyramid), points, **options))
+
+
+def test_anisotropic_footprints_are_long_along_the_radius(emulated: EmulatedDevice) -> None:
+    """As torch's, probe for probe, but for the weights."""
+    y, x = torch.meshgrid(torch.linspace(0, 9, 60), torch.linspace(0, 14, 90), indexing="ij")
+    image = torch.stack([x.sin(), y.cos(), (x * y / 9).sin()])
+    pyramid = lod.mipmap(image)
+    for anisotropy in (2.0, 4.0, 16.0):
+        found = lod.foveate(pyramid, (0.3, 0.6), anisotropy=anisotropy, backend="cuda")
+        expected = foveated(list(pyramid.levels), torch.tensor([[0.3, 0.6]]), 0.05, 0.0, anisotropy)
+        plain = foveated(list(pyramid.levels), torch.tensor([[0.3, 0.6]]), 0.05)
+        assert (found - expected).abs().max() < 0.05 < (plain - expected).abs().max()
+
+
+def test_extreme_arguments(emulated: EmulatedDevice) -> None:
+    pyramid = lod.mipmap(noise(3, 33, 50))
+    blurred = pyramid[-1].expand(3, 33, 50)
+    for options in ({"bias": 3e9}, {"bias": 1e300}, {"e0": 1e-30}):
+        found = lod.foveate(pyramid, (0.01, 0.02), backend="cuda", **options)
+        assert torch.allclose(found, blurred, atol=1e-5), options
+    for options in ({"bias": -1e300}, {"e0": 1e300}):
+        assert torch.equal(lod.foveate(pyramid, (0.01, 0.02), backend="cuda", **options), pyramid[0])
+
+
+# -- gather_patches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_patches(emulated: EmulatedDevice, dtype: torch.dtype, border: Any) -> None:
+    for shape, budget, patch in zip(SHAPES, (9, 5, 6, 3, 4), (14, 16, 7, 3, 1), strict=True):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        sites = random_sites(pyramid.batch, budget)
+        found = lod.gather_patches(pyramid, sites, patch, border, backend="cuda")
+        assert found.dtype == dtype
+        expected, texels, blend = patch_oracle(levels_of(pyramid), sites, patch, border)
+        more = 2.0**-7 * texels  # centres, rounded to 1/256 px in fp32, may go either way
+        if border == "zero":
+            height, width = pyramid.size
+            steps = (torch.arange(patch) - (patch - 1) / 2) * 2 ** sites[..., 2:].double()
+            x, y = sites[..., :1].double() * width + steps, sites[..., 1:2].double() * height + steps
+            near = [torch.minimum(at.abs(), (at - n).abs()) < 5e-3 for at, n in ((x, width), (y, height))]
+            more = more + expected.abs() * (near[0][..., None, :] | near[1][..., :, None])[:, :, None]
+        matches(found, pyramid, (expected, texels, blend), more)
+
+
+@pytest.mark.parametrize("patch", [1, 3, 14, 16, 32, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grid_sites_return_the_exact_pixels(emulated: EmulatedDevice, dtype: torch.dtype, patch: int) -> None:
+    image = noise(3, 101, 223, dtype=dtype)
+    found = lod.gather_patches(image, grid_sites(101, 223, patch), patch, backend="cuda")
+    assert torch.equal(found, unfolded(image, patch))
+
+
+def test_nodes_of_a_quadtree_return_the_exact_texels(emulated: EmulatedDevice) -> None:
+    pyramid = lod.mipmap(noise(3, 224, 448))
+    for level in (1, 2, 3):
+        found = lod.gather_patches(pyramid, grid_sites(224, 448, 14, level), 14, backend="cuda")
+        assert torch.equal(found, unfolded(pyramid[level], 14))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_normalised_into_every_dtype(emulated: EmulatedDevice, dtype: torch.dtype) -> None:
+    image = noise(2, 3, 56, 70, dtype=dtype)
+    sites = grid_sites(56, 70, 14)
+    mean, std = (0.481, 0.457, 0.408), (0.268, 0.261, 0.275)
+    unit = image.double() / (255 if dtype == torch.uint8 else 1)
+    normal = (unit - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    expected = torch.stack([unfolded(one, 14) for one in normal])
+    for into, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)):
+        found = lod.gather_patches(image, sites, 14, mean=mean, std=std, dtype=into, backend="cuda")
+        assert found.dtype == into
+        assert float((found.double() - expected).abs().max()) < tolerance
+    zero = lod.gather_patches(image, [[0.0, 0.5, 0.0]], 4, "zero", mean, std, torch.float32, backend="cuda")
+    assert bool((zero[..., :2] == 0).all()) and bool((zero[..., 2:] != 0).all())
+
+
+def test_sites_for_all_images_and_levels_past_the_last(emulated: EmulatedDevice) -> None:
+    image, sites = noise(3, 3, 40, 40), random_sites(1, 6)
+    shared = lod.gather_patches(image, sites[0], 8, backend="cuda")
+    assert torch.equal(shared, lod.gather_patches(image, sites.expand(3, -1, -1), 8, backend="cuda"))
+    far = lod.gather_patches(image, [[0.5, 0.5, 7.0], [0.5, 0.5, 1e30]], 4, backend="cuda")
+    assert torch.allclose(far, lod.mipmap(image)[-1][:, None].expand_as(far), atol=1e-6)
+
+
+# -- what all samplers share ------------------------------------------------------------------------------------------
+
+SAMPLERS: dict[str, Callable[..., torch.Tensor]] = {
+    "log_polar": lambda src, at=(0.4, 0.6), **how: lod.log_polar(src, at, 8, 12, **how),
+    "foveate": lambda src, at=(0.4, 0.6), **how: lod.foveate(src, at, 0.1, **how),
+    "gather_patches": lambda src, at=(0.4, 0.6), **how: lod.gather_patches(
+        src, torch.cat([torch.as_tensor(at), torch.tensor([0.7])])[None], 5, **how
+    ),
+}
+each = pytest.mark.parametrize("name", SAMPLERS)
+
+
+@each
+def test_an_image_is_its_pyramid(emulated: EmulatedDevice, name: str) -> None:
+    image = noise(2, 3, 50, 70)
+    pyramid = lod.mipmap(image, backend="cuda")
+    assert pyramid.generator == "cuda"
+    assert torch.allclose(SAMPLERS[name](image, backend="cuda"), SAMPLERS[name](pyramid, backend="cuda"), atol=1e-6)
+
+
+@each
+def test_gradients_are_the_references(emulated: EmulatedDevice, name: str) -> None:
+    image = noise(2, 3, 21, 30).requires_grad_()
+    found, expected = (SAMPLERS[name](image, backend=backend) for backend in ("cuda", "torch"))
+    y = torch.rand_like(found)
+    assert torch.allclose(*(torch.autograd.grad(one, image, y)[0] for one in (found, expected)), atol=1e-5)
+
+
+@each
+def test_more_images_than_layers(emulated: EmulatedDevice, name: str) -> None:
+    image = noise(7, 3, 20, 30)
+    whole = SAMPLERS[name](lod.mipmap(image), backend="cuda")
+    emulated.texture_layers = 3
+    found = SAMPLERS[name](lod.mipmap(image), backend="cuda")
+    assert [call[1].layers for call in emulated.named("make_texture")] == [7, 3, 3, 1]
+    assert torch.equal(found, whole)
+
+
+@each
+def test_compiled_code_runs_the_kernels(emulated: EmulatedDevice, name: str) -> None:
+    """Level 0 and all that a graph holds is a tensor, so the op runs the verb on the backend that was named."""
+    torch._dynamo.reset()
+    image = noise(2, 3, 21, 30)
+
+    def whole(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pyramid = lod.mipmap(x, backend="cuda")
+        return SAMPLERS[name](pyramid, backend="cuda"), pyramid[2]
+
+    run = torch.compile(whole, fullgraph=True, backend="aot_eager")
+    expected, count = whole(image), len(emulated.named("launch"))
+    for one, two in zip(run(image), expected, strict=True):
+        assert torch.equal(one, two)
+    assert len(emulated.named("launch")) > count
+    x = image.clone().requires_grad_()
+    y = torch.rand_like(expected[0])
+    (found,) = torch.autograd.grad(run(x)[0], x, y)
+    x = image.clone().requires_grad_()
+    assert torch.allclose(found, torch.autograd.grad(whole(x)[0], x, y)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("verb", [lod.mipmap, lod.hiz], ids=["mipmap", "hiz"])
+def test_opcheck(emulated: EmulatedDevice, verb: Any) -> None:
+    operator = operators[verb.__name__]
+    torch.library.opcheck(operator.op, tuple(operator.arguments(noise(2, 3, 13, 18), backend="cuda")))
+
+
+# -- textures: made once, kept, taken again ---------------------------------------------------------------------------
+
+
+@each
+def test_a_pyramid_is_made_a_texture_once(emulated: EmulatedDevice, name: str) -> None:
+    pyramid = lod.mipmap(noise(3, 24, 30), backend="cuda").upload(backend="cuda")
+    for _ in range(3):
+        SAMPLERS[name](pyramid, backend="cuda")
+    assert len(emulated.named("make_texture")) == 1
+    assert [call[1].name for call in emulated.named("launch")].count("fill") == 1
+
+
+def test_textures_of_pyramids_that_died_are_taken_again(emulated: EmulatedDevice) -> None:
+    """On whatever stream: after all work that was queued by then."""
+    for stream in (7, 8):
+        emulated.stream_now = stream
+        pyramid = lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+        SAMPLERS["foveate"](pyramid, backend="cuda")
+        del pyramid
+        gc.collect()
+    assert len(emulated.named("make_texture")) == 1
+    # Only the second stream waits, before it fills the texture anew.
+    names = [call[:1] + call[-1:] for call in emulated.named("mark", "wait")]
+    assert names == [("mark", 8), ("wait", 8)]
+    lod.mipmap(noise(3, 25, 30)).upload(backend="cuda")
+    assert len(emulated.named("make_texture")) == 2
+
+
+def test_idle_textures_beyond_the_limit_are_deleted_when_nothing_uses_them(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(textures, "MOST_IDLE_BYTES", 0)
+    for side in (24, 25):
+        lod.mipmap(noise(3, side, 30)).upload(backend="cuda")
+        gc.collect()
+    assert [call[0] for call in emulated.named("mark", "finish", "delete")] == ["mark", "finish", "delete"]
+
+
+def test_a_second_stream_waits_until_the_texture_is_filled(emulated: EmulatedDevice) -> None:
+    pyramid = lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+    SAMPLERS["log_polar"](pyramid, backend="cuda")
+    assert not emulated.named("wait")
+    emulated.stream_now = 9
+    SAMPLERS["log_polar"](pyramid, backend="cuda")
+    assert [call[2] for call in emulated.named("wait")] == [9, 9]  # for the tables, and for the texture
+
+
+def test_out_of_memory_gives_back_what_is_idle(emulated: EmulatedDevice) -> None:
+    lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+    gc.collect()
+    emulated.fail["make_texture"] = OutOfMemoryError("none left")
+    lod.mipmap(noise(3, 99, 30)).upload(backend="cuda")
+    assert len(emulated.named("delete")) == 1 and emulated.named("release_cache")
+
+
+# -- capture ----------------------------------------------------------------------------------------------------------
+
+
+@each
+def test_capture(emulated: EmulatedDevice, name: str) -> None:
+    """What was made before can be captured; nothing is made meanwhile, and no event is waited for."""
+    pyramid = lod.mipmap(noise(3, 24, 30), backend="cuda").upload(backend="cuda")
+    expected = SAMPLERS[name](pyramid, backend="cuda")
+    emulated.is_capturing, emulated.stream_now = True, 11
+    emulated.calls.clear()
+    assert torch.equal(SAMPLERS[name](pyramid, backend="cuda"), expected)
+    assert {call[0] for call in emulated.calls} == {"launch"}
+    with pytest.raises(CaptureError, match="upload"):
+        SAMPLERS[name](noise(3, 24, 30), backend="cuda")
+    with pytest.raises(CaptureError, match="upload"):
+        lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+
+
+def test_capture_of_new_rings_is_refused(emulated: EmulatedDevice) -> None:
+    pyramid = lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+    emulated.is_capturing = True
+    with pytest.raises(CaptureError, match="same arguments"):
+        lod.log_polar(pyramid, (0.5, 0.5), 9, 13, r_max=0.61, backend="cuda")
+
+
+def test_capture_of_points_on_the_host_is_refused(emulated: EmulatedDevice) -> None:
+    emulated.is_capturing = True
+    with pytest.raises(CaptureError, match="on cpu"):
+        samplers.placed(emulated, torch.rand(1, 2), torch.device("cuda:0"))
+
+
+def test_tables_that_a_graph_reads_are_kept(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers, "_KEPT_TABLES", 1)
+    pyramid = lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+    lod.log_polar(pyramid, (0.5, 0.5), 9, 13, backend="cuda")
+    emulated.is_capturing = True
+    lod.log_polar(pyramid, (0.5, 0.5), 9, 13, backend="cuda")
+    emulated.is_capturing = False
+    lod.log_polar(pyramid, (0.5, 0.5), 10, 13, backend="cuda")
+    tables = samplers._tables_of(emulated)
+    assert len(tables._kept) == 1 and [len(kept[0]) for kept in tables._captured] == [9]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@each
+def test_cpu_tensors_are_refused(name: str) -> None:
+    for src in (noise(3, 24, 30), lod.mipmap(noise(3, 24, 30))):
+        with pytest.raises(UnsupportedError, match=r"takes CUDA tensors.*\.to\('cuda'\)"):
+            SAMPLERS[name](src, backend="cuda")
+    for verb in (lod.mipmap, lod.hiz):
+        with pytest.raises(UnsupportedError, match="takes CUDA tensors"):
+            verb(noise(3, 24, 30), backend="cuda")
+    with pytest.raises(UnsupportedError, match="takes CUDA tensors"):
+        lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+
+
+OTHERS: dict[str, Callable[[Any], object]] = {
+    "gaussian": lambda backend: lod.gaussian(noise(3, 8, 8), backend=backend),
+    "laplacian": lambda backend: lod.laplacian(noise(3, 8, 8), backend=backend),
+    "collapse": lambda backend: lod.collapse(lod.laplacian(noise(3, 8, 8)), backend=backend),
+    "oriented_energy": lambda backend: lod.oriented_energy(noise(3, 8, 8), backend=backend),
+    "feature_maps": lambda backend: lod.feature_maps(noise(3, 8, 8), backend=backend),
+    "inverse_log_polar": lambda backend: lod.inverse_log_polar(noise(3, 8, 8), (0.5, 0.5), (8, 8), backend=backend),
+    "cull": lambda backend: lod.cull(lod.hiz(noise(1, 8, 8)), 0.5, backend=backend),
+    "region_max": lambda backend: lod.region_max(
+        lod.hiz(noise(1, 8, 8)), torch.tensor([[0.0, 0.0, 1.0, 1.0]]), backend=backend
+    ),
+    "region_min": lambda backend: lod.region_min(
+        lod.hiz(noise(1, 8, 8), "min"), torch.tensor([[0.0, 0.0, 1.0, 1.0]]), backend=backend
+    ),
+}
+
+
+def test_every_verb_with_a_backend_is_here() -> None:
+    taken = {"mipmap", "hiz", *SAMPLERS}
+    assert {*OTHERS} | taken == {*operators} - {"cortical_sites"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_verbs_say_which_have_kernels(emulated: EmulatedDevice, name: str) -> None:
+    OTHERS[name]("torch")
+    with pytest.raises(UnsupportedError, match="foveate, gather_patches, hiz, log_polar, mipmap have one"):
+        OTHERS[name]("cuda")
+
+
+def test_what_no_kernel_takes(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(3, 24, 30)
+    with pytest.raises(UnsupportedError, match=r"is a GL one.*'cuda'"):
+        lod.mipmap(image, generator="compute", backend="cuda")
+    with pytest.raises(UnsupportedError, match=r"is a GL one.*'cuda'"):
+        lod.log_polar(image, (0.5, 0.5), 4, 4, generator="compute", backend="cuda")
+    for name, sample in SAMPLERS.items():
+        with pytest.raises(UnsupportedError, match="the CUDA backend gives them in the image only"):
+            sample(image, torch.tensor([0.4, 0.6], requires_grad=True), backend="cuda")
+        with pytest.raises(InputError, match="max pyramid"):
+            sample(lod.hiz(image), backend="cuda")
+        with pytest.raises(UnsupportedError, match="CUDA backend knows reverse-mode"):
+            torch.func.grad(lambda x, sample=sample: sample(x, backend="cuda").sum())(image)
+        with pytest.raises(InputError, match=r"\[0, 1\]"):
+            sample(image, (0.4, 1.6), backend="cuda")
+        assert (
+            lod.explain(
+                getattr(lod, name),
+                *{"log_polar": (image, (0.5, 0.5), 4, 4)}.get(
+                    name, (image, (0.5, 0.5) if name == "foveate" else [[0.5, 0.5, 0.0]])
+                ),
+                backend="cuda",
+            ).backend
+            == "cuda"
+        )
+    with pytest.raises(InputError, match="5 channels"):
+        lod.gather_patches(noise(5, 24, 30), [[0.5, 0.5, 0.0]], backend="cuda")
+    for kind, pyramid in (("max", lod.hiz(image)), ("gaussian", lod.gaussian(image))):
+        with pytest.raises(InputError, match=f"{kind} pyramid is no texture"):
+            pyramid.upload(backend="cuda")
+    with pytest.raises(InputError, match="'gl' or of 'cuda'"):
+        lod.mipmap(image).upload(backend="torch")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="leave it out"):
+        lod.mipmap(image).upload(lod.Context(), backend="cuda")
+    emulated.texture_side = 29
+    with pytest.raises(LimitError, match="textures end at 29"):
+        lod.foveate(image, (0.5, 0.5), backend="cuda")
+    with pytest.raises(LimitError, match="2\\^31 - 1"):
+        lod.log_polar(lod.mipmap(noise(1, 4, 4)), (0.5, 0.5), 2**16, 2**15, backend="cuda")
