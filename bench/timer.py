@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from gpu_lod.errors import GpuLodError
+
 PAUSE = 0.02
 BLOCK = 4
 
@@ -42,8 +44,24 @@ class Race(Protocol):
     ) -> dict[str, Timing]: ...
 
 
-def race(sides: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, most: int = 40) -> dict[str, Timing]:
-    """Time all sides, about `seconds` a side and at most `most` counted calls each, at least 12."""
+def wall_ms(side: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    side()
+    return (time.perf_counter() - start) * 1e3
+
+
+def race(
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    seconds: float = 2.0,
+    most: int = 40,
+    clock: Callable[[Callable[[], object]], float] = wall_ms,
+) -> dict[str, Timing]:
+    """Time all sides, about `seconds` a side and at most `most` counted calls each, at least 12.
+
+    Args:
+        clock: makes one call of a side, and gives the milliseconds that count.
+    """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     spent = dict.fromkeys(sides, 0.0)
     for side in sides.values():  # warm-up: compile, allocate, touch
@@ -59,13 +77,24 @@ def race(sides: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, mos
             time.sleep(PAUSE)
             side()
             for _ in range(BLOCK):
-                start = time.perf_counter()
-                side()
-                elapsed = time.perf_counter() - start
-                samples[name].append(elapsed * 1e3)
-                spent[name] += elapsed
+                elapsed = clock(side)
+                samples[name].append(elapsed)
+                spent[name] += elapsed * 1e-3
         names.append(names.pop(0))  # nobody always follows the same neighbour
     return {name: _timing(values) for name, values in samples.items()}
+
+
+def able(sides: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """The sides that run here, each called once, and why the others do not: a device or driver may lack something."""
+    able_, dropped = {}, {}
+    for name, side in sides.items():
+        try:
+            side()
+        except GpuLodError as error:
+            dropped[name] = " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            able_[name] = side
+    return able_, dropped
 
 
 def _timing(values: list[float]) -> Timing:
