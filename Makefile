@@ -25,7 +25,7 @@ test: setup-test check-style check-types  ## lint, type-check and test the built
 demo: setup  ## run pictures through the library and leave the results in out/; DEMO_ARGS=...
 	@$(BIN)/gpu-lod demo $(DEMO_ARGS)
 
-bench: setup  ## time every verb against the fastest torch way, write bench/results/ and the README table; BENCH_ARGS="--quick"
+bench: setup  ## time every verb against the fastest torch way, write bench/results/, the README table and the cost model; BENCH_ARGS="--quick"
 	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme && $(BIN)/python bench/cost_model.py --doc
 
 report: setup  ## one HTML page of all benchmark results, out/report.html; REPORT_ARGS="-o page.html"

@@ -20,6 +20,7 @@ pillow = optional("PIL.Image")
 Sides = dict[str, Callable[[], object]]
 ROUNDS = "rounds to 8 bits at every level, where the verb rounds once"
 ODD = "at odd sides it is not the polyphase box filter: levels do not keep the image's mean"
+GAUSSIAN = "a Gaussian pyramid: 25 taps a texel, where a mean takes 4"
 SLOW_PIXELS = 2048 * 2048
 """Above this, libraries that take seconds a call would take most of a run."""
 
@@ -104,7 +105,7 @@ def chains(image: torch.Tensor, cache: str, dtype: torch.dtype) -> tuple[Sides, 
         else:
             inputs = inputs_for(image, cache, lambda x: x)
             build = partial(kornia.build_pyramid, max_level=kornia_depth(height, width))
-            add(name, build, inputs, "a Gaussian pyramid: 25 taps a texel, where a mean takes 4")
+            add(name, build, inputs, GAUSSIAN)
     return sides, other, dropped
 
 

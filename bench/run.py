@@ -77,11 +77,11 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
     main = [(side, side, 1) for side in sides]
     cold, few = ["cold"], list(dict.fromkeys([sizes[0], *square, *sizes[-2:]]))
     extra = [size for size in held[:1] if size not in sizes]
-    one = square[0][0]
+    one, small = square[0][0], SMALL[:1] if quick else SMALL
     return {
         "mipmap": [
             bench_mipmap.rows([*sizes, *extra], F32, ["warm"], seconds),
-            bench_mipmap.rows(square, SMALL, ["warm"], seconds),
+            bench_mipmap.rows(square, small, ["warm"], seconds),
             bench_mipmap.rows(main, F32, cold, seconds),
             bench_mipmap.zero_copy(held, seconds),
         ],
@@ -93,7 +93,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
         ],
         "log_polar": [
             bench_log_polar.rows(sizes, F32, ["warm"], seconds),
-            bench_log_polar.rows(square, SMALL, ["warm"], seconds),
+            bench_log_polar.rows(square, small, ["warm"], seconds),
             bench_log_polar.rows(sizes[-1:], [torch.uint8], ["warm"], seconds),
             bench_log_polar.rows(main, F32, cold, seconds),
             bench_log_polar.whole_calls(seconds, side=one),
@@ -104,11 +104,11 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
         ],
         "samplers": [
             bench_samplers.foveate([*few, *main[1:]], F32, seconds),
-            bench_samplers.foveate(square, SMALL, seconds),
+            bench_samplers.foveate(square, small, seconds),
             bench_samplers.foveate(main, F32, seconds, cache="cold"),
             bench_samplers.foveate_at_one_place(seconds, side=one),
             bench_samplers.gather_patches([*square, *main[1:], *sizes[-1:]], F32, seconds),
-            bench_samplers.gather_patches(square, SMALL, seconds),
+            bench_samplers.gather_patches(square, small, seconds),
             bench_samplers.gather_patches(main, F32, seconds, cache="cold"),
             bench_samplers.batches(seconds, batch=2 if quick else 32, side=sizes[0][0]),
         ],

@@ -34,6 +34,7 @@ sys.path.insert(0, str(CHECKOUT / "bench"))
 import bench_bridge  # noqa: E402
 import bench_cuda  # noqa: E402
 import bridge_cost  # noqa: E402
+import cuda_peers  # noqa: E402
 import cuda_timer  # noqa: E402
 import mapped_arrays  # noqa: E402
 import opponents  # noqa: E402
@@ -86,7 +87,7 @@ def test_rows_tell_losses_and_leave_other_jobs_out() -> None:
     row = Row(
         "mipmap", "end to end", 8, 8, 1, 3, "float32", "warm", 1000,
         {"gl compute": timing(4.0), "torch a": timing(1.0), "torch b": timing(2.0), "auto": timing(1.2)},
-        other_job=("torch a",),
+        other_job={"torch a": "does less"},
     )  # fmt: skip
     result = row.as_dict(bandwidth=1e9)
     assert result["best_torch"] == "torch b"
@@ -244,7 +245,8 @@ def test_cuda_rows_fit_the_schema_and_miss_only_what_needs_a_gpu(measured: dict[
     assert ("mipmap", "end to end", [32, 32], "float32", "cold") in kinds
     assert ("mipmap", "end to end", [32, 32], "uint8", "warm") in kinds
     for row in measured["rows"]:
-        dropped = {name for name in row.get("dropped", {}) if not name.startswith(("torch graph of", "torch compiled"))}
+        needs_gpu = ("torch graph of", "torch compiled", cuda_peers.CUPY, cuda_peers.CVCUDA)
+        dropped = {name for name in row.get("dropped", {}) if not name.startswith(needs_gpu)}
         assert not dropped, row["dropped"]
         assert any(name.startswith("gl") for name in row["sides"])
         assert ("auto" in row["sides"]) == (row["part"] == "end to end")
@@ -264,7 +266,7 @@ def test_zero_copy_rows_take_their_image_from_gl_memory() -> None:
         assert run.ctx is not None and torch.equal(x, image)
         owned[run.ctx.owns(x)] += generator == "compute"
 
-    [ordinary, zero_copy] = run.chains(mipmap, ("compute",), image, "warm", {}, mipmap, ())
+    [ordinary, zero_copy] = run.chains(mipmap, ("compute",), image, "warm", {}, mipmap, {})
     assert owned[True] == owned[False] > 2 * 16
     assert (ordinary.part, zero_copy.part) == ("end to end", "zero-copy in")
     assert ordinary.sides.keys() == {"auto", "gl compute"} and zero_copy.sides.keys() == {"gl compute"}
@@ -279,7 +281,7 @@ def test_cold_rows_take_turns_with_more_than_the_caches_hold(monkeypatch: pytest
     def verb(x: torch.Tensor) -> None:
         seen.add(x.data_ptr())
 
-    [_] = run.chains(verb, (), image, "cold", {}, lambda x: x, ())
+    [_] = run.chains(verb, (), image, "cold", {}, lambda x: x, {})
     assert len(seen) == 4, "1000 bytes in images of 256"
 
 
