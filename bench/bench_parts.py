@@ -95,6 +95,7 @@ class Parts:
     def _hooked(self) -> Iterator[None]:
         """The bridge's begin and end, timed; outermost verbs alone call them."""
         begin, end = self.bridge.begin, self.bridge.end
+        before = {name: value for name, value in vars(self.bridge).items() if name in ("begin", "end")}
         start = spent = 0.0
         query: Query | None = None
 
@@ -125,6 +126,7 @@ class Parts:
             yield
         finally:
             del self.bridge.begin, self.bridge.end
+            vars(self.bridge).update(before)
 
 
 def jobs(ctx: lod.Context, side: int, device: str = "cpu") -> Iterator[tuple[str, str, int, int, dict[str, Side]]]:

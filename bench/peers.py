@@ -19,7 +19,6 @@ pillow = optional("PIL.Image")
 
 Sides = dict[str, Callable[[], object]]
 ROUNDS = "rounds to 8 bits at every level, where the verb rounds once"
-ODD = "at odd sides it is not the polyphase box filter: levels do not keep the image's mean"
 GAUSSIAN = "a Gaussian pyramid: 25 taps a texel, where a mean takes 4"
 SLOW_PIXELS = 2048 * 2048
 """Above this, libraries that take seconds a call would take most of a run."""
@@ -72,6 +71,7 @@ def chains(image: torch.Tensor, cache: str, dtype: torch.dtype) -> tuple[Sides, 
     """Mean chains: the sides, which of them do another job, and which were left out; each with the reason."""
     batch, _, height, width = image.shape
     powers = all(side & (side - 1) == 0 for side in (height, width))
+    whole = dtype == torch.uint8
     sides: Sides = {}
     other: dict[str, str] = {}
     dropped: dict[str, str] = {}
@@ -81,23 +81,22 @@ def chains(image: torch.Tensor, cache: str, dtype: torch.dtype) -> tuple[Sides, 
         if why:
             other[name] = why
 
-    exact = "" if powers else ODD
     if batch == 1 and dtype != torch.float16:
         arrays = inputs_for(image, cache, hwc)
         if cv2:
-            why = ROUNDS if dtype == torch.uint8 else exact
-            add("opencv INTER_AREA (HWC)", partial(_halves, _opencv_step), arrays, why)
+            # Its area filter is the polyphase box at odd sides too.
+            add("opencv INTER_AREA (HWC)", partial(_halves, _opencv_step), arrays, ROUNDS if whole else "")
         if skimage and powers and dtype == torch.float32:
             name = "scikit-image downscale_local_mean (HWC)"
             if height * width > SLOW_PIXELS:
                 dropped[name] = f"left out above {SLOW_PIXELS} pixels: about a second a call"
             else:
                 add(name, partial(_halves, _skimage_step), arrays)
-        if pillow and dtype == torch.uint8:
+        if pillow and whole:
             pictures = [pillow.fromarray(array) for array in arrays]
             ceil = f"{ROUNDS}{'' if powers else '; its sides are halved upwards'}"
             add("pillow reduce(2) (HWC)", _pillow_chain, pictures, ceil)
-            add("pillow resize BOX (HWC)", partial(_halves, _pillow_box), pictures, ROUNDS)
+            add("pillow resize BOX (HWC)", partial(_halves, _pillow_box), pictures, f"{ROUNDS}, rows and columns apart")
     if kornia and dtype == torch.float32:
         name = "kornia build_pyramid (Gaussian)"
         if batch * height * width > SLOW_PIXELS:

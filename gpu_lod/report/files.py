@@ -41,7 +41,7 @@ def load(path: Path) -> Data:
     try:
         data = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is corrupt: {error}. {AGAIN}") from None
+        raise FileError(f"{path} is no result file, or corrupt: {error}. {AGAIN}") from None
     if not isinstance(data, dict) or "schema" not in data or "rows" not in data:
         raise FileError(
             f"{path} is JSON but no result file: it has no `schema` and `rows`. Give what bench/run.py wrote."

@@ -23,7 +23,7 @@ _COLOURS = {
     "peer": ("#15803d", "#65a30d", "#0d9488", "#4d7c0f", "#166534"),
     "auto": ("#111827",),
 }
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "gpu_lod", "text.parse_math": False, "font.size": 9,
     "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
@@ -119,6 +119,7 @@ def _sides(rows: list[Row]) -> Iterator[tuple[str, str, str]]:
 def _over_sizes(axis: Any, rows: list[Row]) -> None:
     sides = sorted({row["size"][0] for row in rows})
     axis.set(xlabel="side of the image, px", xscale="log", yscale="log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # mathtext is off, for names may hold a dollar
     axis.set_xticks(sides, [str(side) for side in sides])
     axis.minorticks_off()
     axis.grid(alpha=0.25)
