@@ -118,6 +118,8 @@ def test_crossovers_say_from_where_on_gl_is_faster() -> None:
     assert found == {1: 1024, 32: 128}
     never = [*side("gl compute", 2.0, 1e5), *side("torch rows then columns", 0.0, 2e5)]
     assert {where for *_, where, _ in cost_model.crossovers(cost_model.fits(never))} == {None}
+    not_for_long = [*side("gl compute", 0.0, 1e5), *side("torch rows then columns", 1.0, 2e5)]
+    assert {where for *_, where, _ in cost_model.crossovers(cost_model.fits(not_for_long))} == {None}
     assert cost_model.crossovers(cost_model.fits(side("gl compute", 1, 1))) == []
 
 
