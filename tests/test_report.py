@@ -237,6 +237,13 @@ def test_the_page_is_the_same_whatever_the_order_and_the_day(tmp_path: Path) -> 
     assert targets[0].read_bytes() != targets[1].read_bytes()
 
 
+def test_two_runs_on_one_device_are_told_apart() -> None:
+    runs = [(Path("old.json"), data()), (Path("new.json"), data(date="2026-02-02"))]
+    for found, names in ((runs[:1], ["llvmpipe, a CPU, 2 cores"]), (runs, ["2 cores, old.json", "2 cores, new.json"])):
+        made = html(found)
+        assert all(f"{name}</h3>" in made for name in names)
+
+
 def test_what_a_file_says_is_words_and_never_markup(tmp_path: Path) -> None:
     evil = [row(note=EVIL, size=size, dropped={EVIL: EVIL}, layout=EVIL) for size in (512, 1024)]
     for one in evil:

@@ -35,6 +35,10 @@ def html(found: list[tuple[Path, Data]]) -> str:
     environment.filters["ms"] = rows.figure
     template = files("gpu_lod.report").joinpath("page.html").read_text("utf-8")
     devices = [_device(path, data, number) for number, (path, data) in enumerate(found, start=1)]
+    names = [device["name"] for device in devices]
+    for device in devices:
+        if names.count(device["name"]) > 1:  # two runs on one device
+            device["name"] += f", {device['file']}"
     return environment.from_string(template).render(
         devices=devices, claim=claim.CLAIM, claimed_ms=claim.CLAIMED_MS, claimed_ratio=claim.CLAIMED_RATIO,
         verbs=[_verb(verb, devices, Markup) for verb in _verbs(found)], best=rows.best, gain=rows.gain, job=rows.job,
