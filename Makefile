@@ -8,12 +8,13 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+REPORT_ARGS ?=
 WHEELS ?=
 LIBS ?=
 OUT ?= out/gpu-check
 MINUTES ?= 9
 
-.PHONY: help test demo bench gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo bench report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -24,8 +25,11 @@ test: setup-test check-style check-types  ## lint, type-check and test the built
 demo: setup  ## run pictures through the library and leave the results in out/; DEMO_ARGS=...
 	@$(BIN)/gpu-lod demo $(DEMO_ARGS)
 
-bench: setup  ## time every verb against the fastest torch way, write bench/results/ and the README table; BENCH_ARGS="--quick"
-	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme
+bench: setup  ## time every verb against the fastest torch way, write bench/results/, the README table and the cost model; BENCH_ARGS="--quick"
+	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme && $(BIN)/python bench/cost_model.py --doc
+
+report: setup  ## one HTML page of all benchmark results, out/report.html; REPORT_ARGS="-o page.html"
+	@$(BIN)/gpu-lod report bench/results/*.json $(REPORT_ARGS)
 
 # Makes no .venv and needs no network: it runs with python3, or PYTHON=..., and what that has.
 gpu-check:  ## on a machine with an NVIDIA GPU: tests marked gpu, doctor, CUDA benchmarks; WHEELS=dir LIBS=dir OUT=dir MINUTES=9

@@ -21,20 +21,24 @@ import bench_features
 import bench_hiz
 import bench_log_polar
 import bench_mipmap
+import bench_parts
 import bench_samplers
+import cuda_peers
+import peers
 import torch
 import torch.nn.functional as F
 from bench_log_polar import RINGS, WEDGES
 from cuda_timer import Budget, CudaStopwatch, Side, Sides, Stopwatch, short
-from inputs import inputs_for, job, picture, pyramid_bytes
+from inputs import ABSENT, generators_of, inputs_for, job, optional, picture, pyramid_bytes
 from opponents import captured, compiled
-from rows import RESULTS, SCHEMA, Row, cuda_facts, slug, write
+from rows import RESULTS, Row, cuda_facts, slug, write
 from timer import Timing
 
 import gpu_lod as lod
 from gpu_lod.log_polar import Rule, ring_rule
 from gpu_lod.mipmap import reference as mip_reference
 from gpu_lod.mipmap import stored
+from gpu_lod.report import files
 
 Size = tuple[int, int, int]
 """(height, width, batch)"""
@@ -184,13 +188,16 @@ class Run:
         cache: str,
         ways: Mapping[str, Way],
         source: Callable[[Any], object],
-        other: tuple[str, ...],
+        other: Mapping[str, str],
+        libraries: Mapping[str, Callable[[list[torch.Tensor]], Side]] | None = None,
     ) -> Iterator[Row]:
         """Rows of a verb that makes pyramids.
 
         Args:
             ways: the sides that are not ours.
             source: what is compiled.
+            other: the sides that do another job, and why.
+            libraries: makes sides of libraries that may not be there, from the inputs.
         """
         sides = Sides(self.watch)
         inputs = self.cold(image, cache, lambda x: x)
@@ -200,6 +207,8 @@ class Run:
         self.add_kernels(sides, partial(verb, backend="cuda"), inputs, graph=True)
         for name, way in ways.items():
             sides.add(name, partial(job, *way))
+        for name, make in (libraries or {}).items():
+            sides.add(name, partial(make, inputs))
         held: list[torch.Tensor] = []
         for generator in generators:
 
@@ -224,19 +233,21 @@ class Run:
         functions, other = bench_mipmap.torch_ways(height, width)
         ways: dict[str, Way] = {name: (function, inputs) for name, function in functions.items()}
         source: Callable[[Any], object] = mip_reference
-        if other or dtype == torch.uint8:
-            other.append("gl driver")  # at odd sides OpenGL leaves its filter open; and it rounds at every level
+        other |= bench_mipmap.driver_differs(height, width, dtype)
+        libraries: dict[str, Callable[[list[torch.Tensor]], Side]] = {}
+        if bench_mipmap.is_power(height, width) and dtype == torch.float32:
+            libraries = {cuda_peers.CUPY: cuda_peers.cupy_side, cuda_peers.CVCUDA: cuda_peers.cvcuda_side}
         if "torch reshape mean" in ways:
             source = partial(bench_mipmap._stored_chain, bench_mipmap._avg_pool)
-        if "torch reshape mean" in ways and dtype == torch.float32:
+        if dtype == torch.float32:
             last = self.cold(image, cache, lambda x: x.to(memory_format=torch.channels_last))
-            ways["torch channels_last bilinear"] = partial(bench_mipmap._chain, bench_mipmap._interpolate), last
-        if bench_mipmap.kornia and dtype == torch.float32:
-            build = partial(bench_mipmap.kornia.build_pyramid, max_level=bench_mipmap.depth_of(height, width))
-            ways["kornia build_pyramid (Gaussian)"] = build, inputs
-            other.append("kornia build_pyramid (Gaussian)")
-        generators = ("compute", "fragment", "driver")
-        yield from self.chains(lod.mipmap, generators, image, cache, ways, source, tuple(other))
+            ways |= {name: (way, last) for name, way in bench_mipmap.channels_last(height, width).items()}
+        if peers.kornia and dtype == torch.float32:
+            name = "kornia build_pyramid (Gaussian)"
+            ways[name] = partial(peers.kornia.build_pyramid, max_level=peers.kornia_depth(height, width)), inputs
+            other[name] = peers.GAUSSIAN
+        generators = generators_of(lod.mipmap)
+        yield from self.chains(lod.mipmap, generators, image, cache, ways, source, other, libraries)
 
     def hiz(self, size: Size, cache: str = "warm") -> Iterator[Row]:
         height, width, batch = size
@@ -245,7 +256,7 @@ class Run:
         functions, other = bench_hiz.torch_ways(height, width)
         ways: dict[str, Way] = {name: (function, inputs) for name, function in functions.items()}
         source = partial(mip_reference, reduce="max")
-        yield from self.chains(lod.hiz, ("compute", "fragment", "sampler"), image, cache, ways, source, other)
+        yield from self.chains(lod.hiz, generators_of(lod.hiz), image, cache, ways, source, other)
 
     def log_polar(self, size: Size, dtype: torch.dtype = torch.float32, cache: str = "warm") -> Iterator[Row]:
         height, width, batch = size
@@ -264,7 +275,7 @@ class Run:
         sides = Sides(self.watch)
         ours = partial(lod.log_polar, rings=RINGS, wedges=WEDGES)
         sides.add("auto", partial(job, partial(at, ours), pyramids))
-        for generator in ("compute", "fragment"):
+        for generator in generators_of(lod.log_polar):
             way = partial(at, partial(ours, generator=generator))
             self.add_gl(sides, f"gl {generator}", partial(job, way, pyramids))
         self.add_kernels(sides, partial(at, partial(ours, backend="cuda")), pyramids, graph=False)
@@ -361,6 +372,9 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
     add(run.hiz, first, "cold")
     add(run.log_polar, first, torch.float32, "cold")
     device = str(run.device)
+    if run.ctx is not None:
+        parts = partial(bench_parts.rows, [height for height, _, _ in main[:2]], run.seconds, run.ctx, device)
+        jobs.append(("parts", parts))
     jobs.append(("whole calls", lambda: bench_log_polar.whole_calls(run.seconds, device, run.race)))
     jobs.append(("readers", lambda: bench_hiz.readers(run.seconds, device, run.race)))
     f32 = [torch.float32]
@@ -422,12 +436,13 @@ def device_bandwidth(device: torch.device, watch: Stopwatch, elements: int = 2**
 def result(run: Run, about: dict[str, Any], bandwidth: float) -> dict[str, Any]:
     """What the file holds."""
     return {
-        "schema": 1,
+        "schema": files.VERSION,
         "tensors": "cuda",
         **about,
         "copy_gb_per_s": round(bandwidth / 1e9, 2),
         "left_out": run.left_out,
         "failures": run.failures,
+        "absent": dict(sorted(ABSENT.items())),
         "rows": [row.as_dict(bandwidth) for row in run.rows],
     }
 
@@ -437,14 +452,10 @@ def problem_of(data: dict[str, Any]) -> str | None:
     if not data["rows"]:
         return "no row was measured"
     try:
-        import jsonschema
+        problem = files.problem_of(data)
     except ImportError:
-        return None  # the tests check the files that are kept
-    try:
-        jsonschema.validate(data, SCHEMA)
-    except jsonschema.ValidationError as error:
-        return f"the file does not fit its schema: {error.message}"
-    return None
+        return None  # without jsonschema; the tests check the files that are kept
+    return f"the file does not fit its schema: {problem}" if problem else None
 
 
 def run_all(minutes: float, out: Path | None, quick: bool, say: Callable[[str], object]) -> tuple[Path, str | None]:
@@ -461,6 +472,9 @@ def run_all(minutes: float, out: Path | None, quick: bool, say: Callable[[str], 
     if ctx is None:
         run.fail("OpenGL", problem)
         say(f"OpenGL did not open: {problem}")
+    for library in ("cupy", "cvcuda"):
+        if optional(library) is None:
+            say(f"without {library}: {ABSENT[library]}")
     about = cuda_facts(device, ctx, problem)
     bandwidth = device_bandwidth(device, run.watch)
     path = out or RESULTS / f"{slug(about['device'])}.json"

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from bench_mipmap import _chain
-from inputs import inputs_for, job, picture, pyramid_bytes
+from bench_mipmap import HELD_NOTE, _chain, is_power
+from inputs import generators_of, inputs_for, job, picture, pyramid_bytes
 from rows import Row
-from timer import Race, race
+from timer import Race, able, race
 
 import gpu_lod as lod
 
@@ -30,16 +30,37 @@ def _four(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
     return torch.maximum(top, torch.maximum(x[..., 1 : 2 * h : 2, : 2 * w : 2], x[..., 1 : 2 * h : 2, 1 : 2 * w : 2]))
 
 
-def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tensor], object]], tuple[str, ...]]:
-    """Ways to make the pyramid of a map of this size in plain torch, and which of them do another job."""
+def _max_pool_ceil(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
+    return F.max_pool2d(x, (2 if x.shape[-2] > 1 else 1, 2 if x.shape[-1] > 1 else 1), ceil_mode=True)
+
+
+DROPS = "drops the last row or column of an odd side: its levels are no bound"
+CEIL = "ceil_mode halves odd sides upwards: a bound, of other sizes than OpenGL's levels"
+
+
+def _ceil_chain(image: torch.Tensor) -> list[torch.Tensor]:
+    levels = [image]
+    while max(levels[-1].shape[-2:]) > 1:
+        levels.append(_max_pool_ceil(levels[-1], 0, 0))
+    return levels
+
+
+def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tensor], object]], dict[str, str]]:
+    """Ways to make the pyramid of a map of this size in plain torch, and which of them do another job, and why."""
     ways: dict[str, Callable[[torch.Tensor], object]] = {
         "torch max_pool2d": partial(_chain, _max_pool),
         "torch adaptive_max_pool2d": partial(_chain, _adaptive),
         "torch maximum of 4": partial(_chain, _four),
         "torch rows then columns": partial(lod.hiz, backend="torch"),
     }
-    powers = all(side & (side - 1) == 0 for side in (height, width))
-    return ways, () if powers else ("torch max_pool2d", "torch maximum of 4")  # they drop the last row or column
+    if is_power(height, width):
+        return ways, {}
+    ceil = "torch max_pool2d ceil_mode"
+    return ways | {ceil: _ceil_chain}, {"torch max_pool2d": DROPS, "torch maximum of 4": DROPS, ceil: CEIL}
+
+
+def _generators(inputs: list[torch.Tensor]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    return able({f"gl {name}": job(partial(lod.hiz, generator=name), inputs) for name in generators_of(lod.hiz)})
 
 
 def rows(sizes: list[tuple[int, int, int]], caches: list[str], seconds: float) -> Iterator[Row]:
@@ -49,22 +70,36 @@ def rows(sizes: list[tuple[int, int, int]], caches: list[str], seconds: float) -
             relevance = picture(height, width, batch=batch, channels=1)
             ways, other = torch_ways(height, width)
             inputs = inputs_for(relevance, cache, lambda x: x)
+            ours, dropped = _generators(inputs)
             sides: dict[str, Callable[[], object]] = {
                 "auto": job(lod.hiz, inputs),
-                "gl compute": job(partial(lod.hiz, generator="compute"), inputs),
-                "gl fragment": job(partial(lod.hiz, generator="fragment"), inputs),
-                "gl sampler": job(partial(lod.hiz, generator="sampler"), inputs),
+                **ours,
                 **{name: job(way, inputs) for name, way in ways.items()},
             }
             yield Row(
                 "hiz", "end to end", height, width, batch, 1, "float32", cache, pyramid_bytes(relevance),
-                race(sides, seconds=seconds), other_job=other,
+                race(sides, seconds=seconds), other_job=other, extra={"dropped": dropped} if dropped else {},
             )  # fmt: skip
 
 
-def readers(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
+def zero_copy(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
+    """Every generator, with the map in GL memory; torch reads that memory too."""
+    for height, width, batch in sizes:
+        held = lod.Context().empty(batch, 1, height, width)
+        held.copy_(picture(height, width, batch=batch, channels=1))
+        ours, dropped = _generators([held])
+        ways, other = torch_ways(height, width)
+        fast = {name: job(ways[name], [held]) for name in ("torch max_pool2d", "torch rows then columns")}
+        yield Row(
+            "hiz", "zero-copy in", height, width, batch, 1, "float32", "warm", pyramid_bytes(held),
+            race({**ours, **fast}, seconds=seconds), note=HELD_NOTE, other_job=other,
+            extra={"dropped": dropped} if dropped else {},
+        )  # fmt: skip
+
+
+def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """Of a pyramid that is there: a sparse map in which culling has something to prune."""
-    relevance = picture(1024, 1024, channels=1).to(device) ** 8
+    relevance = picture(side, side, channels=1).to(device) ** 8
     hz = lod.hiz(relevance, backend="gl")
     lod.region_max(hz, torch.zeros(1, 4, device=device), backend="gl")
     for share in (0.2, 0.01):
@@ -78,9 +113,12 @@ def readers(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[
             "torch comparison and nonzero": lambda t=threshold: (relevance >= t).nonzero(),
         }
         yield Row(
-            "cull", "end to end", 1024, 1024, 1, 1, "float32", "warm", relevance.nbytes, race(sides, seconds=seconds),
+            "cull", "end to end", side, side, 1, 1, "float32", "warm", relevance.nbytes, race(sides, seconds=seconds),
             note=f"{share:.0%} kept, {culled.tested} of {relevance.numel()} texels tested",
-            other_job=("torch one comparison", "torch comparison and nonzero"),
+            other_job={
+                "torch one comparison": "the mask alone, without indices and nodes",
+                "torch comparison and nonzero": "the mask and indices, without nodes",
+            },
         )  # fmt: skip
     boxes = torch.rand(1, 4096, 2, 2).sort(dim=2).values.flatten(2).to(device)
     sides = {
@@ -89,6 +127,6 @@ def readers(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[
         "torch gather": lambda: lod.region_max(hz, boxes, backend="torch"),
     }
     yield Row(
-        "region_max", "end to end", 1024, 1024, 1, 1, "float32", "warm", boxes.nbytes * 2, race(sides, seconds=seconds),
+        "region_max", "end to end", side, side, 1, 1, "float32", "warm", boxes.nbytes * 2, race(sides, seconds=seconds),
         note="4096 boxes",
     )  # fmt: skip

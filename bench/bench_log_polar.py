@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 
+import peers
 import torch
 import torch.nn.functional as F
-from inputs import inputs_for, job, optional, picture
+from inputs import generators_of, inputs_for, job, picture
 from rows import Row
 from timer import Race, race
 
 import gpu_lod as lod
 from gpu_lod.log_polar import reference, ring_rule
 
-cv2 = optional("cv2")
 RINGS, WEDGES = 256, 512
+READY = "from a prebuilt pyramid, a texture already"
 
 
 def _all_levels(pyramid: lod.Pyramid, fixation: torch.Tensor) -> torch.Tensor:
@@ -64,29 +65,28 @@ def rows(
                 ours = partial(lod.log_polar, rings=RINGS, wedges=WEDGES)
                 sides: dict[str, Callable[[], object]] = {
                     "auto": job(partial(at, ours), pyramids),
-                    "gl compute": job(partial(at, partial(ours, generator="compute")), pyramids),
-                    "gl fragment": job(partial(at, partial(ours, generator="fragment")), pyramids),
+                    **{
+                        f"gl {name}": job(partial(at, partial(ours, generator=name)), pyramids)
+                        for name in generators_of(lod.log_polar)
+                    },
                     "torch two levels a ring, split over threads": job(
                         partial(at, partial(ours, backend="torch")), pyramids
                     ),
                     "torch two levels a ring": job(partial(at, _two_levels), pyramids),
                     "torch every level": job(partial(at, _all_levels), pyramids),
                 }
-                other: tuple[str, ...] = ()
-                if cv2 and batch == 1 and dtype != torch.float16:
-                    arrays = inputs_for(image, cache, lambda x: x[0].permute(1, 2, 0).contiguous().numpy())
-                    sides["opencv warpPolar (no LOD, HWC)"] = job(partial(at, _warp_polar), arrays)
-                    other = ("opencv warpPolar (no LOD, HWC)",)
+                theirs, other = peers.log_polars(image, cache, RINGS, WEDGES)
+                sides |= {name: job(partial(at, way), arrays) for name, (way, arrays) in theirs.items()}
                 out = batch * 3 * RINGS * WEDGES * dtype.itemsize
                 yield Row(
                     "log_polar", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * out,
-                    race(sides, seconds=seconds), other_job=other, note="from a prebuilt pyramid, a texture already",
+                    race(sides, seconds=seconds), other_job=other, note=READY,
                 )  # fmt: skip
 
 
-def whole_calls(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
+def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """From an image, the chain included; and the least that a call costs."""
-    image = picture(1024, 1024).to(device)
+    image = picture(side, side).to(device)
     ours = partial(lod.log_polar, image, (0.4, 0.6), RINGS, WEDGES)
     sides: dict[str, Callable[[], object]] = {
         "auto": ours,
@@ -94,7 +94,7 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race) -> Itera
         "torch two levels a ring": partial(ours, backend="torch"),
     }
     yield Row(
-        "log_polar", "end to end", 1024, 1024, 1, 3, "float32", "warm", image.nbytes,
+        "log_polar", "end to end", side, side, 1, 3, "float32", "warm", image.nbytes,
         race(sides, seconds=seconds),
         note="from an image: builds the chain too",
     )  # fmt: skip
@@ -107,10 +107,3 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race) -> Itera
         note="a log-polar map of 4 x 8: everything but the work",
         extra={"copied_out_bytes": 0 if lod.Context(device).owns(out) else out.nbytes},
     )  # fmt: skip
-
-
-def _warp_polar(image: object, fixation: torch.Tensor) -> object:
-    height, width = image.shape[:2]  # type: ignore[attr-defined]
-    centre = (float(fixation[0, 0]) * width, float(fixation[0, 1]) * height)
-    flags = cv2.WARP_POLAR_LOG | cv2.INTER_LINEAR
-    return cv2.warpPolar(image, (RINGS, WEDGES), centre, 0.7 * max(height, width), flags)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import peers
 import torch
 import torch.nn.functional as F
-from inputs import inputs_for, job, optional, picture, pyramid_bytes
+from inputs import generators_of, inputs_for, job, picture, pyramid_bytes
 from rows import Row
-from timer import race
+from timer import able, race
 
 import gpu_lod as lod
 
-cv2 = optional("cv2")
-kornia = optional("kornia.geometry.transform")
+Size = tuple[int, int, int]
+"""(height, width, batch)"""
+Step = Callable[[torch.Tensor, int, int], torch.Tensor]
+HELD_NOTE = "the image is in GL memory already"
 
 
-def _chain(step: Callable[[torch.Tensor, int, int], torch.Tensor], image: torch.Tensor) -> list[torch.Tensor]:
+def _chain(step: Step, image: torch.Tensor) -> list[torch.Tensor]:
     levels = [image]
     while max(levels[-1].shape[-2:]) > 1:
         h, w = levels[-1].shape[-2:]
@@ -25,11 +28,7 @@ def _chain(step: Callable[[torch.Tensor, int, int], torch.Tensor], image: torch.
     return levels
 
 
-def _float(image: torch.Tensor) -> torch.Tensor:
-    return image if image.dtype == torch.float32 else image.float()
-
-
-def _stored_chain(step: Callable[[torch.Tensor, int, int], torch.Tensor], image: torch.Tensor) -> list[torch.Tensor]:
+def _stored_chain(step: Step, image: torch.Tensor) -> list[torch.Tensor]:
     """Carried in fp32 and stored in the image's dtype, as the verb does it."""
     if image.dtype == torch.float32:
         return _chain(step, image)
@@ -49,40 +48,55 @@ def _interpolate(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
     return F.interpolate(x, size=(h, w), mode="bilinear", align_corners=False)
 
 
+def _antialias(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
+    return F.interpolate(x, size=(h, w), mode="bilinear", align_corners=False, antialias=True)
+
+
 def _area(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
     return F.interpolate(x, size=(h, w), mode="area")
 
 
-def _opencv(image: object) -> list[object]:
-    levels = [image]
-    while max(levels[-1].shape[:2]) > 1:  # type: ignore[attr-defined]
-        h, w = levels[-1].shape[:2]  # type: ignore[attr-defined]
-        half = max(1, w // 2), max(1, h // 2)
-        levels.append(cv2.resize(levels[-1], half, interpolation=cv2.INTER_AREA))
-    return levels
+POLYPHASE = "not the polyphase box filter at odd sides: levels do not keep the image's mean"
+TRIANGLE = "a triangle filter over 4 texels (1 3 3 1) / 8, twice as wide as the mean's box"
+LAST = {"bilinear": _interpolate, "area": _area, "avg_pool2d": _avg_pool, "reshape mean": _reshape_mean}
+"""The ways that are also measured on channels_last input."""
 
 
-def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tensor], object]], list[str]]:
-    """Ways to make the chain of an image of this size in plain torch, and which of them do another job."""
+def is_power(*sides: int) -> bool:
+    return all(side & (side - 1) == 0 for side in sides)
+
+
+def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tensor], object]], dict[str, str]]:
+    """Ways to make the chain of an image of this size in plain torch, and which of them do another job, and why."""
     ways: dict[str, Callable[[torch.Tensor], object]] = {
         "torch interpolate bilinear": partial(_stored_chain, _interpolate),
         "torch interpolate area": partial(_stored_chain, _area),
         "torch avg_pool2d": partial(_stored_chain, _avg_pool),
     }
-    if all(side & (side - 1) == 0 for side in (height, width)):
-        return ways | {"torch reshape mean": partial(_stored_chain, _reshape_mean)}, []
+    filtered = {"torch interpolate bilinear antialias": partial(_stored_chain, _antialias)}
+    other = dict.fromkeys(filtered, TRIANGLE)
+    if is_power(height, width):
+        return ways | {"torch reshape mean": partial(_stored_chain, _reshape_mean)} | filtered, other
     # Nobody else has the exact filter for odd sides: our own torch path is the opponent.
-    return ways | {"torch polyphase": partial(lod.mipmap, backend="torch")}, list(ways)
+    other |= dict.fromkeys(ways, POLYPHASE)
+    return ways | {"torch polyphase": partial(lod.mipmap, backend="torch")} | filtered, other
 
 
-def depth_of(height: int, width: int) -> int:
-    """Levels of kornia's pyramid: its blur needs a few pixels."""
-    return min(height, width).bit_length() - 2
+def channels_last(height: int, width: int) -> dict[str, Callable[[torch.Tensor], object]]:
+    """The same on fp32 tensors in channels_last order, where they do the verb's job."""
+    if not is_power(height, width):
+        return {}
+    return {f"torch channels_last {name}": partial(_chain, step) for name, step in LAST.items()}
 
 
-def rows(
-    sizes: list[tuple[int, int, int]], dtypes: list[torch.dtype], caches: list[str], seconds: float
-) -> Iterator[Row]:
+def driver_differs(height: int, width: int, dtype: torch.dtype) -> dict[str, str]:
+    """Why glGenerateMipmap does another job, if it does."""
+    if not is_power(height, width):
+        return {"gl driver": "OpenGL leaves its filter at odd sides open"}
+    return {"gl driver": peers.ROUNDS} if dtype == torch.uint8 else {}
+
+
+def rows(sizes: list[Size], dtypes: list[torch.dtype], caches: list[str], seconds: float) -> Iterator[Row]:
     """A row for each (height, width, batch), dtype and cache state."""
     for height, width, batch in sizes:
         for dtype in dtypes:
@@ -90,42 +104,46 @@ def rows(
                 image = picture(height, width, batch=batch, dtype=dtype)
                 ways, other = torch_ways(height, width)
                 inputs = inputs_for(image, cache, lambda x: x)
+                ours, dropped = able(
+                    {
+                        f"gl {name}": job(partial(lod.mipmap, generator=name), inputs)
+                        for name in generators_of(lod.mipmap)
+                    }
+                )
                 sides: dict[str, Callable[[], object]] = {
                     "auto": job(lod.mipmap, inputs),
-                    "gl compute": job(partial(lod.mipmap, generator="compute"), inputs),
-                    "gl fragment": job(partial(lod.mipmap, generator="fragment"), inputs),
-                    "gl driver": job(partial(lod.mipmap, generator="driver"), inputs),
+                    **ours,
                     **{name: job(way, inputs) for name, way in ways.items()},
                 }
-                if other:
-                    other.append("gl driver")
-                else:
-                    last = inputs_for(image, cache, lambda x: _float(x).to(memory_format=torch.channels_last))
-                    sides["torch channels_last bilinear"] = job(lambda x: _chain(_interpolate, x), last)
-                if cv2 and batch == 1 and dtype != torch.float16:
-                    arrays = inputs_for(image, cache, lambda x: x[0].permute(1, 2, 0).contiguous().numpy())
-                    sides["opencv INTER_AREA (HWC)"] = job(_opencv, arrays)
-                if kornia and dtype == torch.float32:
-                    build = partial(kornia.build_pyramid, max_level=depth_of(height, width))
-                    sides["kornia build_pyramid (Gaussian)"] = job(build, inputs)
-                    other.append("kornia build_pyramid (Gaussian)")
-                if dtype == torch.uint8:
-                    other.append("gl driver")
+                if dtype == torch.float32:
+                    last = inputs_for(image, cache, lambda x: x.to(memory_format=torch.channels_last))
+                    sides |= {name: job(way, last) for name, way in channels_last(height, width).items()}
+                theirs, differ, left_out = peers.chains(image, cache, dtype)
+                other |= differ | driver_differs(height, width, dtype)
+                dropped |= left_out
                 yield Row(
                     "mipmap", "end to end", height, width, batch, 3, str(dtype)[6:], cache, pyramid_bytes(image),
-                    race(sides, seconds=seconds), other_job=tuple(other),
+                    race(sides | theirs, seconds=seconds), other_job=other,
+                    extra={"dropped": dropped} if dropped else {},
                 )  # fmt: skip
 
 
-def zero_copy(seconds: float) -> Iterator[Row]:
-    """With the image in GL memory already."""
-    held = lod.Context().empty(1, 3, 1024, 1024)
-    held.copy_(picture(1024, 1024))
-    sides = {
-        "gl compute": lambda: lod.mipmap(held, generator="compute"),
-        "torch interpolate bilinear": lambda: _chain(_interpolate, held),
-    }
-    yield Row(
-        "mipmap", "zero-copy in", 1024, 1024, 1, 3, "float32", "warm", pyramid_bytes(held),
-        race(sides, seconds=seconds), note="the image is in GL memory already",
-    )  # fmt: skip
+def zero_copy(sizes: list[Size], seconds: float) -> Iterator[Row]:
+    """Every generator, with the image in GL memory; torch reads that memory too."""
+    for height, width, batch in sizes:
+        held = lod.Context().empty(batch, 3, height, width)
+        held.copy_(picture(height, width, batch=batch))
+        ours, dropped = able(
+            {f"gl {name}": partial(lod.mipmap, held, generator=name) for name in generators_of(lod.mipmap)}
+        )
+        ways, other = torch_ways(height, width)
+        fast = {name: partial(way, held) for name, way in ways.items() if name in _FAST}
+        yield Row(
+            "mipmap", "zero-copy in", height, width, batch, 3, "float32", "warm", pyramid_bytes(held),
+            race({**ours, **fast}, seconds=seconds), note=HELD_NOTE,
+            other_job=other | driver_differs(height, width, torch.float32),
+            extra={"dropped": dropped} if dropped else {},
+        )  # fmt: skip
+
+
+_FAST = ("torch interpolate bilinear", "torch avg_pool2d", "torch polyphase")

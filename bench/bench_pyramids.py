@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import peers
 import torch
 import torch.nn.functional as F
-from inputs import inputs_for, job, optional, picture, pyramid_bytes
+from inputs import inputs_for, job, picture, pyramid_bytes
 from rows import Row
 from timer import race
 
@@ -44,7 +45,6 @@ def _chain(reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> l
 
 def rows(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
     """Five levels of fp32 RGB: down to where sides are small for every size here."""
-    cv2 = optional("cv2")
     for height, width, batch in sizes:
         image = picture(height, width, batch=batch)
         inputs = inputs_for(image, "warm", lambda x: x)
@@ -55,12 +55,10 @@ def rows(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
             "torch conv2d": job(partial(_chain, _conv), inputs),
             "torch separable conv2d": job(partial(_chain, _separable), inputs),
         }
-        if cv2 is not None and batch == 1:
-            array = image[0].permute(1, 2, 0).contiguous().numpy()
-            sides["opencv pyrDown"] = lambda array=array: _chain(cv2.pyrDown, array)
+        theirs, other = peers.gaussians(image, 5)
         yield Row(
             "gaussian", "end to end", height, width, batch, 3, "float32", "warm", pyramid_bytes(image),
-            race(sides, seconds=seconds), note="5 levels",
+            race(sides | theirs, seconds=seconds), note="5 levels", other_job=other,
         )  # fmt: skip
         there: dict[str, Callable[[], object]] = {
             name: job(lambda x, b=backend: lod.collapse(lod.laplacian(x, 5, b), b), inputs)
@@ -72,15 +70,15 @@ def rows(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def inverse(seconds: float) -> Iterator[Row]:
-    """A map of 256 x 512 to a picture of 1024 x 1024."""
+def inverse(seconds: float, side: int = 1024) -> Iterator[Row]:
+    """A map of 256 x 512 to a square picture."""
     for batch in (1, 8):
-        polar = lod.log_polar(picture(1024, 1024, batch=batch), (0.4, 0.6), 256, 512)
+        polar = lod.log_polar(picture(side, side, batch=batch), (0.4, 0.6), 256, 512)
         sides: dict[str, Callable[[], object]] = {
-            name: partial(lod.inverse_log_polar, polar, (0.4, 0.6), (1024, 1024), backend=backend)
+            name: partial(lod.inverse_log_polar, polar, (0.4, 0.6), (side, side), backend=backend)
             for name, backend in (("auto", "auto"), ("gl compute", "gl"), ("torch grid_sample", "torch"))
         }
         yield Row(
-            "inverse_log_polar", "end to end", 1024, 1024, batch, 3, "float32", "warm",
-            polar.nbytes + batch * 3 * 1024 * 1024 * 4, race(sides, seconds=seconds), note="from a map of 256 x 512",
+            "inverse_log_polar", "end to end", side, side, batch, 3, "float32", "warm",
+            polar.nbytes + batch * 3 * side * side * 4, race(sides, seconds=seconds), note="from a map of 256 x 512",
         )  # fmt: skip

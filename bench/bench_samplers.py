@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_log_polar import READY
 from inputs import inputs_for, job, picture
 from rows import Row
 from timer import Race, race
@@ -17,7 +18,6 @@ import gpu_lod as lod
 from gpu_lod.foveate import level_map, reference
 
 Size = tuple[int, int, int]
-READY = "from a prebuilt pyramid, a texture already"
 BUDGET = 273
 
 
@@ -61,12 +61,17 @@ def _kernels(verb: Callable[..., object], device: str) -> list[tuple[str, Callab
 
 
 def foveate(
-    sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
+    sizes: list[Size],
+    dtypes: list[torch.dtype],
+    seconds: float,
+    device: str = "cpu",
+    race: Race = race,
+    cache: str = "warm",
 ) -> Iterator[Row]:
     for height, width, batch in sizes:
         for dtype in dtypes:
             image = picture(height, width, batch=batch, dtype=dtype).to(device)
-            pyramids = inputs_for(image, "warm", lambda x: lod.mipmap(x).upload())
+            pyramids = inputs_for(image, cache, lambda x: lod.mipmap(x).upload())
             points = cycle(torch.rand(64, batch, 2).unbind())
             sides: dict[str, Callable[[], object]] = {
                 name: job(_at(way, points), pyramids)
@@ -79,23 +84,23 @@ def foveate(
                 )
             }
             yield Row(
-                "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], "warm", 2 * image.nbytes,
+                "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * image.nbytes,
                 race(sides, seconds=seconds), note=READY,
             )  # fmt: skip
 
 
-def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
+def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """Torch may keep what depends on the fixation alone; the shader works it out at each call."""
-    image = picture(1024, 1024).to(device)
+    image = picture(side, side).to(device)
     pyramid = lod.mipmap(image).upload()
     point = torch.tensor([[0.4, 0.6]], device=device)
-    kept = level_map(point[0], (1024, 1024), 0.05, 0.0)
+    kept = level_map(point[0], (side, side), 0.05, 0.0)
     sides: dict[str, Callable[[], object]] = {
         "gl compute": partial(lod.foveate, pyramid, point, backend="gl"),
         "torch coarse to fine, boxes, levels kept": lambda: reference(list(pyramid.levels), point, 0.05, kept=kept),
     }
     yield Row(
-        "foveate", "end to end", 1024, 1024, 1, 3, "float32", "warm", 2 * image.nbytes,
+        "foveate", "end to end", side, side, 1, 3, "float32", "warm", 2 * image.nbytes,
         race(sides, seconds=seconds), note=f"{READY}; the fixation stays, and torch has kept its level map",
     )  # fmt: skip
 
@@ -109,13 +114,18 @@ def _grid_sites(height: int, width: int, batch: int, patch: int) -> torch.Tensor
 
 
 def gather_patches(
-    sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
+    sizes: list[Size],
+    dtypes: list[torch.dtype],
+    seconds: float,
+    device: str = "cpu",
+    race: Race = race,
+    cache: str = "warm",
 ) -> Iterator[Row]:
     """273 patches of 14 x 14: cortical sites of fractional level, and patches of the grid."""
     for height, width, batch in sizes:
         for dtype in dtypes:
             image = picture(height, width, batch=batch, dtype=dtype).to(device)
-            pyramids = inputs_for(image, "warm", lambda x: lod.mipmap(x).upload())
+            pyramids = inputs_for(image, cache, lambda x: lod.mipmap(x).upload())
             cortical = [lod.cortical_sites(torch.rand(batch, 2), BUDGET, (height, width)) for _ in range(16)]
             grid = [_grid_sites(height, width, batch, 14) for _ in range(16)]
             for note, sites in (("cortical sites", cortical), ("sites on the grid", grid)):
@@ -134,7 +144,7 @@ def gather_patches(
                 }
                 moved = 2 * batch * BUDGET * 3 * 14 * 14 * dtype.itemsize
                 yield Row(
-                    "gather_patches", "end to end", height, width, batch, 3, str(dtype)[6:], "warm", moved,
+                    "gather_patches", "end to end", height, width, batch, 3, str(dtype)[6:], cache, moved,
                     race(sides, seconds=seconds), note=f"{BUDGET} x 14 x 14, {note}; {READY}",
                 )  # fmt: skip
 
@@ -142,13 +152,13 @@ def gather_patches(
 SEPARATE = "gl a call for each image"
 
 
-def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int = 32) -> Iterator[Row]:
+def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int = 32, side: int = 224) -> Iterator[Row]:
     """One call for a batch beside a call for each of its images."""
-    image = picture(224, 224, batch=batch).to(device)
+    image = picture(side, side, batch=batch).to(device)
     whole = lod.mipmap(image).upload()
     parts = [lod.mipmap(one[None]).upload() for one in image]
     fixations = torch.rand(batch, 2)
-    sites = lod.cortical_sites(fixations, 64, (224, 224))
+    sites = lod.cortical_sites(fixations, 64, (side, side))
     verbs: list[tuple[str, Callable[..., object], Any, Any]] = [
         ("mipmap", lambda src, _, backend: lod.mipmap(src, backend=backend), image, [one[None] for one in image]),
         ("log_polar", lambda src, at, backend: lod.log_polar(src, at, 64, 128, backend=backend), whole, parts),
@@ -168,6 +178,6 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
             "torch one call": partial(verb, together, at, "torch"),
         }
         yield Row(
-            name, "end to end", 224, 224, batch, 3, "float32", "warm", 2 * image.nbytes,
-            race(sides, seconds=seconds), other_job=(SEPARATE,), note="a batch in one call",
+            name, "end to end", side, side, batch, 3, "float32", "warm", 2 * image.nbytes,
+            race(sides, seconds=seconds), other_job={SEPARATE: "as many calls as images"}, note="a batch in one call",
         )  # fmt: skip

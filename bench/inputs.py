@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from itertools import cycle
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from skimage import data
@@ -15,12 +16,29 @@ COLD_BYTES = 96 * 2**20
 """Inputs of a cold row together: beyond any cache that a CPU of this class has."""
 
 
+ABSENT: dict[str, str] = {}
+"""Modules of other libraries that could not be imported, and why."""
+
+
 def optional(name: str) -> Any:
-    """A module of another library, or None where it cannot be imported: the rows then do without its sides."""
+    """A module of another library, or None where it cannot be imported: the rows then do without its sides, and
+    `ABSENT` says why."""
     try:
         return importlib.import_module(name)
-    except Exception:  # not ImportError alone: a broken install raises anything
+    except Exception as error:  # not ImportError alone: a broken install raises anything
+        ABSENT[name] = " ".join(f"{type(error).__name__}: {error}".split())
         return None
+
+
+def generators_of(verb: Callable[..., object]) -> tuple[str, ...]:
+    """What makes a verb's result on the GL backend, as its signature lists them."""
+    annotation = get_type_hints(inspect.unwrap(verb))["generator"]
+    return tuple(name for name in get_args(annotation) if name != "auto")
+
+
+def hwc(image: torch.Tensor) -> Any:
+    """The first image of a batch as a numpy array [H, W, C], as other libraries have pictures."""
+    return image[0].permute(1, 2, 0).contiguous().numpy()
 
 
 def picture(
@@ -43,10 +61,10 @@ def job(function: Callable[[Any], object], inputs: list[Any]) -> Callable[[], ob
 
 
 def inputs_for(
-    image: torch.Tensor, cache: str, prepare: Callable[[torch.Tensor], T], cold_bytes: int = COLD_BYTES
+    image: torch.Tensor, cache: str, prepare: Callable[[torch.Tensor], T], cold_bytes: int | None = None
 ) -> list[T]:
     """One prepared input for a warm row, as many as leave no cache warm for a cold one."""
-    count = 1 if cache == "warm" else max(2, -(-cold_bytes // image.nbytes))
+    count = 1 if cache == "warm" else max(2, -(-(cold_bytes or COLD_BYTES) // image.nbytes))
     return [prepare(image.clone() if count > 1 else image) for _ in range(count)]
 
 

@@ -8,20 +8,24 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from inputs import ABSENT
 from timer import Timing
 
 import gpu_lod as lod
+from gpu_lod.report.files import SCHEMA, problem_of
+from gpu_lod.report.rows import kind_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-SCHEMA = json.loads((HERE / "schema.json").read_text())
 
-_LIBRARIES = ("moderngl", "kornia", "opencv-python-headless")
+_LIBRARIES = ("moderngl", "kornia", "opencv-python-headless", "scikit-image", "pillow")
+HWC = "sides marked HWC get their picture in that order, put so outside the timed part"
 
 ALLOWED_RATIO, ALLOWED_MS = 1.05, 0.020
 """How far `auto` may be behind the fastest torch way: the larger of the two, plus the row's spread."""
@@ -34,7 +38,7 @@ class Row:
 
     verb: str
     part: str
-    """end to end, zero-copy in, or fixed cost."""
+    """end to end; zero-copy in; kernel or bridge, which are parts of a call; or fixed cost, of a call without work."""
     height: int
     width: int
     batch: int
@@ -45,12 +49,13 @@ class Row:
     """That must be read and written at the least."""
     sides: dict[str, Timing]
     note: str = ""
-    other_job: tuple[str, ...] = ()
-    """Sides that do less or something else, listed but never an opponent."""
+    other_job: Mapping[str, str] = field(default_factory=dict)
+    """Sides that do less or something else, listed but never an opponent, and why."""
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def best(self, prefix: str) -> str | None:
-        names = [name for name in self.sides if name.startswith(prefix) and name not in self.other_job]
+    def best(self, kind: str) -> str | None:
+        """The fastest side of a kind that does the job: gl, torch, or a peer, which is another library's."""
+        names = [name for name in self.sides if kind_of(name) == kind and name not in self.other_job]
         return min(names, key=lambda name: self.sides[name].median_ms) if names else None
 
     def as_dict(self, bandwidth: float) -> dict[str, Any]:
@@ -66,10 +71,14 @@ class Row:
             "cache": self.cache,
             "floor_ms": round(floor_ms, 5),
             "sides": {name: timing.as_dict() for name, timing in self.sides.items()},
-            "other_job": list(self.other_job),
+            "other_job": {name: why for name, why in self.other_job.items() if name in self.sides},
             "note": self.note,
             **self.extra,
         }
+        if any("HWC" in name for name in self.sides):
+            result["layout"] = HWC
+        if peer_best := self.best("peer"):
+            result["best_peer"] = peer_best
         if torch_best and gl_best:
             result["best_torch"], result["best_gl"] = torch_best, gl_best
             result["gl_speedup"] = round(self.sides[torch_best].median_ms / self.sides[gl_best].median_ms, 3)
@@ -149,25 +158,24 @@ def _seconds(call: Any) -> float:
 
 def save(rows: list[Row], path: Path | None = None) -> Path:
     """Write a result file for this device; it must fit the schema."""
-    import jsonschema
-
     ctx = lod.Context()
     bandwidth = copy_bandwidth()
     data = {
-        "schema": 1,
+        "schema": SCHEMA["properties"]["schema"]["const"],
         "device": ctx.renderer,
         "software": ctx.software,
         "driver": ctx.driver,
         **common(),
         "copy_gb_per_s": round(bandwidth / 1e9, 2),
+        "absent": dict(sorted(ABSENT.items())),
         "rows": [row.as_dict(bandwidth) for row in rows],
     }
-    jsonschema.validate(data, SCHEMA)
+    if problem := problem_of(data):
+        raise ValueError(f"the rows do not fit the schema: {problem}")
     if path is None:
         name, _, _ = ctx.renderer.partition("(")
         path = RESULTS / f"{slug(f'{name} {torch.get_num_threads()} cores')}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    write(data, path)
     return path
 
 

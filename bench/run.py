@@ -1,6 +1,6 @@
 """Run the benchmarks and write bench/results/<device>.json, a plot beside it, and the table on the terminal.
 
-python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers,features] [--out FILE]
+python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers,features,parts] [--out FILE]
 python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
 """
 
@@ -9,19 +9,25 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import bench_features
 import bench_hiz
 import bench_log_polar
 import bench_mipmap
+import bench_parts
 import bench_pyramids
 import bench_samplers
+import inputs
 import report
+import timer
 import torch
 from rich.console import Console
 from rows import Row, save
 
+Size = tuple[int, int, int]
+"""(height, width, batch)"""
 SIDES = [
     (224, 224, 1),
     (448, 448, 1),
@@ -33,8 +39,11 @@ SIDES = [
 ]
 BATCHES = [(224, 224, 8), (224, 224, 32), (1024, 1024, 8)]
 SQUARE = [(1024, 1024, 1)]
+HELD = [(512, 512, 1), (1024, 1024, 1), (2048, 2048, 1), (4096, 4096, 1), (777, 1001, 1)]
+"""From GL memory too, by every generator; the first of them is measured end to end for this alone."""
+QUICK = [(64, 64, 1), (45, 61, 1)]
 FEATURES = [(224, 224, 1), (512, 512, 1), (1024, 1024, 1), (777, 1001, 1), (224, 224, 8)]
-VERBS = "mipmap,hiz,log_polar,pyramids,samplers,features"
+VERBS = "mipmap,hiz,log_polar,pyramids,samplers,features,parts"
 F32, SMALL = [torch.float32], [torch.uint8, torch.float16]
 
 
@@ -43,50 +52,69 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda":
         return cuda(options)
     console = Console()
-    seconds = 0.1 if options.quick else 1.0
-    sizes = [(224, 224, 1), (777, 1001, 1)] if options.quick else [*SIDES, *BATCHES]
-    square, caches = (sizes[:1], ["warm"]) if options.quick else (SQUARE, ["cold"])
-    jobs = {
-        "mipmap": lambda: [
-            *bench_mipmap.rows(sizes, F32, ["warm"], seconds),
-            *bench_mipmap.rows(square, SMALL, ["warm"], seconds),
-            *bench_mipmap.rows(square, F32, caches, seconds),
-            *bench_mipmap.zero_copy(seconds),
-        ],
-        "hiz": lambda: [
-            *bench_hiz.rows(sizes, ["warm"], seconds),
-            *bench_hiz.rows(square, caches, seconds),
-            *bench_hiz.readers(seconds),
-        ],
-        "log_polar": lambda: [
-            *bench_log_polar.rows(sizes, F32, ["warm"], seconds),
-            *bench_log_polar.rows(square, SMALL, ["warm"], seconds),
-            *bench_log_polar.rows(sizes[-1:], [torch.uint8], ["warm"], seconds),
-            *bench_log_polar.rows(square, F32, caches, seconds),
-            *bench_log_polar.whole_calls(seconds),
-        ],
-        "pyramids": lambda: [
-            *bench_pyramids.rows([sizes[0], *square, *sizes[-2:]], seconds),
-            *bench_pyramids.inverse(seconds),
-        ],
-        "samplers": lambda: [
-            *bench_samplers.foveate([sizes[0], *square, *sizes[-2:]], F32, seconds),
-            *bench_samplers.foveate(square, SMALL, seconds),
-            *bench_samplers.foveate_at_one_place(seconds),
-            *bench_samplers.gather_patches([*square, *sizes[-1:]], F32, seconds),
-            *bench_samplers.gather_patches(square, SMALL, seconds),
-            *bench_samplers.batches(seconds),
-        ],
-        "features": lambda: list(bench_features.rows(sizes[:1] if options.quick else FEATURES, seconds)),
-    }
+    jobs = plan(options.quick)
     rows: list[Row] = []
     for name in options.only.split(","):
         with console.status(f"measuring {name} ..."):
-            rows += jobs[name]()
+            for rows_of in jobs[name]:
+                rows += rows_of
         console.print(f"{name} measured")
+    for name, why in sorted(inputs.ABSENT.items()):
+        console.print(f"without {name}: {why}", markup=False)
     path = save(rows, options.out)
     show(path, console)
     return 0
+
+
+def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
+    """The rows of each verb, measured as they are drawn."""
+    seconds = 0.03 if quick else 0.6
+    if quick:
+        sizes, square, held, sides, features = QUICK, QUICK[:1], QUICK[:1], [64], QUICK[:1]
+        inputs.COLD_BYTES, timer.PAUSE = 2**16, 0.0
+    else:
+        sizes, square, held, sides, features = [*SIDES, *BATCHES], SQUARE, HELD, [1024, 2048], FEATURES
+    main = [(side, side, 1) for side in sides]
+    cold, few = ["cold"], list(dict.fromkeys([sizes[0], *square, *sizes[-2:]]))
+    extra = [size for size in held[:1] if size not in sizes]
+    one, small = square[0][0], SMALL[:1] if quick else SMALL
+    return {
+        "mipmap": [
+            bench_mipmap.rows([*sizes, *extra], F32, ["warm"], seconds),
+            bench_mipmap.rows(square, small, ["warm"], seconds),
+            bench_mipmap.rows(main, F32, cold, seconds),
+            bench_mipmap.zero_copy(held, seconds),
+        ],
+        "hiz": [
+            bench_hiz.rows([*sizes, *extra], ["warm"], seconds),
+            bench_hiz.rows(main, cold, seconds),
+            bench_hiz.zero_copy(held, seconds),
+            bench_hiz.readers(seconds, side=one),
+        ],
+        "log_polar": [
+            bench_log_polar.rows(sizes, F32, ["warm"], seconds),
+            bench_log_polar.rows(square, small, ["warm"], seconds),
+            bench_log_polar.rows(sizes[-1:], [torch.uint8], ["warm"], seconds),
+            bench_log_polar.rows(main, F32, cold, seconds),
+            bench_log_polar.whole_calls(seconds, side=one),
+        ],
+        "pyramids": [
+            bench_pyramids.rows(few, seconds),
+            bench_pyramids.inverse(seconds, one),
+        ],
+        "samplers": [
+            bench_samplers.foveate([*few, *main[1:]], F32, seconds),
+            bench_samplers.foveate(square, small, seconds),
+            bench_samplers.foveate(main, F32, seconds, cache="cold"),
+            bench_samplers.foveate_at_one_place(seconds, side=one),
+            bench_samplers.gather_patches([*square, *main[1:], *sizes[-1:]], F32, seconds),
+            bench_samplers.gather_patches(square, small, seconds),
+            bench_samplers.gather_patches(main, F32, seconds, cache="cold"),
+            bench_samplers.batches(seconds, batch=2 if quick else 32, side=sizes[0][0]),
+        ],
+        "features": [bench_features.rows(features, seconds)],
+        "parts": [bench_parts.rows(sides, seconds)],
+    }
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

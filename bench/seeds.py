@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from report import load, on_cuda
 from rows import slug
 
 from gpu_lod import dispatch
 from gpu_lod.region import BOX
+from gpu_lod.report.files import load
+from gpu_lod.report.text import on_cuda
 from gpu_lod.tables import Entry, Machine, Question, Table, Timed
 
 HERE = Path(__file__).resolve().parent
@@ -43,7 +44,7 @@ def table(data: dict[str, Any]) -> Table:
     )
     entries: dict[Question, Entry] = {}
     for row in data["rows"]:
-        for entry in _entries(row, data["date"]):
+        for entry in _entries(row, data["date"], cuda):
             known = entries.setdefault(entry.question, entry)
             if _gain(entry) < _gain(known):
                 entries[entry.question] = entry
@@ -55,18 +56,18 @@ def _gain(entry: Entry) -> float:
     return max((torchs / timed.median_ms for way, timed in entry.ways.items() if way != "torch"), default=0.0)
 
 
-def _entries(row: dict[str, Any], date: str) -> Iterator[Entry]:
+def _entries(row: dict[str, Any], date: str, cuda: bool) -> Iterator[Entry]:
     if row["part"] != "end to end" or row["cache"] != "warm":
         return
     for question in _questions(row):
-        ways = _ways(row, question.verb)
+        ways = _ways(row, dispatch.ways(question.verb, cuda=cuda))
         if "torch" in ways:
             shape = [row["batch"], row["channels"], *row["size"]]
             words = [f"{' x '.join(map(str, shape))} {row['dtype']}", *filter(None, [row["note"].partition(";")[0]])]
             yield Entry(question, ", ".join(words), date, ways)
 
 
-def _ways(row: dict[str, Any], verb: str) -> dict[str, Timed]:
+def _ways(row: dict[str, Any], known: tuple[str, ...]) -> dict[str, Timed]:
     """The fastest torch way as "torch", ours by the names that the verb has for them."""
     found: dict[str, Timed] = {}
     for side, timing in row["sides"].items():
@@ -75,10 +76,10 @@ def _ways(row: dict[str, Any], verb: str) -> dict[str, Timed]:
             continue
         if side.startswith("torch ") and ("torch" not in found or timed.median_ms < found["torch"].median_ms):
             found["torch"] = timed
-        name = "gl compute" if side in ("gl", "gl one call") else side
-        if name in dispatch.ways(verb):
+        name = {"gl": "gl compute", "gl one call": "gl compute", "cuda kernels": "cuda"}.get(side, side)
+        if name in known:
             found[name] = timed
-        elif name == "gl compute" and "gl" in dispatch.ways(verb):
+        elif name == "gl compute" and "gl" in known:
             found["gl"] = timed
     return found
 

@@ -122,7 +122,7 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
     wait = partial(torch.cuda.synchronize, device) if cuda else None
     sides: dict[str, Callable[[], object]] = {}
     times: dict[str, Timed] = {}
-    for way in ways(question.verb):
+    for way in ways(question.verb, cuda=cuda):
         backend, _, generator = way.partition(" ")
         how = {"backend": backend, **({"generator": generator} if generator else {})}
 
@@ -147,7 +147,7 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
         fewest=8,  # a turn in which the machine was busy shows in the spread
         warm_up=0,
         pause=0 if cuda else PAUSE,
-        synchronize=wait,
+        clock=partial(_milliseconds, wait=wait),
     )
     times |= {way: Timed(timing.median_ms, timing.iqr_ms) for way, timing in timed.items()}
     return machine(device), Entry(question, job.at, time.strftime("%Y-%m-%d"), times)

@@ -6,7 +6,7 @@ import sys
 
 from gpu_lod.errors import GpuLodError, InputError
 
-_EXTRA = {"typer", "rich", "PIL", "matplotlib", "skimage"}
+_EXTRA = {"typer", "rich", "PIL", "matplotlib", "skimage", "jinja2", "markupsafe", "jsonschema"}
 FAILURE, USAGE = 1, 2
 
 

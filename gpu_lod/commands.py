@@ -388,6 +388,31 @@ def sites(
         _wrote([path])
 
 
+@app.command()
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES...", help="Result files of the benchmarks.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("out/report.html"),
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's tables, and write no page.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make one HTML page of benchmark results: times, floors, where GL loses and why; devices beside each other."""
+    from gpu_lod.report import page, text
+    from gpu_lod.report.files import load_all
+
+    if markdown:
+        tables = [text.markdown(path, Path()) for path, _ in load_all(files)]
+        typer.echo("\n\n".join(tables))
+        return
+    with printing.busy("report"):
+        page.report(files, output)
+    if as_json:
+        _print_json({"input": [str(path) for path in files], "output": [str(output)]})
+    else:
+        _wrote([output])
+
+
 def _on(device: int | None) -> AbstractContextManager[Any]:
     """Run on that device; `with context` makes it the one that verbs use."""
     return nullcontext() if device is None else lod.Context(device)

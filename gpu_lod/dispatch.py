@@ -92,15 +92,19 @@ def chooser(verb: Callable[..., Any]) -> Callable[..., Choice] | None:
 
 
 @functools.cache
-def ways(verb: str) -> tuple[str, ...]:
-    """What "auto" may take for a verb, by its name: "torch", and backends with their generators."""
+def ways(verb: str, *, cuda: bool = False) -> tuple[str, ...]:
+    """What "auto" may take for a verb, by its name: "torch", and backends with their generators.
+
+    Args:
+        cuda: for CUDA tensors.
+    """
     function = inspect.unwrap(next(known for known in _choosers if known.__name__ == verb))
     generators = typing.get_args(typing.get_type_hints(function).get("generator"))
     result = ["torch"]
     for backend in BACKENDS:
         if backend == "gl" and generators:
             result += [f"gl {name}" for name in generators if name not in _ONLY_BY_NAME]
-        elif backend == "gl" or (backend == "cuda" and verb in _with_kernels):
+        elif backend == "gl" or (cuda and backend == "cuda" and verb in _with_kernels):
             result.append(backend)
     return tuple(result)
 
@@ -194,7 +198,7 @@ def _decide(key: tuple[Any, ...], gl: GL | None) -> Choice | None:
     """By the tables; None if that depends on the context."""
     half_octaves, device, threads = key[5:8]
     question = _question(key, round(2 ** (half_octaves / 2)))
-    verdict = calibration.decide(question, ways(question.verb), device, threads, gl)
+    verdict = calibration.decide(question, ways(question.verb, cuda=device.type == "cuda"), device, threads, gl)
     if device.type == "cuda" and (verdict is None or verdict.way == "torch"):
         problem = why_not(device)
         if problem is not None:

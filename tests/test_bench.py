@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
@@ -27,16 +28,26 @@ from fake_cuda import FakeCuda
 import gpu_lod as lod
 from gpu_lod.bridge import InteropBridge, egl
 from gpu_lod.bridge import gl as G
+from gpu_lod.report import text
+from gpu_lod.report.files import load
+from gpu_lod.report.shares import shares
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
 
 import bench_bridge  # noqa: E402
 import bench_cuda  # noqa: E402
+import bench_hiz  # noqa: E402
+import bench_mipmap  # noqa: E402
+import bench_parts  # noqa: E402
+import bench_samplers  # noqa: E402
 import bridge_cost  # noqa: E402
+import cuda_peers  # noqa: E402
 import cuda_timer  # noqa: E402
+import inputs  # noqa: E402
 import mapped_arrays  # noqa: E402
 import opponents  # noqa: E402
+import peers  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
@@ -60,8 +71,8 @@ def test_result_files_fit_the_schema(path: Path) -> None:
 
 
 def test_readme_shows_the_result_files() -> None:
-    text = (CHECKOUT / "README.md").read_text()
-    assert report.with_tables(text) == text, "run python bench/report.py --readme"
+    readme = (CHECKOUT / "README.md").read_text()
+    assert report.with_tables(readme) == readme, "run python bench/report.py --readme"
 
 
 def test_sides_take_turns_and_the_slow_one_loses() -> None:
@@ -86,7 +97,7 @@ def test_rows_tell_losses_and_leave_other_jobs_out() -> None:
     row = Row(
         "mipmap", "end to end", 8, 8, 1, 3, "float32", "warm", 1000,
         {"gl compute": timing(4.0), "torch a": timing(1.0), "torch b": timing(2.0), "auto": timing(1.2)},
-        other_job=("torch a",),
+        other_job={"torch a": "does less"},
     )  # fmt: skip
     result = row.as_dict(bandwidth=1e9)
     assert result["best_torch"] == "torch b"
@@ -218,11 +229,21 @@ def about_cuda() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
+def one_thread() -> Iterator[None]:
+    """Tiny images gain nothing by more, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def measured(one_thread: None) -> dict[str, Any]:
     """A result file's content: real rows of tiny images."""
     run = run_on_host()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_cuda, "COLD_BYTES", 2**15)
+        patch.setattr(cuda_timer, "TOO_SLOW_MS", 60_000)  # this machine may be busy
         # Without the rows that are the same on every device, at sizes that cannot be chosen.
         plan = bench_cuda.plan(run, [(32, 32, 1)], [(13, 21, 2)])
         jobs = [job for job in plan if job[0] not in ("readers", "whole calls")]
@@ -244,7 +265,8 @@ def test_cuda_rows_fit_the_schema_and_miss_only_what_needs_a_gpu(measured: dict[
     assert ("mipmap", "end to end", [32, 32], "float32", "cold") in kinds
     assert ("mipmap", "end to end", [32, 32], "uint8", "warm") in kinds
     for row in measured["rows"]:
-        dropped = {name for name in row.get("dropped", {}) if not name.startswith(("torch graph of", "torch compiled"))}
+        needs_gpu = ("torch graph of", "torch compiled", cuda_peers.CUPY, cuda_peers.CVCUDA)
+        dropped = {name for name in row.get("dropped", {}) if not name.startswith(needs_gpu)}
         assert not dropped, row["dropped"]
         assert any(name.startswith("gl") for name in row["sides"])
         assert ("auto" in row["sides"]) == (row["part"] == "end to end")
@@ -264,8 +286,8 @@ def test_zero_copy_rows_take_their_image_from_gl_memory() -> None:
         assert run.ctx is not None and torch.equal(x, image)
         owned[run.ctx.owns(x)] += generator == "compute"
 
-    [ordinary, zero_copy] = run.chains(mipmap, ("compute",), image, "warm", {}, mipmap, ())
-    assert owned[True] == owned[False] > 2 * 16
+    [ordinary, zero_copy] = run.chains(mipmap, ("compute",), image, "warm", {}, mipmap, {})
+    assert owned[True] > 2 * 16 and owned[False] > 2 * 16
     assert (ordinary.part, zero_copy.part) == ("end to end", "zero-copy in")
     assert ordinary.sides.keys() == {"auto", "gl compute"} and zero_copy.sides.keys() == {"gl compute"}
 
@@ -279,8 +301,27 @@ def test_cold_rows_take_turns_with_more_than_the_caches_hold(monkeypatch: pytest
     def verb(x: torch.Tensor) -> None:
         seen.add(x.data_ptr())
 
-    [_] = run.chains(verb, (), image, "cold", {}, lambda x: x, ())
+    [_] = run.chains(verb, (), image, "cold", {}, lambda x: x, {})
     assert len(seen) == 4, "1000 bytes in images of 256"
+
+
+@pytest.mark.parametrize("verb", ["foveate", "gather_patches"])
+@pytest.mark.parametrize(("cache", "count"), [("cold", 3), ("warm", 1)])
+def test_cold_rows_of_samplers_read_another_pyramid_at_each_call(
+    verb: str, cache: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+
+    def race(sides: Any, **_: Any) -> dict[str, timer.Timing]:
+        for _ in range(6):
+            sides["auto"]()
+        return {"auto": timer.Timing(1.0, 0.1, 0.9, 12)}
+
+    nbytes = 3 * 64 * 64 * 4
+    monkeypatch.setattr(inputs, "COLD_BYTES", 3 * nbytes)
+    monkeypatch.setattr(lod, verb, lambda src, point: seen.add(id(src)))
+    [row, *_] = getattr(bench_samplers, verb)([(64, 64, 1)], [torch.float32], 0.1, race=race, cache=cache)
+    assert (row.cache, len(seen)) == (cache, count)
 
 
 @pytest.mark.parametrize("missing", ["device_ms", "p99_ms"])
@@ -389,9 +430,9 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of bench/results, with the files that are there."""
-    folder = tmp_path / "results"
+    folder = tmp_path / "bench" / "results"
     shutil.copytree(CHECKOUT / "bench" / "results", folder)
-    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(report, "HERE", tmp_path / "bench")
     return folder
 
 
@@ -404,7 +445,7 @@ def test_a_cuda_file_gets_a_table_of_its_own(results: Path, measured: dict[str, 
     (results / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(data))
     after = report.readme_tables()
     assert after.startswith(before + "\n\n") or after.endswith("\n\n" + before), "other tables stay as they are"
-    headings = "| " + " | ".join(report.HEADINGS) + " |"
+    headings = "| " + " | ".join(text.HEADINGS) + " |"
     assert after.count(headings) == before.count(headings) + 1
     assert "NVIDIA H100 80GB HBM3, CUDA tensors, driver 580.1, CUDA 13.0" in after
     assert "(bench/results/nvidia-h100-80gb-hbm3.json)" in after
@@ -412,9 +453,9 @@ def test_a_cuda_file_gets_a_table_of_its_own(results: Path, measured: dict[str, 
     assert "| mipmap | 3 x 1024 x 1024 float32, warm | compute: 1 ± 0.05 | avg_pool2d: 1 ± 0.05 | 1.00x |" in after
     assert "warm; without torch compiled |" in after
     assert "Left out for lack of time: mipmap 448x448x1. Failed: readers." in after
-    text = (CHECKOUT / "README.md").read_text()
-    assert after in report.with_tables(text)
-    assert report.with_tables(report.with_tables(text)) == report.with_tables(text)
+    readme = (CHECKOUT / "README.md").read_text()
+    assert after in report.with_tables(readme)
+    assert report.with_tables(report.with_tables(readme)) == report.with_tables(readme)
 
 
 def test_tables_and_plots_cope_with_what_a_cuda_file_may_lack(results: Path, measured: dict[str, Any]) -> None:
@@ -429,7 +470,7 @@ def test_tables_and_plots_cope_with_what_a_cuda_file_may_lack(results: Path, mea
     for chosen in (lacking, []):
         path.write_text(json.dumps({**measured, "rows": [row.as_dict(1e12) for row in chosen]}))
         assert report.table(path).row_count == len(chosen)
-        assert "Measured on" in report.markdown(path)
+        assert "Measured on" in text.markdown(path, results)
         report.plot(path, path.with_suffix(".svg"))
         assert "<svg" in path.with_suffix(".svg").read_text()
 
@@ -691,6 +732,243 @@ def test_a_part_of_which_nothing_was_measured_is_told() -> None:
     assert bench_bridge.unmeasured(result) == ["cost", "uploads"]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**result, "cost": [{"name": "a"}]}, bench_bridge.SCHEMA)
+
+
+# -- other libraries ---------------------------------------------------------------------------------------------------
+
+
+def planes(levels: Any) -> list[torch.Tensor]:
+    """A chain in HWC order as float64 [C, h, w]."""
+    return [torch.from_numpy(np.array(level)).permute(2, 0, 1).double() for level in levels]
+
+
+@pytest.mark.parametrize("size", [(32, 32), (21, 13), (1, 7)])
+def test_libraries_that_are_opponents_do_the_job(size: tuple[int, int]) -> None:
+    image = inputs.picture(*size)
+    sides, other, dropped = peers.chains(image, "warm", torch.float32)
+    powers = {"scikit-image downscale_local_mean (HWC)"} if size == (32, 32) else set()
+    assert {*sides} == {"opencv INTER_AREA (HWC)", "kornia build_pyramid (Gaussian)", *powers}
+    assert {*other} == {"kornia build_pyramid (Gaussian)"} and not dropped
+    for name in sides.keys() - other.keys():
+        for level, expected in zip(planes(sides[name]()), lod.mipmap(image, backend="torch"), strict=True):
+            assert torch.allclose(level, expected[0].double(), atol=1e-5), name
+
+
+def test_uint8_libraries_round_at_every_level() -> None:
+    image = inputs.picture(64, 64, dtype=torch.uint8)
+    sides, other, _ = peers.chains(image, "warm", torch.uint8)
+    names = {"opencv INTER_AREA (HWC)", "pillow reduce(2) (HWC)", "pillow resize BOX (HWC)"}
+    assert {*sides} == {*other} == names
+    expected = image[0].double()
+    for name in names:
+        chain = planes(sides[name]())
+        assert [level.shape[-1] for level in chain] == [64, 32, 16, 8, 4, 2, 1]
+        for number, level in enumerate(chain):
+            halved = expected.unflatten(1, (level.shape[1], -1)).unflatten(3, (level.shape[2], -1)).mean((2, 4))
+            steps = 2 if "BOX" in name else 1  # rows and columns apart
+            assert (level - halved).abs().max() <= 0.5 * steps * number + 1e-6, name
+    odd, _, _ = peers.chains(inputs.picture(21, 13, dtype=torch.uint8), "warm", torch.uint8)
+    assert [level.size for level in odd["pillow reduce(2) (HWC)"]()][1] == (7, 11), "halved upwards"
+
+
+def test_large_pictures_are_spared_the_slow_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SLOW_PIXELS", 100)
+    sides, _, dropped = peers.chains(inputs.picture(16, 16), "warm", torch.float32)
+    assert {*sides} == {"opencv INTER_AREA (HWC)"}
+    assert {*dropped} == {"scikit-image downscale_local_mean (HWC)", "kornia build_pyramid (Gaussian)"}
+    assert all("left out above 100 pixels" in why for why in dropped.values())
+    assert peers.gaussians(inputs.picture(16, 16), 3)[0].keys() == {"opencv pyrDown (HWC)"}
+
+
+def test_gaussian_and_log_polar_libraries_run() -> None:
+    image = inputs.picture(40, 56)
+    sides, other = peers.gaussians(image, 4)
+    assert {*other} == {"scikit-image pyramid_gaussian (HWC)", "kornia build_pyramid"}
+    chain = planes(sides["opencv pyrDown (HWC)"]())
+    for level, expected in zip(chain, lod.gaussian(image, 4, backend="torch"), strict=True):
+        assert torch.allclose(level, expected[0].double(), atol=1e-5)
+    assert all(len(list(sides[name]())) == 4 for name in other)  # type: ignore[call-overload]
+    ramp = (torch.arange(40.0)[:, None] + 2 * torch.arange(56.0)).expand(1, 3, -1, -1)
+    ways, why = peers.log_polars(ramp, "warm", 16, 32)
+    assert len(ways) == 2 and {*why} == {*ways}
+    maps = [way(arrays[0], torch.tensor([[0.4, 0.6]])) for way, arrays in ways.values()]
+    assert all(found.shape == (32, 16, 3) for found in maps)
+    assert np.abs(maps[0] - maps[1])[:, :12].max() < 6, "the rings inside the picture, within two pixels"
+
+
+@pytest.mark.parametrize(
+    ("sides", "name"), [((32, 16), "torch interpolate bilinear antialias"), ((9, 16), "torch avg_pool2d")]
+)
+def test_torch_ways_that_do_another_job_say_which(sides: tuple[int, int], name: str) -> None:
+    image = inputs.picture(*sides)
+    ways, other = bench_mipmap.torch_ways(*sides)
+    expected = lod.mipmap(image, backend="torch")
+    assert name in other and all(len(why) > 20 for why in other.values())
+    for way, chain in ((way, ways[way](image)) for way in ways):
+        same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(chain, expected, strict=True))  # type: ignore[call-overload]
+        assert same == (way not in other), way
+    last = image.to(memory_format=torch.channels_last)
+    for chain in (way(last) for way in bench_mipmap.channels_last(*sides).values()):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(chain, expected, strict=True))  # type: ignore[call-overload]
+    assert len(bench_mipmap.channels_last(*sides)) == (0 if 9 in sides else 4)
+
+
+@pytest.mark.parametrize("sides", [(16, 8), (13, 21)])
+def test_max_pooling_is_an_opponent_where_it_is_a_bound(sides: tuple[int, int]) -> None:
+    relevance = torch.rand(1, 1, *sides)
+    ways, other = bench_hiz.torch_ways(*sides)
+    expected = lod.hiz(relevance, backend="torch")
+    for name, way in ways.items():
+        chain = list(way(relevance))  # type: ignore[call-overload]
+        same = len(chain) == len(expected) and all(map(torch.equal, chain, expected))
+        assert same == (name not in other), name
+    assert len(other) == (0 if sides == (16, 8) else 3)
+
+
+def test_cupy_takes_the_mean_of_four_at_each_level() -> None:
+    image = torch.rand(2, 3, 8, 32)
+    chain = cuda_peers.cupy_chain(lambda a, b, c, d: (a + b + c + d) / 4, image.numpy())
+    for level, expected in zip(chain, lod.mipmap(image, backend="torch"), strict=True):
+        assert np.allclose(level, expected.numpy(), atol=1e-6)
+
+
+def test_cvcuda_is_asked_for_half_the_size_at_each_level() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def resize(image: Any, shape: tuple[int, ...], how: str) -> Any:
+        assert how == "area"
+        asked.append(shape)
+        return SimpleNamespace(shape=shape)
+
+    library = SimpleNamespace(resize=resize, Interp=SimpleNamespace(AREA="area"))
+    cuda_peers.cvcuda_chain(library, SimpleNamespace(shape=(2, 4, 8, 3)))
+    assert asked == [(2, 2, 4, 3), (2, 1, 2, 3), (2, 1, 1, 3)]
+
+
+def test_a_library_that_is_not_there_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "ABSENT", {})
+    assert inputs.optional("no_such_library") is None
+    assert inputs.ABSENT == {"no_such_library": "ModuleNotFoundError: No module named 'no_such_library'"}
+    assert inputs.optional("json") is json and len(inputs.ABSENT) == 1
+
+
+def test_generators_are_those_of_the_signature() -> None:
+    def verb(image: torch.Tensor, generator: Literal["auto", "compute", "new"] = "auto") -> None: ...
+
+    assert inputs.generators_of(verb) == ("compute", "new")
+    assert {"compute", "fragment", "driver"} <= {*inputs.generators_of(lod.mipmap)}
+    assert {"compute", "fragment", "sampler"} <= {*inputs.generators_of(lod.hiz)}
+    assert "auto" not in inputs.generators_of(lod.log_polar)
+
+
+def test_sides_that_a_device_lacks_are_dropped_and_mistakes_are_not() -> None:
+    def lacks() -> None:
+        raise lod.GpuLodError("no such\n extension")
+
+    ran, dropped = timer.able({"a": lambda: 1, "b": lacks})
+    assert ran.keys() == {"a"} and dropped == {"b": "GpuLodError: no such extension"}
+    with pytest.raises(ZeroDivisionError):
+        timer.able({"c": lambda: 1 / 0})
+
+
+def test_a_race_may_count_by_another_clock() -> None:
+    calls = itertools.count(1)
+    found = timer.race({"a": lambda: next(calls)}, seconds=0.001, clock=lambda side: float(bool(side())) * 7)
+    assert found["a"].median_ms == 7 and found["a"].iqr_ms == 0
+    assert next(calls) > 12
+
+
+# -- the parts of a call -----------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_split_into_kernel_and_bridge(ctx: lod.Context) -> None:
+    held = ctx.empty(1, 3, 256, 256).fill_(0.5)
+    parts = bench_parts.Parts(ctx)
+    small = ctx.empty(1, 3, 4, 4).fill_(0.5)
+    times = []
+    for image in (small, held):
+        parts.kernel(lambda image=image: lod.mipmap(image, backend="gl"))  # type: ignore[misc]
+        times.append(min(parts.kernel(lambda i=image: lod.mipmap(i, backend="gl")) for _ in range(5)))  # type: ignore[misc]
+    assert 0 < times[0] < times[1], "more texels, more work"
+    start = time.perf_counter()
+    bridge = parts.of_bridge(lambda: lod.mipmap(held, backend="gl"))
+    whole = (time.perf_counter() - start) * 1e3
+    assert bridge > 0 and parts.kernel_ms > 0 and bridge + parts.kernel_ms < whole
+    assert not {"begin", "end"} & {*vars(ctx.host)}, "the bridge is as it was"
+
+
+def test_the_bridge_counts_for_the_bridge(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, end = ctx.host.begin, ctx.host.end
+    held = ctx.empty(1, 1, 8, 8).fill_(0.5)
+    lod.hiz(held, backend="gl")
+    for name, slow in (
+        ("begin", lambda: (time.sleep(0.2), begin())),
+        ("end", lambda: (time.sleep(0.2), end())),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(ctx.host, name, slow)
+            parts = bench_parts.Parts(ctx)
+            assert parts.of_bridge(lambda: lod.hiz(held, backend="gl")) > 200, name
+            assert parts.kernel_ms < 200
+
+
+def test_gpu_queries_see_the_rasteriser(ctx: lod.Context) -> None:
+    held = ctx.empty(1, 3, 256, 256).fill_(0.5)
+    lod.mipmap(held, generator="fragment")
+    by_query, by_wall = bench_parts.Parts(ctx, queries=True), bench_parts.Parts(ctx, queries=False)
+    elapsed = by_query.kernel(lambda: lod.mipmap(held, generator="fragment"))
+    assert elapsed > 0.01
+    assert elapsed < 20 * by_wall.kernel(lambda: lod.mipmap(held, generator="fragment"))
+    assert by_wall.queries is False and bench_parts.Parts(ctx).queries is not ctx.software
+
+
+def test_a_verb_that_fails_leaves_the_bridge_as_it_was(ctx: lod.Context) -> None:
+    with pytest.raises(ZeroDivisionError):
+        bench_parts.Parts(ctx).kernel(lambda: 1 / 0)
+    assert not {"begin", "end"} & {*vars(ctx.host)}
+
+
+def test_on_a_cuda_bridge_map_and_unmap_are_what_counts(
+    bench: bench_bridge.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, image = fake_of(bench), torch.rand(1, 1, 16, 16)
+    parts = bench_parts.Parts(bench.ctx)
+    lod.mipmap(image, backend="gl")
+    for name in ("map", "unmap"):  # the one at the end of a verb, the other inside it
+        quick = getattr(fake, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(fake, name, lambda *given, quick=quick: (time.sleep(0.2), quick(*given)))
+            assert parts.of_bridge(lambda: lod.mipmap(image, backend="gl")) > 200, name
+    assert bench.bridge.driver is fake
+
+
+# -- a whole run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_quick_run_has_rows_of_every_kind(one_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "COLD_BYTES", inputs.COLD_BYTES)
+    monkeypatch.setattr(timer, "PAUSE", timer.PAUSE)
+    monkeypatch.setattr(rows, "copy_bandwidth", lambda: 1e10)
+    out = tmp_path / "quick.json"
+    assert run.main(["--quick", "--out", str(out)]) == 0
+    data = load(out)
+    main = {"mipmap", "hiz", "log_polar", "foveate", "gather_patches"}
+    kinds = {(row["verb"], row["part"], row["cache"]) for row in data["rows"]}
+    assert {(verb, "end to end", cache) for verb in main for cache in ("warm", "cold")} <= kinds
+    assert {(verb, part, "warm") for verb in main for part in ("kernel", "bridge")} <= kinds
+    assert {(verb, "zero-copy in", "warm") for verb in ("mipmap", "hiz")} | {("bridge", "fixed cost", "warm")} <= kinds
+    assert {row["verb"] for row in data["rows"]} == {*SCHEMA_VERBS}
+    for row in data["rows"]:
+        assert ("layout" in row) == any("HWC" in side for side in row["sides"])
+        assert all(row["other_job"].values()) and {*row["other_job"]} <= {*row["sides"]}
+        if row["verb"] in ("mipmap", "hiz") and row["note"] != "a batch in one call":
+            names = inputs.generators_of(getattr(lod, row["verb"]))
+            assert {f"gl {name}" for name in names} <= {*row["sides"], *row.get("dropped", {})}
+    assert all(shares(data, verb) for verb in main), "parts find the whole that they belong to"
+    assert out.with_suffix(".svg").exists()
+
+
+SCHEMA_VERBS = SCHEMA["properties"]["rows"]["items"]["properties"]["verb"]["enum"]
 
 
 # -- copies into mapped arrays, over a fake of CUDA's images -----------------------------------------------------------

@@ -580,6 +580,11 @@ def test_unknown_verbs(cache: Path) -> None:
         calibrate(1, ["mipmaps"])
 
 
+def test_the_kernels_are_a_way_for_cuda_tensors_alone() -> None:
+    assert "cuda" in dispatch.ways("mipmap", cuda=True) and "cuda" not in dispatch.ways("mipmap")
+    assert "cuda" not in dispatch.ways("gaussian", cuda=True)
+
+
 def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand for them here; a GPU's tests are in test_gpu."""
     waits: list[object] = []
@@ -596,8 +601,14 @@ def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 def test_on_a_gpu_every_call_is_waited_for() -> None:
     order: list[str] = []
-    race({"a": lambda: order.append("a")}, seconds=0, fewest=4, pause=0, synchronize=lambda: order.append("|"))
-    assert "".join(order) == "aa|" + "a|" * 5
+
+    def clock(side: Callable[[], object]) -> float:
+        side()
+        order.append("|")
+        return 1.0
+
+    race({"a": lambda: order.append("a")}, seconds=0, fewest=4, pause=0, clock=clock)
+    assert "".join(order) == "a|" * 7
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------

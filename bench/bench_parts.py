@@ -1,0 +1,168 @@
+"""What of a call on OpenGL is the shaders' work, and what is the bridge's?
+
+The input is in GL memory or a texture, the output too. "kernel" is what lies between the bridge's begin and end: by
+GL_TIME_ELAPSED on a GPU. A software renderer counts rasterisation alone there and no compute work, so on one it is the
+time between two glFinish: the work, and what Python and the driver do to set it up. "bridge" is, on the host, the
+bridge's begin and end with nothing left to wait for; on CUDA, its map and unmap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from bench_log_polar import READY, RINGS, WEDGES
+from bench_samplers import BUDGET
+from bridge_cost import timing
+from inputs import generators_of, picture, pyramid_bytes
+from rows import Row
+from timer import able, race
+
+import gpu_lod as lod
+from gpu_lod.bridge import egl
+
+TIME_ELAPSED, QUERY_RESULT = 0x88BF, 0x8866
+Side = Callable[[], object]
+
+
+class Query:
+    """GL_TIME_ELAPSED of a context, which is current in every call."""
+
+    def __init__(self) -> None:
+        load = egl.loader_of_current().load_opengl_function
+        number, pointer = ctypes.c_uint, ctypes.c_void_p
+
+        def entry(name: str, *arguments: Any) -> Any:
+            return ctypes.CFUNCTYPE(None, *arguments)(load(name))
+
+        self._begin = entry("glBeginQuery", number, number)
+        self._end = entry("glEndQuery", number)
+        self._result = entry("glGetQueryObjectui64v", number, number, pointer)
+        self._delete = entry("glDeleteQueries", ctypes.c_int, pointer)
+        self._name = number(0)
+        entry("glGenQueries", ctypes.c_int, pointer)(1, ctypes.byref(self._name))
+
+    def begin(self) -> None:
+        self._begin(TIME_ELAPSED, self._name)
+
+    def end(self) -> float:
+        """Milliseconds since `begin`, once they are known."""
+        self._end(TIME_ELAPSED)
+        found = ctypes.c_uint64(0)
+        self._result(self._name, QUERY_RESULT, ctypes.byref(found))
+        return found.value * 1e-6
+
+    def close(self) -> None:
+        self._delete(1, ctypes.byref(self._name))
+
+
+class Parts:
+    """Splits calls of verbs on one context. `kernel_ms` and `bridge_ms` are of the last one.
+
+    Args:
+        queries: time the kernel by GL_TIME_ELAPSED; None is wherever that counts all work, on GPUs.
+    """
+
+    def __init__(self, ctx: lod.Context, queries: bool | None = None) -> None:
+        self.ctx = ctx
+        self.bridge = ctx.interop if ctx.interop is not None else ctx.host
+        self.queries = not ctx.software if queries is None else queries
+        self.kernel_ms = self.bridge_ms = 0.0
+
+    def kernel(self, side: Side) -> float:
+        self._call(side)
+        return self.kernel_ms
+
+    def of_bridge(self, side: Side) -> float:
+        self._call(side)
+        return self.bridge_ms
+
+    def _call(self, side: Side) -> None:
+        if self.ctx.interop is None:
+            with self._hooked():
+                side()
+            return
+        with timing(self.ctx.interop) as timed, self._hooked():
+            side()
+        self.bridge_ms = timed.bridge_seconds * 1e3
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """The bridge's begin and end, timed; outermost verbs alone call them."""
+        begin, end = self.bridge.begin, self.bridge.end
+        before = {name: value for name, value in vars(self.bridge).items() if name in ("begin", "end")}
+        start = spent = 0.0
+        query: Query | None = None
+
+        def timed_begin() -> None:
+            nonlocal start, spent, query
+            start = time.perf_counter()
+            begin()
+            spent = time.perf_counter() - start
+            self.ctx.gl.Finish()
+            query = Query() if self.queries else None
+            if query is not None:
+                query.begin()
+            start = time.perf_counter()
+
+        def timed_end() -> None:
+            elapsed = None if query is None else query.end()
+            self.ctx.gl.Finish()
+            middle = time.perf_counter()
+            self.kernel_ms = (middle - start) * 1e3 if elapsed is None else elapsed
+            if query is not None:
+                query.close()
+                middle = time.perf_counter()
+            end()
+            self.bridge_ms = (time.perf_counter() - middle + spent) * 1e3
+
+        self.bridge.begin, self.bridge.end = timed_begin, timed_end  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.bridge.begin, self.bridge.end
+            vars(self.bridge).update(before)
+
+
+def jobs(ctx: lod.Context, side: int, device: str = "cpu") -> Iterator[tuple[str, str, int, int, dict[str, Side]]]:
+    """(verb, note, channels, bytes that must move, ways) of the main jobs, from GL memory and from textures.
+
+    A note is that of the rows end to end, to which the parts belong.
+    """
+    for verb, channels in ((lod.mipmap, 3), (lod.hiz, 1)):
+        held = ctx.empty(1, channels, side, side, device=device)
+        held.copy_(picture(side, side, channels=channels))
+        ways: dict[str, Side] = {f"gl {name}": partial(verb, held, generator=name) for name in generators_of(verb)}
+        yield verb.__name__, "", channels, pyramid_bytes(held), ways
+    pyramid = lod.mipmap(picture(side, side).to(device), backend="gl").upload()
+    fixation = torch.tensor([[0.4, 0.6]])
+    polar = partial(lod.log_polar, pyramid, fixation, RINGS, WEDGES)
+    ways = {f"gl {name}": partial(polar, generator=name) for name in generators_of(lod.log_polar)}
+    yield "log_polar", READY, 3, 2 * 3 * RINGS * WEDGES * 4, ways
+    ways = {"gl compute": partial(lod.foveate, pyramid, fixation, backend="gl")}
+    yield "foveate", READY, 3, 2 * 3 * side * side * 4, ways
+    sites = lod.cortical_sites(fixation, BUDGET, (side, side))
+    ways = {"gl compute": partial(lod.gather_patches, pyramid, sites, backend="gl")}
+    note = f"{BUDGET} x 14 x 14, cortical sites; {READY}"
+    yield "gather_patches", note, 3, 2 * BUDGET * 3 * 14 * 14 * 4, ways
+
+
+def rows(sides: list[int], seconds: float, ctx: lod.Context | None = None, device: str = "cpu") -> Iterator[Row]:
+    """Two rows a job: its kernels, and its bridge."""
+    ctx = ctx or lod.Context()
+    parts = Parts(ctx)
+    clocks = (("kernel", parts.kernel), ("bridge", parts.of_bridge))
+    for side in sides:
+        for verb, note, channels, moved, ways in jobs(ctx, side, device):
+            ways, dropped = able(ways)
+            for part, clock in clocks:
+                yield Row(
+                    verb, part, side, side, 1, channels, "float32", "warm", moved,
+                    race(ways, seconds=seconds, clock=clock), note=note,
+                    extra={"dropped": dropped} if dropped else {},
+                )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The table of a result file, for a terminal and for the README."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpu_lod.report.files import Data, load
+from gpu_lod.report.rows import Row, best, job, note, time, way
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HEADINGS = ["verb", "job", "best GL, ms", "best torch, ms", "GL against torch", "auto, ms", "floor, ms"]
+BEGIN, END = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
+_SHOWN = ([224, 224], [1024, 1024], [777, 1001], [4096, 4096])
+"""Sizes of plain chains in the README; the page has all."""
+
+
+def on_cuda(data: Data) -> bool:
+    return bool(data.get("tensors") == "cuda")
+
+
+def machine(data: Data) -> str:
+    if on_cuda(data):
+        return f"{data['device']}, CUDA tensors, driver {data['cuda_driver']}, CUDA {data['cuda']}"
+    return f"{data['device']}, {data['cpu']}, {data['threads']} cores"
+
+
+def missing(data: Data) -> str:
+    """What the file says was not measured."""
+    parts = []
+    if data.get("left_out"):
+        parts.append(f"Left out for lack of time: {', '.join(data['left_out'])}.")
+    if data.get("failures"):
+        parts.append(f"Failed: {', '.join(dict.fromkeys(one['name'] for one in data['failures']))}.")
+    if data.get("absent"):
+        parts.append(f"Not installed: {', '.join(data['absent'])}.")
+    return " ".join(parts)
+
+
+def long_job(row: Row) -> str:
+    """The job, and what a reader of its figures must know."""
+    more = f"; {note(row)}" if note(row) else ""
+    if "torch one comparison" in row["sides"]:  # the honest opponent of cull, which gives the mask alone
+        more += f"; for the mask alone one torch comparison takes {time(row, 'torch one comparison')}"
+    if "gl a call for each image" in row["sides"]:
+        more += f"; a call for each image takes {time(row, 'gl a call for each image')}"
+    if row.get("dropped"):  # of no machine's OpenGL, or of this machine's compiler: the file says why
+        more += f"; without {', '.join(sorted(row['dropped']))}"
+    return job(row) + more
+
+
+def verdict(row: Row) -> str:
+    if "gl_speedup" not in row:
+        return ""
+    speedup = row["gl_speedup"]
+    return f"{speedup:.2f}x" if speedup >= 1 else f"{speedup:.2f}x (slower)"
+
+
+def cells(row: Row) -> list[str]:
+    """A row under HEADINGS."""
+    ours, theirs = best(row, "gl"), best(row, "torch")
+    auto = f"{time(row, 'auto')}{'' if row.get('auto_ok', True) else ' (behind)'}" if "auto" in row["sides"] else ""
+    return [
+        row["verb"],
+        long_job(row),
+        f"{way(ours)}: {time(row, ours)}" if ours else "",
+        f"{way(theirs)}: {time(row, theirs)}" if theirs else "",
+        verdict(row),
+        auto,
+        f"{row['floor_ms']:.3g}",
+    ]
+
+
+def table(path: Path) -> Table:
+    """Every row but those of a call's parts, for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    data = load_any(path)
+    result = Table(*HEADINGS, title=Text(f"{machine(data)}, {data['date']}"), caption=Text(missing(data)))
+    for row in data["rows"]:
+        if row["part"] not in ("kernel", "bridge"):
+            result.add_row(*map(Text, cells(row)), style="" if row.get("gl_speedup", 1) >= 1 else "dim")
+    return result
+
+
+def load_any(path: Path) -> Data:
+    """Also the file of a run in which nothing could be measured, which the terminal should show."""
+    import json
+
+    data: Data = json.loads(path.read_text())
+    return data if not data.get("rows") else load(path)
+
+
+def in_readme(row: Row) -> bool:
+    """Parts of calls, and most sizes of plain chains, are on the page alone."""
+    if row["part"] in ("kernel", "bridge"):
+        return False
+    if row["verb"] in ("mipmap", "hiz"):
+        return row["size"] in _SHOWN and (row["part"] != "zero-copy in" or row["size"] == [1024, 1024])
+    return not (row["cache"] == "cold" and row["size"] != [1024, 1024])
+
+
+def markdown(path: Path, folder: Path) -> str:
+    """The table of the README: of one file, linked as seen from a folder."""
+    data = load_any(path)
+    clock = " of the wall clock, with a synchronise behind every call" if on_cuda(data) else ""
+    link = Path(os.path.relpath(path, folder)).as_posix()
+    lines = [
+        f"Measured on {_escape(machine(data))}, torch {_escape(data['versions']['torch'])}, {data['date']} "
+        f"([file]({link})). Median ± half the interquartile range{clock}, milliseconds.",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + " --- |" * len(HEADINGS),
+        *("| " + " | ".join(map(_escape, cells(row))) + " |" for row in data["rows"] if in_readme(row)),
+    ]
+    if left := missing(data):
+        lines += ["", _escape(left)]
+    return "\n".join(lines)
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def with_tables(text: str, tables: str) -> str:
+    """README text with the tables between the two marks brought up to date."""
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    return f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}"

@@ -1,0 +1,137 @@
+"""The cost model: the doc is what the script says, the fit finds constants that are there, and the error is stated."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CHECKOUT / "bench"))
+
+import cost_fit  # noqa: E402
+import cost_model  # noqa: E402
+import report  # noqa: E402
+
+from gpu_lod.report.files import load  # noqa: E402
+
+MEDIAN_ERROR = 0.3
+"""That the model may have on the results that are kept."""
+
+
+def rows_of(verb: str, side: str, ms: Any, sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)) -> list[Any]:
+    channels = 1 if verb == "hiz" else 3
+    return [
+        {
+            "verb": verb, "part": "end to end", "size": [size, size], "batch": batch, "channels": channels,
+            "dtype": "float32", "cache": "warm", "note": "", "floor_ms": 1,
+            "sides": {side: {"median_ms": ms(size, batch, channels)}},
+        }
+        for size in sizes
+        for batch in (1, 8)
+    ]  # fmt: skip
+
+
+def test_the_doc_shows_the_result_files() -> None:
+    text = cost_model.DOC.read_text()
+    assert cost_model.with_tables(text, report.result_files()) == text, "run python bench/cost_model.py --doc"
+
+
+@pytest.mark.parametrize("path", report.result_files(), ids=lambda path: path.name)
+def test_the_model_is_as_good_as_the_doc_says(path: Path) -> None:
+    data = load(path)
+    found = cost_fit.fits(data["rows"])
+    # Runs on CUDA tensors measure foveation and patches at too few sizes for a fit.
+    samplers = {"log_polar", "foveate", "gather_patches"} if data.get("tensors") != "cuda" else set()
+    assert {one.way.verb for one in found} >= {"mipmap", "hiz"} | samplers
+    errors = [abs(error) for one in found for error in one.errors()]
+    assert statistics.median(errors) < MEDIAN_ERROR
+    assert f"median relative error {statistics.median(errors):.0%}" in cost_model.DOC.read_text()
+
+
+def test_the_fit_finds_the_constants_that_are_there() -> None:
+    def ms(size: int, batch: int, channels: int) -> float:
+        moved = cost_fit.TRAFFIC["gl compute"] * batch * channels * size * size * 4
+        return 0.5 + 0.02 * (size.bit_length() - 1) + moved / 10e9 * 1e3
+
+    [found] = cost_fit.fits(rows_of("mipmap", "gl compute", ms))
+    fixed, level, unit = found.constants
+    assert (fixed, level, 1e-6 / unit) == pytest.approx((0.5, 0.02, 10.0), rel=1e-6)
+    assert found.median_error < 1e-9 and found.left_out is not None and found.left_out < 1e-9
+    shifted = rows_of("mipmap", "gl compute", lambda *size: 2 * ms(*size))
+    assert cost_fit.fits(shifted)[0].constants == pytest.approx([2 * value for value in found.constants], rel=1e-6)
+
+
+def test_no_constant_is_below_zero_and_errors_show() -> None:
+    [found] = cost_fit.fits(rows_of("mipmap", "gl compute", lambda size, *_: size**3 / 1e8))
+    assert min(found.constants) >= 0
+    assert found.median_error > 0.1
+
+
+def test_few_points_make_no_fit() -> None:
+    few = rows_of("mipmap", "gl compute", lambda *_: 1.0)
+    assert cost_fit.fits(few[:2]) == []
+    assert cost_fit.fits(few[:4])[0].constants[1] == 0, "no cost a level from four points"
+    assert cost_fit.fits([{**row, "cache": "cold"} for row in few]) == []
+
+
+def test_generators_that_are_new_get_a_fit_of_their_own() -> None:
+    names = ("gl single-pass", "gl registers", "gl something new", "gl driver")
+    made = [row for name in names for row in rows_of("hiz", name, lambda size, *_: size / 100)]
+    assert [one.way.name for one in cost_fit.fits(made)] == [*names]
+    held = [{**row, "part": "zero-copy in", "note": "the image is in GL memory already"} for row in made]
+    assert [one.way.name for one in cost_fit.fits(held)] == [f"{name}, GL memory" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("size", "moved"),
+    [
+        ([4, 4], 16 + 4 + 4 + 1),  # read 16, write 4, read 4, write 1
+        ([2, 1], 2 + 1),
+        ([3, 2], 4 * 6 + 3 + 1.5),  # one odd axis of 6, then the even one halves what is left
+        ([3, 3], 4 * 9 + 4 * 4.5),
+    ],
+)
+def test_bytes_of_torchs_halvings_are_those_on_paper(size: list[int], moved: float) -> None:
+    row = {"size": size, "batch": 2, "channels": 3}
+    assert cost_fit._halving_bytes(row) == 2 * 3 * 4 * moved
+
+
+def test_bytes_of_generators_are_those_on_paper() -> None:
+    rgb = {"size": [8, 8], "batch": 1, "channels": 3}
+    nbytes = 8 * 8 * 3 * 4
+    on_paper = {"gl compute": 11 / 3, "gl single-pass": 10 / 3, "gl driver": 22 / 3, "gl fragment": 22 / 3}
+    for side, times in on_paper.items():
+        assert cost_fit._generator_bytes(side, 0, rgb) == pytest.approx(times * nbytes)
+        assert cost_fit._generator_bytes(side, 2, rgb) == pytest.approx((times - 2) * nbytes)
+    grey = {**rgb, "channels": 1}
+    assert cost_fit._generator_bytes("gl sampler", 0, grey) == pytest.approx(19 / 3 * nbytes / 3)
+
+
+def test_crossovers_say_from_where_on_gl_is_faster() -> None:
+    def side(name: str, fixed: float, rate: float) -> list[Any]:
+        return rows_of("hiz", name, lambda size, batch, _: fixed + batch * size * size / rate)
+
+    early = [*side("gl compute", 2.0, 1e6), *side("torch rows then columns", 0.0, 2e5)]
+    found = {batch: where for _, batch, _, _, where, _ in cost_fit.crossovers(cost_fit.fits(early))}
+    # 2 + n / 1e6 < n / 2e5 from n = 500 000 on: above 707 px; 125 px for 32 images.
+    assert found == {1: 1024, 32: 128}
+    never = [*side("gl compute", 2.0, 1e5), *side("torch rows then columns", 0.0, 2e5)]
+    assert {where for *_, where, _ in cost_fit.crossovers(cost_fit.fits(never))} == {None}
+    not_for_long = [*side("gl compute", 0.0, 1e5), *side("torch rows then columns", 1.0, 2e5)]
+    assert {where for *_, where, _ in cost_fit.crossovers(cost_fit.fits(not_for_long))} == {None}
+    assert cost_fit.crossovers(cost_fit.fits(side("gl compute", 1, 1))) == []
+
+
+def test_a_file_without_rows_for_it_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [kept] = report.result_files()[:1]
+    path = tmp_path / "few.json"
+    data = load(kept)
+    few = {**data, "rows": [row for row in data["rows"] if row["verb"] == "cull"]}
+    path.write_text(json.dumps(few))
+    cost_model.main([str(path)])
+    assert "Too few rows for a fit." in capsys.readouterr().out
