@@ -10,7 +10,7 @@ from itertools import cycle
 import peers
 import torch
 import torch.nn.functional as F
-from inputs import generators_of, inputs_for, job, picture
+from inputs import PLANNED, generators_of, inputs_for, job, picture, planned
 from rows import Row
 from timer import Race, race
 
@@ -77,6 +77,12 @@ def rows(
                 }
                 theirs, other = peers.log_polars(image, cache, RINGS, WEDGES)
                 sides |= {name: job(partial(at, way), arrays) for name, (way, arrays) in theirs.items()}
+                if cache == "warm":
+                    points = partial(next, fixations)
+                    sides |= planned(
+                        lod.log_polar, pyramids[0], points(), RINGS, WEDGES, backend="gl", following=points
+                    )
+                    other = {**other, **PLANNED}
                 out = batch * 3 * RINGS * WEDGES * dtype.itemsize
                 yield Row(
                     "log_polar", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * out,
@@ -88,14 +94,20 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: in
     """From an image, the chain included; and the least that a call costs."""
     image = picture(side, side).to(device)
     ours = partial(lod.log_polar, image, (0.4, 0.6), RINGS, WEDGES)
+    point = torch.tensor([[0.4, 0.6]])
     sides: dict[str, Callable[[], object]] = {
         "auto": ours,
         "gl compute": partial(ours, backend="gl"),
+        **planned(
+            lambda at: lod.log_polar(lod.mipmap(image, backend="gl").upload(), at, RINGS, WEDGES, backend="gl"),
+            point,
+            following=lambda: point,
+        ),
         "torch two levels a ring": partial(ours, backend="torch"),
     }
     yield Row(
         "log_polar", "end to end", side, side, 1, 3, "float32", "warm", image.nbytes,
-        race(sides, seconds=seconds),
+        race(sides, seconds=seconds), other_job=PLANNED,
         note="from an image: builds the chain too",
     )  # fmt: skip
     small = lod.mipmap(picture(64, 64).to(device), backend="gl").upload()
@@ -103,7 +115,13 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: in
     out = tiny(generator="compute")
     yield Row(
         "bridge", "fixed cost", 64, 64, 1, 3, "float32", "warm", 4 * 3 * 4 * 8,
-        race({"gl compute": partial(tiny, generator="compute")}, seconds=seconds, most=400),
+        race(
+            {
+                "gl compute": partial(tiny, generator="compute"),
+                **planned(lod.log_polar, small, point, 4, 8, backend="gl", following=lambda: point),
+            },
+            seconds=seconds, most=400,
+        ), other_job=PLANNED,
         note="a log-polar map of 4 x 8: everything but the work",
         extra={"copied_out_bytes": 0 if lod.Context(device).owns(out) else out.nbytes},
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_log_polar import READY
-from inputs import inputs_for, job, picture
+from inputs import PLANNED, inputs_for, job, picture, planned
 from rows import Row
 from timer import Race, race
 
@@ -142,10 +142,13 @@ def gather_patches(
                         ("torch every level", _patches_every_level),
                     )
                 }
+                if cache == "warm":
+                    following = partial(next, points)
+                    sides |= planned(lod.gather_patches, pyramids[0], following(), backend="gl", following=following)
                 moved = 2 * batch * BUDGET * 3 * 14 * 14 * dtype.itemsize
                 yield Row(
                     "gather_patches", "end to end", height, width, batch, 3, str(dtype)[6:], cache, moved,
-                    race(sides, seconds=seconds), note=f"{BUDGET} x 14 x 14, {note}; {READY}",
+                    race(sides, seconds=seconds), other_job=PLANNED, note=f"{BUDGET} x 14 x 14, {note}; {READY}",
                 )  # fmt: skip
 
 

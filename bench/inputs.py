@@ -11,6 +11,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import torch
 from skimage import data
 
+import gpu_lod as lod
+
 T = TypeVar("T")
 COLD_BYTES = 96 * 2**20
 """Inputs of a cold row together: beyond any cache that a CPU of this class has."""
@@ -71,3 +73,14 @@ def inputs_for(
 def pyramid_bytes(image: torch.Tensor) -> int:
     """Read the image once, write the levels below it once."""
     return image.nbytes + image.nbytes // 3
+
+
+PLAN = "gl plan"
+PLANNED = {PLAN: "repeats what it recorded, and its result lasts until the next call"}
+"""As `Row.other_job` takes it."""
+
+
+def planned(function: Callable[..., Any], *args: Any, following: Callable[[], Any], **kwargs: Any) -> dict[str, Any]:
+    """A plan as a side, which takes the next of what changes at each call; none where it would not replay."""
+    plan = lod.plan(function, *args, **kwargs)
+    return {PLAN: lambda: plan(following())} if plan.replays else {}

@@ -319,7 +319,7 @@ def test_cold_rows_of_samplers_read_another_pyramid_at_each_call(
 
     nbytes = 3 * 64 * 64 * 4
     monkeypatch.setattr(inputs, "COLD_BYTES", 3 * nbytes)
-    monkeypatch.setattr(lod, verb, lambda src, point: seen.add(id(src)))
+    monkeypatch.setattr(lod, verb, lambda src, point, **_: seen.add(id(src)))
     [row, *_] = getattr(bench_samplers, verb)([(64, 64, 1)], [torch.float32], 0.1, race=race, cache=cache)
     assert (row.cache, len(seen)) == (cache, count)
 
