@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -38,32 +38,42 @@ from gpu_lod.transfer import (
     texture_to_planes,
 )
 
-GENERATORS = ("compute", "single-pass", "single-pass-texture", "registers", "fragment", "driver", "sampler")
+Textures = list[tuple[int, Texture]]
+"""Of images from a first one on."""
+
 _BUFFERS_ALONE = ("compute", "single-pass", "registers")
 
 
 class Chain:
-    """The levels of a chain in GL memory, as planes and as tensors [B, C, h, w]."""
+    """The levels of a chain in GL memory, as planes and as tensors [B, C, h, w].
 
-    def __init__(self, ctx: Context, image: torch.Tensor, sizes: list[tuple[int, int]]) -> None:
+    Args:
+        strided: an image in GL memory is level 0 as it stands, whatever its strides; only `source` may then be read.
+    """
+
+    def __init__(
+        self, ctx: Context, image: torch.Tensor, sizes: list[tuple[int, int]], *, strided: bool = False
+    ) -> None:
         batch, channels, height, width = image.shape
         dtype = image.dtype
-        found = ctx.bridge.find(image) if image.is_contiguous() else None
+        found = ctx.bridge.find(image) if strided or image.is_contiguous() else None
         self.channels = channels
         if found is None:
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes, dtype)
             with torch.inference_mode(False), torch.no_grad():
                 self.tensors[0].copy_(image)  # the one copy that an ordinary tensor needs
+            self.source = single_pass.Source.of_planes(self.planes[0], channels)
         else:  # the image is in GL memory already: it is level 0 as it stands
             found[0].take()
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes[1:], dtype)
             self.planes.insert(0, Planes(found[0], found[1], batch * channels, height, width, dtype, image))
             self.tensors.insert(0, image)
+            self.source = single_pass.Source(*found, tuple(image.shape), image.stride(), dtype, image)
 
 
 def build(
     ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str
-) -> tuple[list[torch.Tensor], list[tuple[int, Texture]] | None]:
+) -> tuple[list[torch.Tensor], Textures | None]:
     """Levels [B, C, h, w] of an image [B, C, H, W] (uint8, float16 or float32), and textures if they came with it.
 
     Runs inside `ctx.active()`.
@@ -82,33 +92,10 @@ def build(
             "they give NaN wherever the footprint holds one."
         )
     height, width = image.shape[-2:]
-    if generator == "single-pass" and levels > 1:
-        source = _in_gl(ctx, image)
-        if source is not None and not image.is_contiguous():
-            batch, channels = image.shape[:2]
-            sizes = level_sizes(height, width, levels)
-            planes, tensors = packed_planes(ctx, batch, channels, sizes[1:], image.dtype)
-            top = Planes(source.buffer, source.offset, planes[0].count, height, width, image.dtype, image)
-            single_pass.reduce_chain(ctx, source, [top, *planes], channels, reduce)
-            return [image, *tensors], None
-    chain = Chain(ctx, image, level_sizes(height, width, levels))
+    chain = Chain(ctx, image, level_sizes(height, width, levels), strided=generator == "single-pass")
     textures = None
     if levels > 1 or generator == "driver":
-        if generator == "compute":
-            _compute(ctx, chain, reduce)
-        elif generator == "single-pass":
-            source = single_pass.Source.of_planes(chain.planes[0], chain.channels)
-            single_pass.reduce_chain(ctx, source, chain.planes, chain.channels, reduce)
-        elif generator == "registers":
-            several_levels.reduce_chain(ctx, chain.planes, reduce, functools.partial(_reduce_level, ctx, reduce))
-        elif generator == "single-pass-texture":
-            _single_pass_texture(ctx, chain)
-        elif generator == "fragment":
-            _fragment(ctx, chain, reduce)
-        elif generator == "driver":
-            textures = _driver(ctx, chain)
-        else:
-            _sampler(ctx, chain, reduce)
+        textures = _MAKERS[generator](ctx, chain, reduce)
     return chain.tensors, textures
 
 
@@ -121,20 +108,16 @@ def build_converted(ctx: Context, image: torch.Tensor, levels: int, values: Conv
     if levels == 1:  # no chain to make
         (_, top) = new_planes(ctx, tuple(image.shape), dtype)
         return [top.copy_(values.apply(image))]
-    source = _in_gl(ctx, image) or single_pass.Source.of_planes(planes_of(ctx, image), channels)
+    found = ctx.bridge.find(image)
+    if found is None:
+        source = single_pass.Source.of_planes(planes_of(ctx, image), channels)
+    else:
+        found[0].take()
+        source = single_pass.Source(*found, tuple(image.shape), image.stride(), image.dtype, image)
     planes, tensors = packed_planes(ctx, batch, channels, level_sizes(height, width, levels), dtype)
     scale = values.scale or (1.0,) * channels
     single_pass.reduce_chain(ctx, source, planes, channels, "mean", (scale, values.offset))
     return tensors
-
-
-def _in_gl(ctx: Context, image: torch.Tensor) -> single_pass.Source | None:
-    """The image as it stands, if it does in GL memory."""
-    found = ctx.bridge.find(image)
-    if found is None or image.dtype != GL_DTYPES[image.dtype]:
-        return None
-    found[0].take()
-    return single_pass.Source(found[0], found[1], tuple(image.shape), image.stride(), image.dtype, image)
 
 
 def check_generator(ctx: Context, generator: str, reduce: Reduce) -> None:
@@ -254,7 +237,7 @@ def _fragment(ctx: Context, chain: Chain, reduce: Reduce) -> None:
             texture_to_planes(ctx, rest, level, target)
 
 
-def _driver(ctx: Context, chain: Chain) -> list[tuple[int, Texture]]:
+def _driver(ctx: Context, chain: Chain, reduce: Reduce) -> Textures:
     base = chain.planes[0]
     channels = chain.channels
     textures = []
@@ -272,7 +255,15 @@ def _driver(ctx: Context, chain: Chain) -> list[tuple[int, Texture]]:
     return textures
 
 
-def _single_pass_texture(ctx: Context, chain: Chain) -> None:
+def _registers(ctx: Context, chain: Chain, reduce: Reduce) -> None:
+    several_levels.reduce_chain(ctx, chain.planes, reduce, functools.partial(_reduce_level, ctx, reduce))
+
+
+def _single_pass(ctx: Context, chain: Chain, reduce: Reduce) -> None:
+    single_pass.reduce_chain(ctx, chain.source, chain.planes, chain.channels, reduce)
+
+
+def _single_pass_texture(ctx: Context, chain: Chain, reduce: Reduce) -> None:
     base = chain.planes[0]
     for first, count in layer_groups(ctx, base.count):
         part = [planes.layers(first, count) for planes in chain.planes]
@@ -281,7 +272,7 @@ def _single_pass_texture(ctx: Context, chain: Chain) -> None:
         )
         planes_to_texture(ctx, part[0], texture, 0)
         texture.clamp_levels(ctx.gl, 0, 0)
-        single_pass.reduce_chain(ctx, texture, part, 1, "mean")
+        single_pass.reduce_chain(ctx, texture, part, 1, reduce)
 
 
 def _sampler(ctx: Context, chain: Chain, reduce: Reduce) -> None:
@@ -314,3 +305,14 @@ def _sampler(ctx: Context, chain: Chain, reduce: Reduce) -> None:
             gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MIN_FILTER, G.LINEAR_MIPMAP_LINEAR)
         for level, target in enumerate(part[1:], start=1):
             texture_to_planes(ctx, texture, level, target)
+
+
+_MAKERS: dict[str, Callable[[Context, Chain, Reduce], Textures | None]] = {
+    "compute": _compute,
+    "registers": _registers,
+    "single-pass": _single_pass,
+    "single-pass-texture": _single_pass_texture,
+    "fragment": _fragment,
+    "driver": _driver,
+    "sampler": _sampler,
+}

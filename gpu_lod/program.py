@@ -131,7 +131,8 @@ class Programs:
                 next(reversed(stages.values())),
             )
             raise ShaderError(
-                f"{blamed.name} does not compile on this driver:\n{blamed.translate(log).strip()}"
+                f"{blamed.name} does not compile on this driver:\n{blamed.translate(log).strip()}\nUse "
+                "backend='torch', or where a verb has several, another generator, and please report this."
             ) from None
         known = frozenset(word for text in texts.values() for word in _uniform_names(text))
         return Program(self._gl, program, known)

@@ -13,8 +13,9 @@ from images import DTYPES, noise
 from oracle import extreme_chain, mean_chain
 
 import gpu_lod as lod
+from gpu_lod import shaders
 from gpu_lod.conversion import conversion
-from gpu_lod.errors import InputError, LimitError, UnsupportedError
+from gpu_lod.errors import InputError, LimitError, ShaderError, UnsupportedError
 from gpu_lod.several_levels import together
 from gpu_lod.transfer import packed_planes
 from gpu_lod.tuning import tuning
@@ -263,6 +264,23 @@ def test_too_little_shared_memory_is_refused(restored_limits: lod.Context) -> No
         lod.mipmap(noise(1, 9, 9), generator="single-pass")
     image = noise(1, 9, 9)
     check(lod.mipmap(image[None], generator="registers"), image[None])
+
+
+def test_a_driver_that_refuses_a_shader(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, **defines: object) -> shaders.Source:
+        source = real(name, **defines)
+        return (
+            dataclasses.replace(source, text=source.text + "no such thing;") if name == "single_pass.comp" else source
+        )
+
+    real = shaders.source
+    monkeypatch.setattr(shaders, "source", refused)
+    monkeypatch.setattr(ctx.programs, "_cache", {})
+    image = noise(1, 1, 9, 11)
+    for how in ({"dtype": torch.float16, "levels": 3}, {"reduce": "max", "levels": 2}):
+        with pytest.raises(ShaderError, match=r"single_pass\.comp:\d+(.|\n)*another generator"):
+            lod.mipmap(image, generator="single-pass", **how)  # type: ignore[arg-type]
+    check(lod.mipmap(image, generator="compute"), image)
 
 
 def test_registers_take_levels_together(ctx: lod.Context) -> None:
