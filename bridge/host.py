@@ -23,7 +23,7 @@ from gpu_lod.errors import OutOfMemoryError, UnsupportedError
 
 from . import gl as G
 from .gl import GL
-from .pool import Lease, Pool, size_class, storage_start
+from .pool import Lease, Pool, hold, size_class, storage_start
 
 _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
 
@@ -136,7 +136,10 @@ class HostBridge:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
         start = storage_start(tensor)
         buffer = self._by_address.get(start)
-        return None if buffer is None else (buffer, tensor.data_ptr() - start)
+        if buffer is None:
+            return None
+        hold(tensor)
+        return buffer, tensor.data_ptr() - start
 
     def begin(self) -> None:
         """Nothing to hand over: coherent mappings show host writes to commands submitted after them."""

@@ -30,7 +30,7 @@ from gpu_lod.errors import BufferMovedError, InteropUnavailableError, MappingErr
 
 from . import gl as G
 from .gl import GL
-from .pool import Lease, Pool, size_class, storage_start
+from .pool import Lease, Pool, hold, size_class, storage_start
 
 # GL may find the memory only when CUDA asks for it, and what CUDA then reports is not always that there is none.
 _MAY_BE_SHORTAGE = (OutOfMemoryError, InteropUnavailableError, MappingError)
@@ -274,7 +274,10 @@ class InteropBridge:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
         start = storage_start(tensor)
         buffer = self._by_address.get(start)
-        return None if buffer is None else (buffer, tensor.data_ptr() - start)
+        if buffer is None:
+            return None
+        hold(tensor)
+        return buffer, tensor.data_ptr() - start
 
     def drain(self) -> None:
         """Take back the buffers whose tensors have died, each behind the work that may still use it."""

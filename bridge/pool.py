@@ -37,13 +37,20 @@ _holding = threading.local()
 
 
 @contextmanager
-def holding(leases: list[Lease[Any]]) -> Iterator[None]:
-    """Keep what this thread leases in the list as well."""
-    _holding.leases = leases
+def holding(held: list[Any]) -> Iterator[None]:
+    """Keep in the list what this thread leases, and what else `hold` is told of."""
+    _holding.held = held
     try:
         yield
     finally:
-        _holding.leases = None
+        _holding.held = None
+
+
+def hold(thing: Any) -> None:
+    """Say that GL commands of this thread refer to memory of this thing, which somebody else owns."""
+    held = getattr(_holding, "held", None)
+    if held is not None:
+        held.append(thing)
 
 
 class Lease(Generic[T]):
@@ -54,9 +61,7 @@ class Lease(Generic[T]):
     def __init__(self, item: T, returned: deque[T]) -> None:
         self.item = item
         self._returned = returned
-        held = getattr(_holding, "leases", None)
-        if held is not None:
-            held.append(self)
+        hold(self)
 
     def __del__(self) -> None:
         # deque.append is atomic and takes no lock, so this is safe in any thread, in a signal handler, and at exit.

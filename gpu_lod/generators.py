@@ -1,4 +1,5 @@
-"""The ways in which GL makes a mip chain. All give the same levels; they differ in which hardware does the work.
+"""The ways in which GL makes a mip chain. All give the same levels; they differ in which hardware does the work. (Where
+infinities stand, a texture unit may make NaN of them: 0 * inf.)
 
 - compute: one dispatch a level, storage buffer to storage buffer, no texture.
 - registers: up to three levels a dispatch, each invocation a block of its own, no barriers (several_levels.py); one

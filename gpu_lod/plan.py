@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree
 
 from gpu_lod import recording
 from gpu_lod.context import Context, context_for
-from gpu_lod.errors import InputError
+from gpu_lod.errors import InputError, PyramidChangedError
 from gpu_lod.pyramid import Pyramid
 
 _IN_GL = (torch.uint8, torch.float16, torch.float32)
 
 
 def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Run a verb, or any function made of verbs, once, and get a `Plan` that runs it again at the least cost.
+    """Run a verb, or any function made of verbs, thrice, and get a `Plan` that runs it again at the least cost.
 
-    The first run decides and prepares everything: backends, programs, buffers, textures, tables. Where all the work is
+    The first runs decide and prepare everything: backends, programs, buffers, textures, tables. Where all the work is
     OpenGL's, its commands are recorded, and a call of the plan does nothing but copy the new inputs in, give these
     commands again and wait: it allocates nothing, compiles nothing, looks nothing up, and enters the context once for
     all verbs in the function. Where it is not, as with torch operations between verbs, backend="torch", or a verb that
@@ -29,7 +30,8 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     Args:
         function: a verb, or a function of tensors that calls verbs.
         args, kwargs: what a call is passed. Its tensors may change from call to call, in values alone; everything else
-            stays as it is, a `Pyramid` too: to build one from each new image, plan a function that does.
+            stays as it is, a `Pyramid` too, and what the function finds elsewhere: to build a pyramid from each new
+            image, plan a function that does. The function does all its work on this thread.
 
     Example:
         >>> def retina(image, fixation):
@@ -69,51 +71,62 @@ class Plan:
         self._device = max(given, key=lambda tensor: tensor.nbytes).device
         self._leaves = leaves
         self.replays = False
-        self.inputs = tuple(given)
-        self._results: Any = None
         with torch.no_grad():
             self._prepare(given)
 
     def _prepare(self, given: list[torch.Tensor]) -> None:
-        self._call()  # raises what the function raises, before anything else
+        recording.decides("it makes a plan")
+        self._call(given)  # raises what the function raises, before anything else
+        self.inputs = tuple(self._home(None, tensor) for tensor in given)
+        if recording.current() is not None:
+            self.reason = "a plan that is made while another one is recorded runs the function"
+            return
         if self._device.type not in ("cpu", "cuda"):
             self.reason = f"its tensors are on {self._device}, and OpenGL shares memory with CPU and CUDA tensors"
             return
         try:
             ctx = next((c for p in self._pyramids if (c := p.texture_context())), None) or context_for(*given)
-            self.inputs = tuple(self._home(ctx, tensor) for tensor in given)
+            homes = tuple(self._home(ctx, tensor) for tensor in given)
         except Exception as error:
             self.reason = f"OpenGL cannot be used here: {error}"
             return
-        self._call()  # programs and tables that only these inputs need
+        self._call(homes)  # programs and tables that only these inputs need
+        found = recording.Recording(homes)
         with ctx.active(self._device):
-            found = recording.Recording(self.inputs)
-            with found.running(ctx.gl):
-                results = self._call()
+            try:
+                with found.running(ctx.gl):
+                    results = self._call(homes)
+            except Exception as error:  # it ran twice before: what stands in its way is being recorded
+                found.stop(f"recording it ended with {type(error).__name__}: {error}")
             self._shared = ctx.bridge.taken()
-        if found.obstacle is None and not found.tape:
+            if found.obstacle is not None:
+                found.mend()
+        if not found.tape:
             found.stop("OpenGL has no part in it")
         if found.obstacle is not None:
             self.reason = f"each call runs the function: {found.obstacle}"
-            self.inputs = tuple(given)
             return
-        self._ctx, self._recorded, self._results = ctx, found, results
-        self._outputs = [p for p in _pytree.tree_leaves(results, is_leaf=_is_pyramid) if isinstance(p, Pyramid)]
+        self._ctx, self._recorded, self._results, self.inputs = ctx, found, results, homes
+        leaves = _pytree.tree_leaves(results, is_leaf=_is_pyramid)
+        self._outputs = [(leaf, leaf.state[1]) for leaf in leaves if isinstance(leaf, Pyramid)]
+        self._tensors = [leaf for leaf in _pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self.replays = True
         self.reason = f"{len(found.tape)} GL commands are repeated on {ctx.renderer}"
 
     @staticmethod
-    def _home(ctx: Context, tensor: torch.Tensor) -> torch.Tensor:
+    def _home(ctx: Context | None, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that stays: of an image in GL memory, of small tables where they are."""
-        if tensor.ndim >= 3 and tensor.dtype in _IN_GL:
-            home = ctx.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        else:
-            home = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return home.copy_(tensor)
+        with torch.inference_mode(False):
+            if ctx is not None and tensor.ndim >= 3 and tensor.dtype in _IN_GL:
+                home = ctx.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            else:
+                home = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            return home.copy_(tensor)
 
-    def _call(self) -> Any:
+    def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, self.inputs, strict=True):
+        for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         return self._function(*args, **kwargs)
@@ -132,35 +145,56 @@ class Plan:
 
         Returns:
             What the function returns. Where the plan replays, these are the same tensors at each call, overwritten by
-            the next one: clone what must last.
+            the next one, which counts as a change in place: clone what must last.
 
         Raises:
             InputError: other tensors than it was planned for.
-            PyramidChangedError: a pyramid among the planned arguments was written to.
+            PyramidChangedError: a pyramid that the function did not build itself was written to.
             GpuLodError: what the function's verbs raise for bad values.
         """
         if tensors:
             self._check(tensors)
+        if recording.current() is not None:  # another plan records: it wants the commands, not a repetition
+            return self._call(tensors or self.inputs)
         if not self.replays:
             with torch.no_grad():
-                self.inputs = tensors or self.inputs
-                return self._call()
-        for pyramid in self._pyramids:
-            pyramid.check_unchanged()
+                self._copy(tensors)
+                return self._call(self.inputs)
+        found = self._recorded
+        for pyramid, versions in found.pyramids:
+            if pyramid.state[0] != versions:
+                raise PyramidChangedError(
+                    "a pyramid that this plan reads was written to since it was planned. Plan again, or plan a "
+                    "function that builds the pyramid."
+                )
         with torch.no_grad(), self._ctx.active(self._device):
-            for home, tensor in zip(self.inputs, tensors, strict=False):
-                if tensor is not home:
-                    home.copy_(tensor)
-            for check, values in self._recorded.checks:
+            self._copy(tensors)
+            for check, values in found.checks:
                 check(values)
-            for write, arguments in self._recorded.writes:
-                write(*arguments)
-            self._ctx.bridge.hand_over(self._shared)
-            for command, arguments in self._recorded.tape:
-                command(*arguments)
-        for pyramid in self._outputs:
-            pyramid.renew()
+            try:
+                for write, arguments in found.writes:
+                    write(*arguments)
+                self._ctx.bridge.hand_over(self._shared)
+                for command, arguments in found.tape:
+                    command(*arguments)
+            except BaseException:
+                found.mend()
+                raise
+        increment_version(self._tensors)  # torch did not see that they were written to
+        for pyramid, made in self._outputs:
+            pyramid.renew(made)
         return self._results
+
+    def _copy(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """New values into the inputs, all at once where they are inputs themselves."""
+        homes = {home.untyped_storage().data_ptr() for home in self.inputs}
+        fresh = [
+            tensor.clone() if tensor is not home and tensor.untyped_storage().data_ptr() in homes else tensor
+            for home, tensor in zip(self.inputs, tensors, strict=False)
+        ]
+        for home, tensor in zip(self.inputs, fresh, strict=False):
+            if tensor is not home:
+                home.copy_(tensor)
 
     def _check(self, tensors: tuple[Any, ...]) -> None:
         if len(tensors) != len(self.inputs):

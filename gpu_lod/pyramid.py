@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree
 
+from gpu_lod import recording
+from gpu_lod.bridge.pool import hold
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels.device import device_of
@@ -142,6 +144,7 @@ class Pyramid:
         """Raises PyramidChangedError if a level was written to since the pyramid was built."""
         if torch.compiler.is_compiling():
             return  # versions are unknown before the graph runs
+        recording.uses(self)
         if not self._versions:  # made in compiled code: from now on
             object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
         if tuple(map(_version, self.levels)) != self._versions:
@@ -150,9 +153,20 @@ class Pyramid:
                 "belong together. Build the pyramid again, or build it from image.clone()."
             )
 
-    def renew(self) -> None:
-        """Take the levels as they are now for those of a new pyramid: whoever wrote to them wrote all of them."""
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What tells whether the levels were written to, and what was made of them for GL and CUDA so far."""
+        return tuple(map(_version, self.levels)), dict(self._cache)
+
+    def renew(self, made: Mapping[Any, Any]) -> None:
+        """Take the levels as they are now for those of a new pyramid: whoever wrote to them wrote all of them.
+
+        Args:
+            made: what was written along with them, of the second part of `state`.
+        """
         object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
+        self._cache.clear()
+        self._cache.update(made)
 
     # -- in GL memory ---------------------------------------------------------------------------------------------
 
@@ -163,6 +177,7 @@ class Pyramid:
         if key not in self._cache:
             self._cache[key] = (ctx, planes_of(ctx, self.levels[level]))
         planes: Planes = self._cache[key][1]
+        hold(planes)
         planes.buffer.take()
         return planes
 
@@ -221,6 +236,7 @@ class Pyramid:
             filtered = self.reduce == "mean"
             self._cache[key] = (ctx, self._make_textures(ctx, self.channels if filtered else 1, filtered=filtered))
         textures: list[tuple[int, Texture]] = self._cache[key][1]
+        hold(textures)
         return textures
 
     @property

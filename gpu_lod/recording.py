@@ -38,11 +38,18 @@ class Recording:
         """What torch writes into memory that OpenGL then reads, or that is a part of the result."""
         self.checks: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = []
         """Functions that raise where values are bad, and what they look at."""
-        self.leases: list[Lease[Any]] = []
+        self.held: list[Any] = []
         """All that commands refer to."""
+        self.pyramids: list[tuple[Any, Any]] = []
+        """Pyramids that came from elsewhere, as they were."""
+        self.undo: list[Callable[[], object]] = []
+        """What mends the state that commands leave behind where not all of them are given."""
         self.watching = True
         self.obstacle: str | None = None
         """The first thing that cannot be repeated."""
+        self._gl: GL | None = None
+        self._bound: set[int] = set()
+        """Buffers that commands refer to so far, by GL name."""
         self._written: list[tuple[int, int]] = []
         self._memory = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in inputs]
 
@@ -50,21 +57,33 @@ class Recording:
         """Note something that cannot be repeated."""
         self.obstacle = self.obstacle or reason
 
+    def mend(self) -> None:
+        """After commands were given in part."""
+        for mend in self.undo:
+            mend()
+
     def is_input(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._memory)
 
     def varies(self, address: int) -> bool:
         """True for the memory of inputs, and of what verbs made of them."""
-        shared: list[Any] = [lease for lease in self.leases if hasattr(lease, "address")]
-        return self.is_input(address) or any(one.address <= address < one.address + one.nbytes for one in shared)
+        return self.is_input(address) or self._lease_of(address) is not None
+
+    def _lease_of(self, address: int) -> Any:
+        """The lease made meanwhile whose memory holds an address."""
+        shared: Iterator[Any] = (one for one in self.held if isinstance(one, Lease) and hasattr(one, "address"))
+        return next((one for one in shared if one.address <= address < one.address + one.nbytes), None)
 
     def write(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
-        """Note an operation that writes to its first argument. All writes are repeated before all commands, which asks
-        that each has a place of its own and takes nothing that OpenGL makes."""
+        """Note an operation that writes to its first argument. All writes are repeated before all commands: each must
+        go to a place of its own, in memory that is new and that OpenGL has not seen yet, and take nothing that it
+        makes."""
         target, *sources = [(tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors]
+        lease = self._lease_of(target[0])
+        fresh = lease is not None and lease.item.glo not in self._bound
         clash = any(start < target[1] and target[0] < end for start, end in (*self._memory, *self._written))
         made = any(self.varies(start) and not self.is_input(start) for start, _ in sources)
-        if clash or made or func._schema.name not in ("aten::copy_", "aten::zero_", "aten::fill_"):
+        if not fresh or clash or made or func._schema.name not in ("aten::copy_", "aten::zero_", "aten::fill_"):
             self.stop(f"torch computes in it ({func})")
         self._written.append(target)
         self.writes.append((func, args))
@@ -74,7 +93,8 @@ class Recording:
         """Record what this thread does with a context, which must be current."""
         _here.recording = self
         try:
-            with holding(self.leases), gl.recording(self._note), _Watch(self), _reads_seen():
+            self._gl = gl
+            with holding(self.held), gl.recording(self._note), _Watch(self), _reads_seen():
                 yield
         finally:
             _here.recording = None
@@ -85,10 +105,14 @@ class Recording:
         elif name == "BufferSubData":
             target, offset, nbytes, pointer = arguments
             if not self.is_input(pointer.value):
+                if self.varies(pointer.value):
+                    self.stop("it reads on the host what a verb made")
                 pointer = ctypes.create_string_buffer(ctypes.string_at(pointer.value, nbytes), nbytes)
             self.tape.append((function, (target, offset, nbytes, pointer)))
         elif name not in _ONCE:
             self.tape.append((function, arguments))
+            if name == "BindBufferRange":
+                self._bound.add(arguments[2])
 
 
 _READ_BACK = ("GetBufferSubData", "BufferData")
@@ -103,11 +127,13 @@ _ONCE = {
 def check(function: Callable[[torch.Tensor], T], values: torch.Tensor) -> T:
     """`function(values)`, which raises where values are bad; what it returns decides nothing else. A plan calls it
     again for each new input."""
-    recording: Recording | None = getattr(_here, "recording", None)
+    recording = current()
     if recording is None:
         return function(values)
     if recording.is_input(values.data_ptr()):
         recording.checks.append((function, values))
+    elif recording.varies(values.data_ptr()):  # and is not there yet: commands run behind
+        recording.stop("it reads on the host what a verb made")
     recording.watching = False
     try:
         return function(values)
@@ -115,11 +141,37 @@ def check(function: Callable[[torch.Tensor], T], values: torch.Tensor) -> T:
         recording.watching = True
 
 
+def current() -> Recording | None:
+    """What records this thread."""
+    return getattr(_here, "recording", None)
+
+
 def decides(what: str) -> None:
     """Say that what follows depends on values of inputs."""
-    recording: Recording | None = getattr(_here, "recording", None)
+    recording = current()
     if recording is not None:
         recording.stop(what)
+
+
+def uses(pyramid: Any) -> None:
+    """Say that commands read a pyramid."""
+    recording = current()
+    if recording is not None and not recording.varies(pyramid.levels[0].data_ptr()):
+        recording.pyramids.append((pyramid, pyramid.state[0]))
+
+
+def enters(gl: GL) -> None:
+    """Say that commands go to a context."""
+    recording = current()
+    if recording is not None and recording._gl is not gl:
+        recording.stop("it works on another OpenGL context")
+
+
+def on_failure(mend: Callable[[], object]) -> None:
+    """Say what mends the state that commands leave behind where not all of them are given."""
+    recording = current()
+    if recording is not None:
+        recording.undo.append(mend)
 
 
 @contextmanager
@@ -131,7 +183,7 @@ def _reads_seen() -> Iterator[None]:
 
         @functools.wraps(read)
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            recording: Recording | None = getattr(_here, "recording", None)
+            recording = current()
             if recording is not None and recording.watching and recording.varies(tensor.data_ptr()):
                 recording.stop(f"it reads values on the host (by {name})")
             return read(tensor, *args, **kwargs)
@@ -164,7 +216,9 @@ class _Watch(TorchDispatchMode):
         if recording.watching and not _harmless(func):
             # What it computes from constants alone is a constant.
             tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if _writes(func):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                recording.stop(f"it is random ({func})")
+            elif _writes(func):
                 recording.write(func, args, tensors)
             elif any(recording.varies(tensor.data_ptr()) for tensor in tensors):
                 recording.stop(f"torch computes in it ({func})")

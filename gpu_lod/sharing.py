@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from gpu_lod import recording
 from gpu_lod.bridge import Bridge, HostBridge, InteropBridge, Pool, PrivatePool, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.cuda import CudaDriver, check_available
 from gpu_lod.bridge.gl import GL
 from gpu_lod.bridge.interop import Driver
+from gpu_lod.bridge.pool import hold
 from gpu_lod.bridge.pycuda import PyCudaDriver
 from gpu_lod.errors import DeviceMismatchError, InputError
 from gpu_lod.glstate import preserved
@@ -60,6 +62,7 @@ class Constants:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         table: T = self._tables[key]
+        hold(table)
         return table
 
     def clear(self) -> None:
@@ -118,6 +121,7 @@ class Sharing(Turns):
             device: where the verb's tensors are; None is the CPU.
         """
         with Shield():
+            recording.enters(self.gl)
             self._acquire()
             try:
                 if self._active:  # a verb inside a verb: the outer one waits

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_lod import recording
 from gpu_lod.bridge import Buffer, Private
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
@@ -54,10 +55,11 @@ class Source:
         last = max(each) + (end - 1) * self.stride[2] + (self.shape[3] - 1) * self.stride[3]
         return begin, last
 
-    def nbytes(self, first: int, planes: int, row: int, end: int) -> int:
-        """Of a binding for them."""
-        begin, last = self._span(first, planes, row, end)
-        return (last - begin + 1) * self.dtype.itemsize + 2 * ALIGNMENT
+    def nbytes(self, planes: int, row: int, end: int) -> int:
+        """Of the largest binding for some rows of so many planes at once."""
+        total = self.shape[0] * self.shape[1]
+        spans = (self._span(first, min(planes, total - first), row, end) for first in range(0, total, planes))
+        return max(last - begin + 1 for begin, last in spans) * self.dtype.itemsize + 2 * ALIGNMENT
 
     def bind(self, ctx: Context, first: int, planes: int, row: int, end: int) -> int:
         """Bind them to binding 0; returns the index there of the image's first element, negative if that comes
@@ -92,7 +94,8 @@ Conversion = tuple[Sequence[float], Sequence[float]]
 class _Layout:
     """Where the shader finds the levels of a chain, and how many texels of each a tile makes."""
 
-    def __init__(self, chain: Sequence[Planes], steps: int) -> None:
+    def __init__(self, chain: Sequence[Planes], steps: int, *, with_top: bool) -> None:
+        self._with_top = with_top
         self.sizes = [(planes.height, planes.width) for planes in chain]
         self.steps = steps
         self.last = len(chain) - 1
@@ -107,9 +110,11 @@ class _Layout:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """(rows, columns) of tiles that cover level 1, and with it all levels above."""
-        height, width = self.sizes[1]
-        return -(-height // (self.tile // 2)), -(-width // (self.tile // 2))
+        """(rows, columns) of tiles that cover level 1, and with it all levels above; or level 0, where an odd side may
+        take one more."""
+        height, width = self.sizes[0 if self._with_top else 1]
+        side = self.tile if self._with_top else self.tile // 2
+        return -(-height // side), -(-width // side)
 
     @property
     def first_side(self) -> int:
@@ -178,14 +183,14 @@ def _margins(sizes: Sequence[tuple[int, int]], steps: int) -> list[tuple[int, in
     return margins
 
 
-def _layout(ctx: Context, chain: Sequence[Planes]) -> _Layout:
+def _layout(ctx: Context, chain: Sequence[Planes], *, with_top: bool) -> _Layout:
     """With the largest tiles that the device has shared memory for.
 
     Raises:
         UnsupportedError: it has less than any device with OpenGL 4.3 may have.
     """
     for steps in range(_STEPS, 2, -1):
-        layout = _Layout(chain, steps)
+        layout = _Layout(chain, steps, with_top=with_top)
         if layout.shared_bytes <= ctx.limits.shared_bytes:
             return layout
     raise UnsupportedError(
@@ -213,7 +218,7 @@ def reduce_chain(
         LimitError: a part of it does not fit the device's storage-buffer bindings.
         UnsupportedError: the device has too little shared memory.
     """
-    layout = _layout(ctx, chain)
+    layout = _layout(ctx, chain, with_top=conversion is not None)
     program = _program(ctx, source, chain, channels, reduce, conversion, layout)
     # As (binding, planes, rows of them to a row of tiles).
     targets = [(level, chain[min(level, layout.last)], layout.tile >> min(level, layout.last)) for level in (1, 2)]
@@ -231,7 +236,7 @@ def reduce_chain(
             span = rows_of(target, 0, planes, 0, count * rows_of_tile)
             nbytes.append((span[1] - span[0] + 1) * target.dtype.itemsize + 2 * ALIGNMENT)
         if isinstance(source, Source):
-            nbytes.append(source.nbytes(0, planes, *rows(0, count)))
+            nbytes.append(source.nbytes(planes, *rows(0, count)))
         return max(nbytes) <= ctx.limits.storage_bytes
 
     layout.bind_rest(ctx, chain[1])
@@ -251,7 +256,9 @@ def reduce_chain(
             if isinstance(source, Source):
                 program.set(u_source_first=wrapped(source.bind(ctx, first, planes, *rows(row, end))))
             program.set(u_firsts=(index[1], index[2]), u_top_first=index.get(7, 0))
-            program.set(u_first_plane=first, u_first_row=row).dispatch_groups(layout.tiles[1], end - row, planes)
+            program.set(u_first_plane=first, u_first_layer=first, u_first_row=row).dispatch_groups(
+                layout.tiles[1], end - row, planes
+            )
             ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     except BaseException:
         if counters is not None:
@@ -294,16 +301,18 @@ def _program(
         program.set(u_scale=(*conversion[0], *unused), u_offset=(*conversion[1], *unused))
     if isinstance(source, Texture):
         source.bind(ctx.gl)
-        program.set(u_first_layer=0, u_texel_scale=source.texel_scale)
+        program.set(u_texel_scale=source.texel_scale)
     else:
-        program.set(u_stride=source.stride[::-1])
+        program.set(u_stride=tuple(map(wrapped, source.stride[::-1])))
     return program
 
 
 def _counters(ctx: Context, planes: int) -> Private:
     """Zeros, which every call leaves behind again."""
     count = 1 << max(planes - 1, 1023).bit_length()
-    return ctx.constants.get(("tiles done", count), lambda: ctx.private.lease(4 * count).clear())
+    counters = ctx.constants.get(("tiles done", count), lambda: ctx.private.lease(4 * count).clear())
+    recording.on_failure(counters.clear)
+    return counters
 
 
 def _elements_between(first: Planes, other: Planes) -> int:

@@ -225,6 +225,7 @@ def test_conversion_has_gradients_and_compiles() -> None:
     [
         ({"mean": [0.5]}, "one a channel"),
         ({"std": [1.0, 0.0, 1.0]}, "differ from 0"),
+        ({"std": [1.0, 1e-45, 1.0]}, "differ from 0"),
         ({"std": [1.0, float("nan"), 1.0]}, "finite"),
         ({"dtype": torch.float64}, "bfloat16"),
         ({"dtype": torch.uint8, "mean": [0.0] * 3}, "fractions"),
@@ -311,3 +312,43 @@ def test_gl_memory_that_starts_anywhere(ctx: lod.Context) -> None:
             image = flat[start : start + 64 * 64].view(1, 1, 64, 64)
             for generator in ONE_DISPATCH:
                 check(lod.mipmap(image, generator=generator), image.clone())
+
+
+@pytest.mark.parametrize("size", [(65, 65), (257, 256), (64, 257), (33, 64), (3, 129)], ids=str)
+def test_converted_levels_are_whole_where_one_texel_is_left_over(ctx: lod.Context, size: tuple[int, int]) -> None:
+    """Level 0 may need a row or column of tiles that level 1 does not."""
+    for levels in (None, 2, 3):
+        for _ in range(2):
+            ctx.empty(4, *size).fill_(7e7)  # what is not written shows
+            image = noise(1, 2, *size)
+            check(lod.mipmap(image, levels=levels, generator="single-pass", dtype=torch.float32), image)
+
+
+def test_layers_of_every_part(restored_limits: lod.Context) -> None:
+    image = noise(4, 2, 64, 64)
+    restored_limits.limits.storage_bytes = 20_000
+    for level, (actual, oracle) in enumerate(
+        zip(lod.mipmap(image, generator="single-pass-texture"), mean_chain(image), strict=True)
+    ):
+        assert_matches(actual, oracle, "trilinear", where=f"level {level}")
+
+
+def test_strides_that_nothing_is_behind(ctx: lod.Context) -> None:
+    """A side of 1 may have any stride, beyond 2^31 too."""
+    values = noise(64)
+    memory = ctx.empty(64)
+    memory.copy_(values)
+    image = memory.as_strided((1, 1, 8, 8), (2**33, 1, 1, 8))
+    pyramid = lod.mipmap(image, generator="single-pass")
+    plain = values.view(1, 1, 8, 8).mT.contiguous()
+    check(lod.Pyramid((plain, *pyramid.levels[1:])), plain)
+
+
+def test_batches_in_any_order_of_memory(ctx: lod.Context, restored_limits: lod.Context) -> None:
+    """Groups of planes that straddle images reach further than the first group."""
+    memory = ctx.empty(3, 5, 32, 32)
+    memory.copy_(noise(3, 5, 32, 32))
+    image = memory.transpose(0, 1)  # 5 images of 3 channels, a channel's images side by side
+    restored_limits.limits.storage_bytes = 40_000
+    restored_limits.limits.shared_bytes = 1500
+    check(lod.mipmap(image, generator="single-pass"), image.contiguous())
