@@ -10,7 +10,6 @@ import torch
 from torch.utils import _pytree
 
 from gpu_lod import recording
-from gpu_lod.bridge.pool import hold
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels.device import device_of
@@ -177,7 +176,6 @@ class Pyramid:
         if key not in self._cache:
             self._cache[key] = (ctx, planes_of(ctx, self.levels[level]))
         planes: Planes = self._cache[key][1]
-        hold(planes)
         planes.buffer.take()
         return planes
 
@@ -236,7 +234,6 @@ class Pyramid:
             filtered = self.reduce == "mean"
             self._cache[key] = (ctx, self._make_textures(ctx, self.channels if filtered else 1, filtered=filtered))
         textures: list[tuple[int, Texture]] = self._cache[key][1]
-        hold(textures)
         return textures
 
     @property
