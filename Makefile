@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 REPORT_ARGS ?=
