@@ -1,5 +1,8 @@
 """Level of detail on graphics hardware for PyTorch. `import gpu_lod as lod`; importing opens nothing."""
 
+import importlib
+from typing import Any
+
 from gpu_lod.context import Context
 from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import Culled, cull
@@ -20,6 +23,7 @@ from gpu_lod.plan import Plan, plan
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max, region_min
 from gpu_lod.to_cupy import to_cupy
+from gpu_lod.token_set import TokenSet
 
 __version__ = "0.1.0"
 
@@ -31,6 +35,7 @@ __all__ = [
     "GpuLodError",
     "Plan",
     "Pyramid",
+    "TokenSet",
     "__version__",
     "collapse",
     "cortical_sites",
@@ -51,3 +56,9 @@ __all__ = [
     "region_min",
     "to_cupy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "allocate":  # loads with its first use
+        return importlib.import_module("gpu_lod.allocate")
+    raise AttributeError(f"module 'gpu_lod' has no attribute {name!r}")

@@ -1,0 +1,34 @@
+"""Allocators: relevance, and where they say so a picture or a fixation, to exactly K sites for every image of a batch.
+
+    tokens = lod.allocate.FoveatedPyramid(budget=273)(image, fixation=(0.4, 0.6))
+    tokens.patches, tokens.sites, tokens.scores  # [B, K, C, P, P], [B, K, 3], [B, K]
+
+`names()` lists them, `make(name, ...)` makes one, and `register` adds one of your own.
+"""
+
+from gpu_lod.allocate.base import Allocator, Scene, make, names, register
+from gpu_lod.allocate.downsample import Downsample
+from gpu_lod.allocate.fixations import find_fixations
+from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
+from gpu_lod.allocate.grid_top_k import GridTopK
+from gpu_lod.allocate.pyramid_top_k import PyramidTopK
+from gpu_lod.allocate.random import Random
+from gpu_lod.allocate.stratified import Stratified
+from gpu_lod.allocate.tree_cut import Cut, tree_cut
+
+__all__ = [
+    "Allocator",
+    "Cut",
+    "Downsample",
+    "FoveatedPyramid",
+    "GridTopK",
+    "PyramidTopK",
+    "Random",
+    "Scene",
+    "Stratified",
+    "find_fixations",
+    "make",
+    "names",
+    "register",
+    "tree_cut",
+]

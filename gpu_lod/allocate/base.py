@@ -1,0 +1,243 @@
+"""What all allocators share: what they take, how it is checked, and how sites become tokens."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks
+from gpu_lod.errors import InputError
+from gpu_lod.feature_maps import CHANNELS, feature_maps
+from gpu_lod.gather_patches import gather_patches
+from gpu_lod.pyramid import Pyramid
+from gpu_lod.token_set import TokenSet
+
+Pool = Literal["mean", "max"]
+Need = Literal["image", "relevance", "query", "fixation", "labels"]
+
+_registry: dict[str, type[Allocator]] = {}
+A = TypeVar("A", bound="type[Allocator]")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an allocator chooses from: a batch, on one device."""
+
+    size: tuple[int, int]
+    """(H, W) in pixels."""
+    patch: int
+    relevance: torch.Tensor
+    """[B, Hg, Wg], fp32; all equal for an allocator that needs none and got none."""
+    fixation: torch.Tensor | None
+    """[B, 2]"""
+    image: torch.Tensor | Pyramid | None
+    query: torch.Tensor | None
+    labels: torch.Tensor | None
+
+    @property
+    def batch(self) -> int:
+        return self.relevance.shape[0]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(Hg, Wg): level-0 patches along each side."""
+        return self.relevance.shape[1], self.relevance.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.relevance.device
+
+    def amounts(self) -> torch.Tensor:
+        """Relevance that can be summed: finite, not negative (the least is 0 if it was), and not all 0."""
+        largest = torch.finfo(torch.float32).max / 2**24
+        values = self.relevance.clamp(-largest, largest)
+        values = values - values.amin((1, 2), keepdim=True).clamp(max=0)
+        return torch.where(values.amax((1, 2), keepdim=True) > 0, values, torch.ones_like(values))
+
+    def sites(self, level: int, index: torch.Tensor) -> torch.Tensor:
+        """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level.
+
+        A node's patch covers the 2^level x 2^level grid cells that the node does. One that would reach over the edge is
+        shifted inward until flush with it, and centred if it is larger than the image.
+        """
+        columns = -(-self.grid[1] // 2**level)
+        side = 2**level * self.patch
+        cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
+        size = cells.new_tensor([self.size[1], self.size[0]])
+        centres = (cells + 0.5) * side
+        centres = torch.where(size <= side, size / 2, torch.minimum(centres, size - side / 2))
+        levels = torch.full_like(centres[..., :1], level)
+        return torch.cat([centres / size, levels], dim=-1).float()
+
+
+class Allocator(ABC):
+    """Exactly `budget` sites for every image of a batch. Same input, same sites.
+
+    Args:
+        budget: K, at least 1.
+        patch: P, samples along a patch's side; the grid's cells are P x P pixels.
+        pool: how a relevance map of the picture's size becomes one of the grid: "mean" or "max" over each cell.
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("relevance",)
+    """What it must be given. Relevance that is not given is the saliency of the image."""
+
+    def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean") -> None:
+        self.budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)
+        self.patch = checks.integer(patch, "patch", at_least=1, at_most=2**12)
+        self.pool: Pool = checks.choice(pool, "pool", ("mean", "max"))
+
+    @abstractmethod
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sites [B, K, 3] and scores [B, K], high scores first."""
+
+    def __call__(
+        self,
+        image: torch.Tensor | Pyramid | None = None,
+        relevance: torch.Tensor | None = None,
+        query: torch.Tensor | None = None,
+        fixation: Any = None,
+        labels: torch.Tensor | None = None,
+    ) -> TokenSet:
+        """Choose sites, and read the patches there.
+
+        Shape: image [B, C, H, W] or [C, H, W], or a mean `Pyramid` of one; relevance [B, Hg, Wg] over the grid of
+            level-0 patches, Hg = ceil(H / P), or [B, H, W]; fixation [B, 2] or [2]; without B for an unbatched image.
+        Units: relevance in any units, higher is more relevant, infinities too; fixation (x, y) in [0, 1], y down.
+
+        Args:
+            image: None gives sites alone, of a picture of Hg P x Wg P pixels.
+            relevance: None is the saliency of the image (channel 5 of `feature_maps`).
+
+        Raises:
+            InputError: something that the allocator needs is missing, or does not fit; NaN in the relevance; a budget
+                larger than the number of sites there are.
+        """
+        scene, batched = self._scene(image, relevance, query, fixation, labels)
+        sites, scores = self.choose(scene)
+        patches = (
+            None if scene.image is None else gather_patches(scene.image, sites if batched else sites[0], self.patch)
+        )
+        return TokenSet(sites if batched else sites[0], scores if batched else scores[0], patches, self.patch)
+
+    # -- what it is given -------------------------------------------------------------------------------------------
+
+    def _scene(self, image: Any, relevance: Any, query: Any, fixation: Any, labels: Any) -> tuple[Scene, bool]:
+        given = {"image": image, "query": query, "fixation": fixation, "labels": labels}
+        for need in self.needs:
+            if need != "relevance" and given[need] is None:
+                raise InputError(f"{type(self).__name__} needs {need}; pass {need}=.")
+        if image is None and relevance is None:
+            raise InputError(f"{type(self).__name__} needs an image, or a relevance map; pass image= or relevance=.")
+        batched, batch, size = self._frame(image, relevance)
+        if relevance is None:
+            top = image.levels[0] if isinstance(image, Pyramid) else checks.tensor(image, "image")
+            top = top if top.ndim == 4 else top[None]
+            values = _saliency(top) if "relevance" in self.needs else None
+            grid = self._pooled(values, size) if values is not None else _grid_of(size, self.patch, batch, top.device)
+        else:
+            grid = self._map(relevance, batched, batch, size)
+        points = None
+        if fixation is not None:
+            points = checks.fixation(fixation, batch).to(grid.device)
+        return Scene(size, self.patch, grid, points, image, query, labels), batched
+
+    def _frame(self, image: Any, relevance: Any) -> tuple[bool, int, tuple[int, int]]:
+        """Whether there is a batch, how many images, and their size in pixels."""
+        if image is None:
+            values = checks.tensor(relevance, "relevance")
+            if values.ndim not in (2, 3) or not values.numel():
+                raise InputError(f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg].")
+            size = values.shape[-2] * self.patch, values.shape[-1] * self.patch
+            return values.ndim == 3, values.shape[0] if values.ndim == 3 else 1, size
+        top = checks.mean_source(image, type(self).__name__)
+        return top.ndim == 4, top.shape[0] if top.ndim == 4 else 1, (top.shape[-2], top.shape[-1])
+
+    def _map(self, relevance: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
+        values = checks.tensor(relevance, "relevance")
+        cells = cells_of(size, self.patch)
+        expected = [(batch, *cells), (batch, *size)] if batched else [cells, size]
+        if tuple(values.shape) not in expected or values.is_complex() or values.dtype == torch.bool:
+            raise InputError(
+                f"relevance is {values.dtype} {tuple(values.shape)}; expected numbers of shape {expected[0]}, one a "
+                f"patch, or {expected[1]}, one a pixel."
+            )
+        values = (values if batched else values[None]).float()
+        if torch.isnan(values.detach()).any():
+            raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
+        return values if tuple(values.shape[1:]) == cells else self._pooled(values, size)
+
+    def _pooled(self, values: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """[B, H, W] to [B, Hg, Wg]: over the patch of each cell, which at far edges is shifted inward."""
+        for dim, n in ((1, size[0]), (2, size[1])):
+            side = min(self.patch, n)
+            starts = [min(i * self.patch, n - side) for i in range(-(-n // self.patch))]
+            index = torch.tensor(starts, device=values.device)[:, None] + torch.arange(side, device=values.device)
+            parts = values.index_select(dim, index.flatten()).unflatten(dim, (len(starts), side))
+            values = parts.mean(dim + 1) if self.pool == "mean" else parts.amax(dim + 1)
+        return values
+
+    def enough(self, there: int, what: str = "patches") -> None:
+        """Raises InputError where the budget is larger than the number of sites."""
+        if self.budget > there:
+            raise InputError(
+                f"the budget is {self.budget}, and there are {there} {what}. Use a larger image, smaller patches, or a "
+                "smaller budget."
+            )
+
+
+def cells_of(size: tuple[int, int], patch: int) -> tuple[int, int]:
+    """(Hg, Wg) of a picture."""
+    return math.ceil(size[0] / patch), math.ceil(size[1] / patch)
+
+
+def _grid_of(size: tuple[int, int], patch: int, batch: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(batch, *cells_of(size, patch), device=device)
+
+
+def _saliency(image: torch.Tensor) -> torch.Tensor:
+    """[B, H, W]"""
+    maps = feature_maps(image)
+    assert isinstance(maps, torch.Tensor)
+    return maps[:, CHANNELS["saliency"]][:, 0].float()
+
+
+def ordered(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest `count` of [B, N], high first, equal ones by their place: (scores, indices), both [B, count]."""
+    found, index = torch.sort(scores, dim=1, descending=True, stable=True)
+    return found[:, :count], index[:, :count]
+
+
+def coarser(values: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the 1 to 4 children of each node."""
+    height, width = values.shape[-2:]
+    if pool == "max":
+        padded = F.pad(values, (0, width % 2, 0, height % 2), value=-math.inf)
+        return F.max_pool2d(padded[:, None], 2)[:, 0]
+    ones = F.pad(torch.ones_like(values), (0, width % 2, 0, height % 2))
+    sums = F.avg_pool2d(F.pad(values, (0, width % 2, 0, height % 2))[:, None], 2)[:, 0]
+    return sums / F.avg_pool2d(ones[:, None], 2)[:, 0]
+
+
+def register(allocator: A) -> A:
+    """Add an allocator, by its class's name. Decorates a class."""
+    if not (isinstance(allocator, type) and issubclass(allocator, Allocator)):
+        raise InputError(f"{allocator!r} is no class of allocators; derive it from gpu_lod.allocate.Allocator.")
+    _registry[allocator.__name__] = allocator
+    return allocator
+
+
+def names() -> list[str]:
+    """The allocators there are."""
+    return sorted(_registry)
+
+
+def make(name: str, *args: Any, **kwargs: Any) -> Allocator:
+    """An allocator by its name."""
+    checks.choice(name, "name", names())
+    return _registry[name](*args, **kwargs)

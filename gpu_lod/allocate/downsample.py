@@ -1,0 +1,36 @@
+"""The whole picture at a lower resolution: the other baseline."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+
+from gpu_lod.allocate.base import Allocator, Need, Scene, register
+
+
+@register
+class Downsample(Allocator):
+    """K patches that tile the picture evenly, whatever is in it: near-square cells in rows, K spread over the rows by
+    largest remainder, so exactly K. Each is read at the level at which its P samples span the longer side of its cell.
+
+    Scores are all 1, and the order is row by row.
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ()
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        height, width = scene.size
+        rows = min(max(1, round(math.sqrt(self.budget * height / width))), self.budget)
+        # Equal shares: floor of the cumulated share, which is largest remainder spread over the rows.
+        ends = [self.budget * (row + 1) // rows for row in range(rows)]
+        sites = []
+        for row, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            columns = end - begin
+            level = math.log2(max(1.0, max(width / columns, height / rows) / self.patch))
+            x = (torch.arange(columns, dtype=torch.float64) + 0.5) / columns
+            y = torch.full_like(x, (row + 0.5) / rows)
+            sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
+        found = torch.cat(sites).float().to(scene.device).expand(scene.batch, -1, -1)
+        return found.contiguous(), torch.ones(found.shape[:2], device=scene.device)

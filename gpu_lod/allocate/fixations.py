@@ -1,0 +1,83 @@
+"""Where to look: peaks of relevance."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks
+from gpu_lod.errors import InputError
+
+COARSE = 16
+"""Cells of the coarse pass along the longer side."""
+
+
+def find_fixations(
+    relevance: torch.Tensor, count: int = 1, *, radius: float = 0.15, inhibition: float = 1.0
+) -> torch.Tensor:
+    """The most relevant places, one after the other.
+
+    Shape: relevance [B, Hg, Wg] gives [B, count, 2].
+    Units: (x, y) in [0, 1], y down; the radius in units of the longer side.
+    Convention: relevance is averaged to a coarse map of 16 cells along its longer side (fewer if it has fewer). A peak
+        is its highest cell, the first of equal ones row by row, refined below a cell by the vertex of the parabola
+        through the cell and its neighbours along each side. Then relevance within the radius is inhibited (inhibition
+        of return): multiplied by 1 - inhibition, after its least value was subtracted; so a second peak is never
+        within the radius of the first while there are others.
+
+    Raises:
+        InputError: no map, or a count below 1.
+
+    Source: Koch and Ullman, "Shifts in Selective Visual Attention" (1985); Itti, Koch and Niebur (1998).
+    """
+    if relevance.ndim != 3:
+        raise InputError(f"relevance has shape {tuple(relevance.shape)}; expected [B, Hg, Wg].")
+    checks.integer(count, "count", at_least=1)
+    radius = checks.number(radius, "radius")
+    height, width = relevance.shape[-2:]
+    scale = min(1.0, COARSE / max(height, width))
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    largest = torch.finfo(torch.float32).max
+    finite = relevance.detach().float().clamp(-largest / 4096, largest / 4096)  # sums of infinities are none
+    coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
+    coarse = coarse - coarse.amin((1, 2), keepdim=True)
+    longer = max(height, width)
+    y = (torch.arange(size[0], device=coarse.device) + 0.5) / size[0]
+    x = (torch.arange(size[1], device=coarse.device) + 0.5) / size[1]
+    free = torch.ones_like(coarse, dtype=torch.bool)
+    points = []
+    for _ in range(count):
+        # Places that were looked at come last, whatever their relevance.
+        index = torch.where(free, coarse, coarse - coarse.amax((1, 2), keepdim=True) - 1).flatten(1).argmax(1)
+        row, column = index // size[1], index % size[1]
+        point = torch.stack(
+            [
+                (column + 0.5 + _vertex(coarse, row, column, 2)) / size[1],
+                (row + 0.5 + _vertex(coarse, row, column, 1)) / size[0],
+            ],
+            dim=-1,
+        )
+        points.append(point.clamp(0, 1))
+        dy = (y[None, :, None] - points[-1][:, 1, None, None]) * height / longer
+        dx = (x[None, None, :] - points[-1][:, 0, None, None]) * width / longer
+        near = (dx**2 + dy**2 <= radius**2).index_put(
+            (torch.arange(len(row), device=row.device), row, column), torch.ones_like(row, dtype=torch.bool)
+        )
+        coarse = torch.where(near, coarse * (1 - inhibition), coarse)
+        free = free & ~near
+    return torch.stack(points, dim=1)
+
+
+def _vertex(values: torch.Tensor, row: torch.Tensor, column: torch.Tensor, dim: int) -> torch.Tensor:
+    """Cells from a peak to the vertex of the parabola through it and its neighbours, at most half a cell."""
+    images = torch.arange(len(row), device=row.device)
+    place, n = (row, values.shape[1]) if dim == 1 else (column, values.shape[2])
+
+    def at(step: int) -> torch.Tensor:
+        moved = (place + step).clamp(0, n - 1)
+        return values[images, moved, column] if dim == 1 else values[images, row, moved]
+
+    before, here, after = at(-1), at(0), at(1)
+    bend = before - 2 * here + after
+    inside = (place > 0) & (place < n - 1) & (bend < 0)
+    return torch.where(inside, 0.5 * (before - after) / torch.where(inside, bend, -1.0), 0.0).clamp(-0.5, 0.5)

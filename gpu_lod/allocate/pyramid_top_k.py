@@ -1,0 +1,76 @@
+"""The most relevant patches of several levels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gpu_lod.allocate.base import Allocator, Pool, Scene, coarser, ordered, register
+from gpu_lod.errors import InputError
+
+
+@register
+class PyramidTopK(Allocator):
+    """The K patches of the highest relevance times level weight, over the nodes of a quadtree on the grid.
+
+    A node's relevance is the mean of its children's. Patches of different levels may cover the same pixels: that is
+    what tree cuts avoid. With a split, each level gives its own best; a level that has fewer patches than its share
+    hands the rest to the next finer one, and the finest to the next coarser that has some left.
+
+    Args:
+        weights: of the levels, finest first; as many levels as there are weights.
+        split: patches of each level, coarsest first, such as (64, 128, 64, 17); they sum to the budget.
+    """
+
+    def __init__(
+        self,
+        budget: int = 273,
+        patch: int = 14,
+        pool: Pool = "mean",
+        weights: Sequence[float] = (1.0, 0.9, 0.8, 0.7),
+        split: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.weights = tuple(float(weight) for weight in weights)
+        if not self.weights or not all(0 < weight < float("inf") for weight in self.weights):
+            raise InputError(f"weights are {weights!r}; expected a positive number for each level, finest first.")
+        self.split = None if split is None else tuple(split)
+        if self.split is not None and (
+            len(self.split) != len(self.weights) or sum(self.split) != budget or min(self.split) < 0
+        ):
+            raise InputError(
+                f"split is {self.split}; expected {len(self.weights)} counts, coarsest first, that sum to {budget}."
+            )
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        values, levels = scene.relevance, []
+        for level, weight in enumerate(self.weights):
+            if level:
+                values = coarser(values, "mean")
+            levels.append((values * weight).flatten(1))
+        there = [level.shape[1] for level in levels]
+        self.enough(sum(there), f"patches of {len(there)} levels")
+        sites = torch.cat(
+            [scene.sites(level, torch.arange(count, device=scene.device)) for level, count in enumerate(there)]
+        )
+        if self.split is not None:
+            counts = _shares(self.split[::-1], there)
+            chosen = [ordered(level, count) for level, count in zip(levels, counts, strict=True)]
+            starts = [sum(there[:level]) for level in range(len(there))]
+            scores = torch.cat([found for found, _ in chosen], dim=1)
+            index = torch.cat([place + start for (_, place), start in zip(chosen, starts, strict=True)], dim=1)
+            scores, order = ordered(scores, self.budget)
+            return sites[index.gather(1, order)], scores
+        scores, index = ordered(torch.cat(levels, dim=1), self.budget)
+        return sites[index], scores
+
+
+def _shares(wanted: Sequence[int], there: Sequence[int]) -> list[int]:
+    """Counts, finest first, none above what there is: the rest goes to the next finer level, then to coarser ones."""
+    counts, rest = list(wanted), 0
+    for level in [*range(len(counts) - 1, -1, -1), *range(len(counts))]:
+        asked = counts[level] + rest
+        counts[level] = min(asked, there[level])
+        rest = asked - counts[level]
+    return counts

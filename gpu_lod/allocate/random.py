@@ -1,0 +1,32 @@
+"""Patches by lot: a baseline that many published methods do not beat."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
+
+
+@register
+class Random(Allocator):
+    """K level-0 patches drawn without replacement, the same ones for every image and call with one seed.
+
+    Scores, and with them the order, are the relevance that was given, if any.
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ()
+
+    def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", seed: int = 0) -> None:
+        super().__init__(budget, patch, pool)
+        self.seed = checks.integer(seed, "seed", at_least=0)
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        cells = scene.grid[0] * scene.grid[1]
+        self.enough(cells)
+        lots = torch.randperm(cells, generator=torch.Generator().manual_seed(self.seed))[: self.budget].sort().values
+        index = lots.to(scene.device).expand(scene.batch, -1)
+        scores, order = ordered(scene.relevance.flatten(1).gather(1, index), self.budget)
+        return scene.sites(0, index.gather(1, order)), scores

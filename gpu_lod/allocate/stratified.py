@@ -1,0 +1,84 @@
+"""Something everywhere, more where it matters: a grid of strata."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, register
+
+
+@register
+class Stratified(Allocator):
+    """Level-0 patches, shared out among the strata of a grid by relevance, and the best of each stratum.
+
+    Every stratum gets one token (with a smaller budget than strata, the most relevant ones do). The rest is shared by
+    largest remainder on the relevance that each stratum holds; no stratum gets more than it has patches, and what it
+    cannot take goes to the others in the same way.
+
+    Args:
+        strata: (rows, columns); no more than the grid has.
+    """
+
+    def __init__(
+        self, budget: int = 273, patch: int = 14, pool: Pool = "mean", strata: tuple[int, int] = (4, 4)
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.strata = checks.size(strata)
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = scene.grid
+        self.enough(rows * columns)
+        cut = [min(count, cells) for count, cells in zip(self.strata, scene.grid, strict=True)]
+        stratum_y = torch.arange(rows, device=scene.device) * cut[0] // rows
+        stratum_x = torch.arange(columns, device=scene.device) * cut[1] // columns
+        stratum = (stratum_y[:, None] * cut[1] + stratum_x).flatten().expand(scene.batch, -1)
+        room = torch.bincount(stratum[0], minlength=cut[0] * cut[1]).expand(scene.batch, -1)
+        weight = torch.zeros(room.shape, dtype=torch.float64, device=scene.device).scatter_add(
+            1, stratum, scene.amounts().flatten(1).double()
+        )
+        counts = shared_out(weight, room, self.budget)
+        # The rank of each cell in its stratum: sorted by relevance, then stably by stratum.
+        order = torch.sort(scene.relevance.flatten(1), dim=1, descending=True, stable=True).indices
+        order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
+        starts = room.cumsum(1) - room
+        ranks = torch.arange(rows * columns, device=scene.device) - starts.gather(1, stratum.gather(1, order))
+        taken = torch.zeros_like(stratum, dtype=torch.bool).scatter(
+            1, order, ranks < counts.gather(1, stratum.gather(1, order))
+        )
+        scores, index = ordered(scene.relevance.flatten(1), rows * columns)
+        first = torch.sort(taken.gather(1, index).byte(), dim=1, descending=True, stable=True).indices[:, : self.budget]
+        return scene.sites(0, index.gather(1, first)), scores.gather(1, first)
+
+
+def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Tensor:
+    """Whole shares [B, S] that sum to `total`: one for each (the heaviest, if there are not enough), the rest by
+    largest remainder, none above its room.
+
+    Args:
+        weight: not negative; all 0 is all equal.
+        room: sums to `total` at least.
+    """
+    strata = weight.shape[1]
+    heaviest = torch.sort(weight, dim=1, descending=True, stable=True).indices
+    one_each = torch.arange(strata, device=weight.device) < total
+    counts = torch.zeros_like(room).scatter(1, heaviest, one_each.long().expand_as(heaviest))
+    for _ in range(strata):  # each round fills a stratum, or is the last
+        rest = total - counts.sum(1, keepdim=True)
+        left = room - counts
+        open_ = left > 0
+        shares = weight * open_
+        shares = torch.where(shares.sum(1, keepdim=True) > 0, shares, open_.double())
+        quota = rest * shares / shares.sum(1, keepdim=True).clamp(min=1e-300)
+        given = torch.minimum(quota.floor().long(), left)
+        full = (quota.floor().long() > left).any(1, keepdim=True)
+        remainder = torch.where(open_ & (given < left), quota - given, -1.0)
+        rank = torch.sort(remainder, dim=1, descending=True, stable=True).indices
+        over = rest - given.sum(1, keepdim=True)
+        extra = torch.zeros_like(counts).scatter(
+            1, rank, ((torch.arange(strata, device=weight.device) < over) & (remainder.gather(1, rank) >= 0)).long()
+        )
+        counts = counts + given + torch.where(full, 0, extra)
+        if not bool((counts.sum(1) < total).any()):
+            break
+    return counts

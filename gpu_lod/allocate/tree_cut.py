@@ -1,0 +1,121 @@
+"""The budgeted tree cut: best-first refinement of a quadtree as one stable sort, batched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpu_lod.allocate.base import Scene, coarser, ordered
+from gpu_lod.errors import InputError
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Nodes of a quadtree that cover the grid exactly once, and detail cells beside them: K together.
+
+    Shape: `leaves[l]` is bool [B, h_l, w_l], level 0 the grid, h_l = ceil(Hg / 2^l); `detail` is bool [B, Hg, Wg].
+    """
+
+    leaves: tuple[torch.Tensor, ...]
+    detail: torch.Tensor
+    """Finest cells that what was left of the budget went to: none of them is a leaf."""
+
+
+def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int, max_level: int | None = None) -> Cut:
+    """Split the nodes of a quadtree in the order of their benefit for as long as the budget lasts.
+
+    Shape: `benefits[l - 1]` is [B, h_l, w_l], the benefit of splitting each node of level l = 1, 2, ... up to the root
+        (1 x 1); detail is [B, Hg, Wg].
+    Convention: node (l, y, x) covers cells [y 2^l, (y+1) 2^l) x [x 2^l, (x+1) 2^l) of the grid, clipped, and has 1 to 4
+        children; splitting it costs as many tokens as it has children, less one. Benefits are max-propagated up the
+        tree first, so that no parent ranks below its child. Inner nodes are sorted by benefit, coarse before fine, row
+        by row; the longest prefix is split whose costs fit K less the roots. That is what a priority queue on the
+        propagated benefit does that stops at the first node it cannot afford. What is left goes to the best cells, by
+        `detail`, that are not at level 0 yet.
+
+    Args:
+        budget: K.
+        max_level: the level of the roots; None is the level with a single one.
+
+    Raises:
+        InputError: more roots than K, or a K larger than the number of cells.
+
+    Source: best-first refinement as in Luebke et al., "Level of Detail for 3D Graphics" (2003), section 4.3.
+    """
+    batch, height, width = detail.shape
+    top = len(benefits) if max_level is None else min(max_level, len(benefits))
+    sizes = [(-(-height // 2**level), -(-width // 2**level)) for level in range(top + 1)]
+    roots = sizes[top][0] * sizes[top][1]
+    if budget > height * width:
+        raise InputError(f"the budget is {budget}, and the grid of {height} x {width} has {height * width} cells.")
+    if roots > budget:
+        raise InputError(
+            f"{roots} roots of level {top} are more than the budget of {budget}. Raise max_level, or the budget."
+        )
+    gains = _propagated(benefits[:top])
+    order_of = [gain.flatten(1) for gain in reversed(gains)]
+    split_at = [torch.zeros(batch, h, w, dtype=torch.bool, device=detail.device) for h, w in sizes]
+    left = torch.full((batch,), budget - roots, device=detail.device)
+    if order_of:
+        flat = torch.cat(order_of, dim=1)
+        costs = torch.cat([_costs(sizes[level - 1], detail.device).flatten() for level in range(top, 0, -1)])
+        order = torch.sort(flat, dim=1, descending=True, stable=True).indices
+        spent = costs[order].cumsum(1)
+        fits = spent <= budget - roots
+        split = torch.zeros_like(flat, dtype=torch.bool).scatter(1, order, fits)
+        left = left - (costs * split).sum(1)
+        parts = split.split([h * w for h, w in reversed(sizes[1:])], dim=1)
+        for level, part in zip(range(top, 0, -1), parts, strict=True):
+            split_at[level] = part.unflatten(1, sizes[level])
+    leaves = []
+    for level, size in enumerate(sizes):
+        reached = torch.ones_like(split_at[level]) if level == top else _children(split_at[level + 1], size)
+        leaves.append(reached & ~split_at[level])
+    return Cut(tuple(leaves), _best(detail, ~leaves[0], left))
+
+
+def _propagated(benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Finest first: each at least as high as what is below it."""
+    gains: list[torch.Tensor] = []
+    for own in benefits:
+        gains.append(own if not gains else torch.maximum(own, coarser(gains[-1], "max")))
+    return gains
+
+
+def _costs(below: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Children less one of each node above a level of this size."""
+    sides = [2 * torch.ones(-(-n // 2), dtype=torch.long, device=device) for n in below]
+    for side, n in zip(sides, below, strict=True):
+        side[-1] -= n % 2
+    return sides[0][:, None] * sides[1] - 1
+
+
+def _children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """What nodes have, on the nodes of the next finer level."""
+    return split.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, : size[0], : size[1]]
+
+
+def _best(values: torch.Tensor, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Where the best `count` [B] of the eligible cells are; equal ones by their place."""
+    flat, open_ = values.flatten(1), eligible.flatten(1)
+    by_value = torch.sort(flat, dim=1, descending=True, stable=True).indices
+    rank = torch.cumsum(open_.gather(1, by_value), dim=1)
+    taken = open_.gather(1, by_value) & (rank <= count[:, None])
+    return torch.zeros_like(open_).scatter(1, by_value, taken).unflatten(1, values.shape[1:])
+
+
+def tokens_of(scene: Scene, cut: Cut, values: Sequence[torch.Tensor], budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sites [B, K, 3] and scores [B, K] of a cut, high scores first; of equal ones fine before coarse, row by row.
+
+    Args:
+        values: the score of each node, [B, h_l, w_l] a level, finest first; detail cells have level 0's.
+    """
+    nodes = [*zip(range(len(cut.leaves)), cut.leaves, strict=True), (0, cut.detail)]
+    sites = torch.cat([scene.sites(level, torch.arange(m[0].numel(), device=m.device)) for level, m in nodes])
+    taken = torch.cat([mask.flatten(1) for _, mask in nodes], dim=1)
+    scores, order = ordered(torch.cat([values[level].flatten(1) for level, _ in nodes], dim=1), taken.shape[1])
+    # Those that are taken first, and among them the order that they have: exactly K are.
+    first = torch.sort(taken.gather(1, order).byte(), dim=1, descending=True, stable=True).indices[:, :budget]
+    return sites[order.gather(1, first)], scores.gather(1, first)

@@ -1,0 +1,375 @@
+"""Allocators: exactly K, no site twice, inside the image, the same each time, whatever the relevance."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from images import noise
+from scripts import succeed
+
+import gpu_lod as lod
+from gpu_lod.allocate import tree_cut
+from gpu_lod.allocate.base import cells_of
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.errors import InputError
+
+NAMES = lod.allocate.names()
+MONOTONE = ["GridTopK", "PyramidTopK"]
+"""Raising a cell's relevance never loses its token."""
+
+
+def maps(kind: str, batch: int, rows: int, columns: int) -> torch.Tensor:
+    values = torch.rand(batch, rows, columns)
+    if kind == "ties":
+        values = (values * 3).round()
+    elif kind == "zeros":
+        values = torch.zeros_like(values)
+    elif kind == "one hot":
+        values = torch.zeros_like(values)
+        values[:, rows // 2, columns // 3] = 1
+    elif kind == "infinities":
+        values[:, 0, 0] = math.inf
+        values[:, -1, -1] = -math.inf
+    elif kind == "negative":
+        values = values - 2
+    return values
+
+
+KINDS = ["noise", "ties", "zeros", "one hot", "infinities", "negative"]
+
+
+@given(
+    st.sampled_from(NAMES), st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3),
+    st.integers(1, 1024), st.integers(0, 2**20),
+)  # fmt: skip
+def test_exactly_k_sites(name: str, kind: str, rows: int, columns: int, batch: int, budget: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    budget = min(budget, rows * columns)
+    relevance = maps(kind, batch, rows, columns)
+    tokens = lod.allocate.make(name, budget)(relevance=relevance)
+    assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget)
+    for sites in tokens.sites:
+        assert len(sites.unique(dim=0)) == budget, "a site twice"
+    assert float(tokens.sites[..., :2].min()) > 0 and float(tokens.sites[..., :2].max()) < 1
+    assert float(tokens.sites[..., 2].min()) >= 0
+    assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), "by relevance, high first"
+    again = lod.allocate.make(name, budget)(relevance=relevance)
+    assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_image_for_itself(name: str) -> None:
+    """Permuting the batch permutes the result."""
+    relevance = torch.cat([maps(kind, 1, 17, 23) for kind in KINDS])
+    order = torch.randperm(len(relevance))
+    tokens, permuted = (lod.allocate.make(name, 99)(relevance=values) for values in (relevance, relevance[order]))
+    assert torch.equal(permuted.sites, tokens.sites[order]) and torch.equal(permuted.scores, tokens.scores[order])
+    alone = lod.allocate.make(name, 99)(relevance=relevance[2])
+    assert torch.equal(alone.sites, tokens.sites[2])
+
+
+@given(st.sampled_from(MONOTONE), st.integers(0, 2**20))
+def test_more_relevance_never_loses_a_token(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    relevance = torch.rand(1, 9, 11)
+    allocator = lod.allocate.make(name, 20)
+    cell = int(relevance.flatten().argsort(descending=True)[seed % 30])
+    site = lod.allocate.GridTopK(99)(relevance=torch.nn.functional.one_hot(torch.tensor([cell]), 99).view(1, 9, 11))
+    wanted = site.sites[0, 0]
+
+    def has(values: torch.Tensor) -> bool:
+        return bool((allocator(relevance=values).sites[0] == wanted).all(-1).any())
+
+    before = has(relevance)
+    relevance.view(-1)[cell] += 0.5
+    assert has(relevance) or not before
+
+
+# -- the tree cut ------------------------------------------------------------------------------------------------------
+
+
+def refined(benefits: list[torch.Tensor], size: tuple[int, int], budget: int) -> set[tuple[int, int, int]]:
+    """Best-first refinement of one image, with a priority queue that stops at the first node it cannot afford."""
+    sizes = [(-(-size[0] // 2**level), -(-size[1] // 2**level)) for level in range(len(benefits) + 1)]
+    gain: dict[tuple[int, int, int], float] = {}
+
+    def children(node: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        level, y, x = node
+        h, w = sizes[level - 1]
+        return [(level - 1, j, i) for j in (2 * y, 2 * y + 1) for i in (2 * x, 2 * x + 1) if j < h and i < w]
+
+    for level in range(1, len(sizes)):
+        for y in range(sizes[level][0]):
+            for x in range(sizes[level][1]):
+                below = [gain[child] for child in children((level, y, x)) if level > 1]
+                gain[level, y, x] = max([float(benefits[level - 1][y, x]), *below])
+    top = len(sizes) - 1
+    leaves = {(top, 0, 0)}
+    queue = [(-gain[top, 0, 0], -top, 0, 0)] if top else []
+    spent = 1
+    while queue:
+        _, level, y, x = heapq.heappop(queue)
+        node = (-level, y, x)
+        parts = children(node)
+        if spent + len(parts) - 1 > budget:
+            break
+        spent += len(parts) - 1
+        leaves.remove(node)
+        leaves.update(parts)
+        for part in parts:
+            if part[0]:
+                heapq.heappush(queue, (-gain[part], -part[0], part[1], part[2]))
+    return leaves
+
+
+def pyramid_of(values: torch.Tensor) -> list[torch.Tensor]:
+    """Benefits of some kind, not propagated: noise on every inner level."""
+    rows, columns = values.shape[-2:]
+    top = (max(rows, columns) - 1).bit_length()
+    return [
+        (torch.rand(values.shape[0], -(-rows // 2**level), -(-columns // 2**level)) * 4).round()
+        for level in range(1, top + 1)
+    ]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 300), st.integers(0, 2**20))
+def test_the_cut_is_best_first_refinement(rows: int, columns: int, budget: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    budget = min(budget, rows * columns)
+    detail = torch.rand(2, rows, columns)
+    benefits = pyramid_of(detail)
+    cut = tree_cut(benefits, detail, budget)
+    for image in range(2):
+        expected = refined([level[image] for level in benefits], (rows, columns), budget)
+        found = {
+            (level, *place) for level, leaves in enumerate(cut.leaves) for place in leaves[image].nonzero().tolist()
+        }
+        assert found == expected
+        check_cover(cut, image, budget)
+
+
+def check_cover(cut: Any, image: int, budget: int) -> None:
+    """The whole grid, each cell once; and K tokens with the detail cells, the best that are not at level 0 yet."""
+    rows, columns = cut.detail.shape[1:]
+    covered = torch.zeros(rows, columns, dtype=torch.long)
+    for level, leaves in enumerate(cut.leaves):
+        covered += leaves[image].long().repeat_interleave(2**level, 0).repeat_interleave(2**level, 1)[:rows, :columns]
+    assert (covered == 1).all()
+    assert sum(int(leaves[image].sum()) for leaves in cut.leaves) + int(cut.detail[image].sum()) == budget
+    assert not (cut.detail[image] & cut.leaves[0][image]).any()
+
+
+def test_every_ragged_grid() -> None:
+    """All sizes 1..40 squared, at three budgets."""
+    for rows in range(1, 41):
+        for columns in range(1, 41):
+            detail = torch.rand(1, rows, columns)
+            benefits = pyramid_of(detail)
+            for budget in {1, (rows * columns + 1) // 2, rows * columns}:
+                check_cover(tree_cut(benefits, detail, budget), 0, budget)
+
+
+def test_several_roots_and_what_is_refused() -> None:
+    detail = torch.rand(2, 16, 16)
+    benefits = pyramid_of(detail)
+    cut = tree_cut(benefits, detail, 30, max_level=2)
+    assert len(cut.leaves) == 3
+    for image in range(2):
+        check_cover(cut, image, 30)
+    with pytest.raises(InputError, match="16 roots"):
+        tree_cut(benefits, detail, 15, max_level=2)
+    with pytest.raises(InputError, match="256 cells"):
+        tree_cut(benefits, detail, 257)
+
+
+def test_the_fovea_is_fine_and_the_rest_coarse() -> None:
+    tokens = lod.allocate.FoveatedPyramid(200)(relevance=torch.ones(1, 64, 64), fixation=(0.25, 0.75))
+    x, y, level = tokens.sites[0].unbind(-1)
+    away = torch.hypot(x - 0.25, y - 0.75)
+    near, far = level[away < 0.05], level[away > 0.6]
+    assert float(near.min()) == 0 and float(near.max()) <= 1 and float(far.min()) >= 2
+    cell = 2.0 ** (2 * level) / 64**2
+    covered = float(cell.sum())
+    assert 1 <= covered < 1 + 3 / 64**2  # once, and the detail
+
+
+# -- fixations and strata ----------------------------------------------------------------------------------------------
+
+
+def test_fixations_are_peaks_and_are_not_looked_at_twice() -> None:
+    y, x = torch.meshgrid(torch.arange(64.0), torch.arange(96.0), indexing="ij")
+    peaks = [(20.0, 15.0, 1.0), (70.0, 40.0, 0.8), (85.0, 10.0, 0.6)]
+    relevance = sum(h * torch.exp(-((x - px) ** 2 + (y - py) ** 2) / 60) for px, py, h in peaks)
+    found = lod.allocate.find_fixations(torch.as_tensor(relevance)[None], 3)[0]
+    for (px, py, _), (fx, fy) in zip(peaks, found.tolist(), strict=True):
+        assert abs(fx - (px + 0.5) / 96) < 0.02 and abs(fy - (py + 0.5) / 64) < 0.03  # a coarse cell is 0.06
+    flat = lod.allocate.find_fixations(torch.zeros(2, 8, 8), 4)
+    for points in flat:
+        assert len(points.unique(dim=0)) == 4
+        assert all(math.dist(a, b) > 0.15 for a, b in zip(points.tolist(), points.tolist()[1:], strict=False))
+
+
+@given(st.integers(1, 20), st.integers(0, 2**20), st.booleans())
+def test_shares_are_whole_and_fit(strata: int, seed: int, tight: bool) -> None:
+    torch.manual_seed(seed)
+    room = torch.randint(1, 9, (3, strata))
+    weight = torch.rand(3, strata, dtype=torch.float64).pow(6)
+    weight[1] = 0
+    room = room[:1].expand(3, -1)
+    there = int(room[0].sum())
+    total = there if tight else 1 + seed % there
+    counts = shared_out(weight, room, total)
+    assert (counts.sum(1) == total).all() and (counts <= room).all() and (counts >= 0).all()
+    if total >= strata:
+        assert (counts >= 1).all()
+
+
+def test_shares_by_largest_remainder() -> None:
+    weight = torch.tensor([[5.0, 3.0, 2.0]], dtype=torch.float64)
+    assert shared_out(weight, torch.full((1, 3), 99), 3 + 7).tolist() == [[1 + 4, 1 + 2, 1 + 1]]  # 3.5, 2.1, 1.4
+    assert shared_out(weight, torch.tensor([[2, 99, 99]]), 10).tolist() == [[2, 5, 3]]  # 6 for 3 : 2, so 3.6 and 2.4
+
+
+def test_strata_all_have_a_token() -> None:
+    hot = torch.zeros(1, 20, 20)
+    hot[:, :3, :3] = 100
+    sites = lod.allocate.Stratified(40, strata=(4, 5))(relevance=hot).sites[0]
+    assert len({(int(y * 4), int(x * 5)) for x, y, _ in sites.tolist()}) == 20
+
+
+# -- patches and pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patches_are_read_at_the_sites(name: str, photo: torch.Tensor) -> None:
+    image = photo[None, :, :300, :421]
+    rows, columns = cells_of((300, 421), 14)
+    tokens = lod.allocate.make(name, 100)(image, maps("noise", 1, rows, columns))
+    assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+    pyramid = lod.mipmap(image)
+    again = lod.allocate.make(name, 100)(pyramid, maps("noise", 1, rows, columns) * 0 + 1)
+    assert again.patches is not None and again.patches.shape == (1, 100, 3, 14, 14)
+    single = lod.allocate.make(name, 100)(image[0])
+    assert single.sites.shape == (100, 3) and single.patches is not None and single.patches.shape == (100, 3, 14, 14)
+
+
+def test_grid_patches_are_the_pixels(photo: torch.Tensor) -> None:
+    """Level-0 sites give exact pixels; at far edges the patch is flush with the image."""
+    image = photo[None, :, :50, :60]
+    relevance = torch.zeros(1, 4, 5)
+    relevance[0, 3, 4] = 2
+    relevance[0, 1, 2] = 1
+    patches = lod.allocate.GridTopK(2)(image, relevance).patches
+    assert patches is not None
+    assert torch.equal(patches[0, 0], image[0, :, 36:50, 46:60]) and torch.equal(
+        patches[0, 1], image[0, :, 14:28, 28:42]
+    )
+
+
+def test_relevance_of_pixels_pools_to_the_grid() -> None:
+    pixels = torch.rand(1, 50, 60)
+    for pool in ("mean", "max"):
+        allocator = lod.allocate.GridTopK(20, pool=pool)
+        [scores] = allocator(torch.rand(1, 3, 50, 60), pixels).scores
+        cells = [
+            pixels[0, min(14 * j, 36) : min(14 * j, 36) + 14, min(14 * i, 46) : min(14 * i, 46) + 14]
+            for j in range(4)
+            for i in range(5)
+        ]
+        expected = torch.stack([cell.mean() if pool == "mean" else cell.max() for cell in cells])
+        assert torch.allclose(scores, expected.sort(descending=True).values, atol=1e-6)
+
+
+def test_saliency_where_no_relevance_is_given() -> None:
+    image = torch.zeros(1, 3, 140, 140)
+    image[..., 70:84, 42:56] = 1
+    x, y, level = lod.allocate.GridTopK(3)(image).sites[0, 0].tolist()
+    assert (round(x * 140), round(y * 140), level) == (49, 77, 0)
+
+
+def test_budgets_that_do_not_fit() -> None:
+    for name in NAMES:
+        if name == "Downsample":  # which takes any
+            assert lod.allocate.make(name, 40)(relevance=torch.rand(1, 3, 3)).budget == 40
+            continue
+        with pytest.raises(InputError, match=r"budget is 40"):
+            lod.allocate.make(name, 40)(relevance=torch.rand(1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({}, "pass image= or relevance="),
+        ({"relevance": torch.full((1, 4, 4), float("nan"))}, "NaN"),
+        ({"relevance": torch.rand(4)}, r"expected \[B, Hg, Wg\]"),
+        ({"image": torch.rand(1, 3, 50, 60), "relevance": torch.rand(1, 4, 4)}, r"\(1, 4, 5\)"),
+        ({"image": torch.rand(1, 3, 50, 60), "fixation": (0.5, 2.0)}, "fixation"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        lod.allocate.FoveatedPyramid(9)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: lod.allocate.GridTopK(0), "budget"),
+        (lambda: lod.allocate.GridTopK(9, pool="sum"), "'mean', 'max'"),
+        (lambda: lod.allocate.PyramidTopK(9, weights=(1.0, -1.0)), "positive"),
+        (lambda: lod.allocate.PyramidTopK(9, split=(1, 2, 3, 4)), "sum to 9"),
+        (lambda: lod.allocate.FoveatedPyramid(9, e0=0.0), "positive"),
+        (lambda: lod.allocate.Stratified(9, strata=(0, 4)), "at least 1"),
+        (lambda: lod.allocate.make("Nobody"), "'GridTopK'"),
+        (lambda: lod.allocate.register(int), "Allocator"),
+    ],
+)
+def test_bad_settings(make: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        make()
+
+
+def test_an_allocator_of_ones_own() -> None:
+    succeed(
+        """
+        import torch, gpu_lod as lod
+
+        @lod.allocate.register
+        class Middle(lod.allocate.Allocator):
+            needs = ("relevance", "fixation")
+            def choose(self, scene):
+                scores = torch.ones(scene.batch, self.budget)
+                return scene.sites(0, torch.zeros_like(scores, dtype=torch.long)), scores
+
+        assert "Middle" in lod.allocate.names()
+        tokens = lod.allocate.make("Middle", 2)(relevance=torch.rand(1, 3, 3), fixation=(0.5, 0.5))
+        assert tokens.sites.shape == (1, 2, 3)
+        try:
+            lod.allocate.make("Middle", 2)(relevance=torch.rand(1, 3, 3))
+        except lod.GpuLodError as error:
+            assert "needs fixation" in str(error)
+        else:
+            raise SystemExit("nobody asked for the fixation")
+        """
+    )
+
+
+def test_importing_the_package_loads_no_allocator() -> None:
+    succeed("import sys, gpu_lod; assert 'gpu_lod.allocate' not in sys.modules; gpu_lod.allocate.names")
+
+
+def test_token_sets_are_pytrees() -> None:
+    tokens = lod.allocate.GridTopK(4)(torch.rand(2, 3, 28, 28))
+    doubled = torch.utils._pytree.tree_map(lambda leaf: leaf * 2, tokens)
+    assert isinstance(doubled, lod.TokenSet) and torch.equal(doubled.sites, tokens.sites * 2)
+    assert doubled.patch == 14 and doubled.budget == 4
+    assert json.dumps(tokens.sites.tolist())
+    with pytest.raises(InputError, match=r"\[B, K, 3\]"):
+        lod.TokenSet(noise(2, 4, 2), noise(2, 4), None, 14)
