@@ -120,7 +120,11 @@ def _over_sizes(axis: Any, rows: list[Row]) -> None:
     sides = sorted({row["size"][0] for row in rows})
     axis.set(xlabel="side of the image, px", xscale="log", yscale="log")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # mathtext is off, for names may hold a dollar
-    axis.set_xticks(sides, [str(side) for side in sides])
+    labelled: list[int] = []
+    for side in sorted(sides):  # labels that would overlap are left out
+        if not labelled or side >= 1.3 * labelled[-1]:
+            labelled.append(side)
+    axis.set_xticks(sides, [str(side) if side in labelled else "" for side in sides])
     axis.minorticks_off()
     axis.grid(alpha=0.25)
 
