@@ -14,12 +14,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu_lod import cache
 from gpu_lod.errors import FileError, InputError
 
 FORMAT = 1
 """Of the files. Raised when a shader or a torch path changes so much that older times say nothing of it."""
-OFF = "off"
-NOTHING_KEPT = f"GPU_LOD_CACHE is {OFF!r}, so nothing is kept. Unset it, or set it to a folder that can be written to."
+NOTHING_KEPT = (
+    f"GPU_LOD_CACHE is {cache.OFF!r}, so nothing is kept. Unset it, or set it to a folder that can be written to."
+)
 OCTAVES = 1.0
 """How far, in octaves of work, a measurement speaks for other sizes."""
 BATCH_OCTAVES = 1.5
@@ -203,15 +205,8 @@ def _entry(data: dict[str, Any]) -> Entry:
 
 
 def folder() -> Path | None:
-    """Where the user's tables are: $GPU_LOD_CACHE, else the user's cache folder. None if that says "off"."""
-    named = os.environ.get("GPU_LOD_CACHE")
-    if named == OFF:
-        return None
-    if not named:
-        import platformdirs
-
-        named = platformdirs.user_cache_dir("gpu_lod", appauthor=False)
-    return Path(named) / "calibration"
+    """Where the user's tables are, if anywhere."""
+    return cache.folder("calibration")
 
 
 def _slug(host: Host) -> str:

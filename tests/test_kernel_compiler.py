@@ -25,7 +25,7 @@ SMALLEST = sources.sampling("log_polar", torch.float32)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of the test's own, and nothing in memory."""
     monkeypatch.setattr(compiler, "_made", {})
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GPU_LOD_CACHE", str(tmp_path / "gpu_lod"))
     cubins._warn_once.cache_clear()
     yield tmp_path / "gpu_lod" / "cubins"
 
@@ -187,7 +187,7 @@ def test_damaged_files_are_compiled_again(fresh: Path, builds: list[Kernel], dam
 def test_a_folder_that_cannot_be_written_warns_once(fresh: Path, builds: list[Kernel]) -> None:
     """A file stands where the folder should be: that stops root too."""
     fresh.parent.write_text("in the way")
-    with pytest.warns(UserWarning, match="XDG_CACHE_HOME") as seen:
+    with pytest.warns(UserWarning, match="GPU_LOD_CACHE") as seen:
         for kernel in (SMALLEST, sources.sampling("fill", torch.float32)):
             assert again(kernel)
     assert len(seen) == 1 and len(builds) == 2
@@ -215,6 +215,7 @@ def test_nothing_is_left_of_a_write_that_failed(fresh: Path, monkeypatch: pytest
 def test_without_platformdirs_nothing_is_kept(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, builds: list[Kernel]
 ) -> None:
+    monkeypatch.delenv("GPU_LOD_CACHE")
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     assert again() == again() and len(builds) == 2
     assert not fresh.exists()
@@ -235,7 +236,7 @@ def test_two_processes_at_once(fresh: Path, tmp_path: Path) -> None:
     import concurrent.futures
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda _: run(script, XDG_CACHE_HOME=str(tmp_path)), range(2)))
+        done = list(pool.map(lambda _: run(script, GPU_LOD_CACHE=str(tmp_path / "gpu_lod")), range(2)))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     assert [path.suffix for path in fresh.iterdir()] == [".cubin"] * 4
     for path in fresh.iterdir():

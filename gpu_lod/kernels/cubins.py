@@ -13,16 +13,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from gpu_lod import cache
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def folder() -> Path | None:
-    """Where they are kept; None without platformdirs, which says where."""
-    try:
-        import platformdirs
-    except ImportError:
-        return None
-    return Path(platformdirs.user_cache_dir("gpu_lod")) / "cubins"
+    return cache.folder("cubins")
 
 
 def load(name: str) -> bytes | None:
@@ -60,6 +57,6 @@ def keep(name: str, code: bytes) -> None:
 def _warn_once(where: Path, reason: str) -> None:
     warnings.warn(
         f"compiled CUDA kernels cannot be kept in {where} ({reason}), so every process compiles them again. Make it "
-        "writable, or name another place with XDG_CACHE_HOME.",
+        "writable, or name another place with GPU_LOD_CACHE.",
         stacklevel=2,
     )

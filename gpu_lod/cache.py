@@ -1,0 +1,23 @@
+"""The folder where measured times and compiled kernels are kept between processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+OFF = "off"
+
+
+def folder(kind: str) -> Path | None:
+    """Where things of a kind are kept: under $GPU_LOD_CACHE, else under the user's cache folder. None if that says
+    "off", or without platformdirs, which knows that folder."""
+    named = os.environ.get("GPU_LOD_CACHE")
+    if named == OFF:
+        return None
+    if not named:
+        try:
+            import platformdirs
+        except ImportError:
+            return None
+        named = platformdirs.user_cache_dir("gpu_lod", appauthor=False)
+    return Path(named) / kind
