@@ -17,6 +17,7 @@ from scripts import succeed
 import gpu_lod as lod
 from gpu_lod.allocate import tree_cut
 from gpu_lod.allocate.base import cells_of
+from gpu_lod.allocate.heat_diffusion import steady_state
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 
@@ -232,6 +233,9 @@ def test_shares_are_whole_and_fit(strata: int, seed: int, tight: bool) -> None:
 
 
 def test_shares_by_largest_remainder() -> None:
+    none = torch.tensor([[0, 5, 5]])
+    assert shared_out(torch.ones(1, 3, dtype=torch.float64), none, 10).tolist() == [[0, 5, 5]]
+    assert shared_out(torch.ones(1, 3, dtype=torch.float64), none, 2).tolist() == [[0, 1, 1]]
     weight = torch.tensor([[5.0, 3.0, 2.0]], dtype=torch.float64)
     assert shared_out(weight, torch.full((1, 3), 99), 3 + 7).tolist() == [[1 + 4, 1 + 2, 1 + 1]]  # 3.5, 2.1, 1.4
     assert shared_out(weight, torch.tensor([[2, 99, 99]]), 10).tolist() == [[2, 5, 3]]  # 6 for 3 : 2, so 3.6 and 2.4
@@ -242,6 +246,81 @@ def test_strata_all_have_a_token() -> None:
     hot[:, :3, :3] = 100
     sites = lod.allocate.Stratified(40, strata=(4, 5))(relevance=hot).sites[0]
     assert len({(int(y * 4), int(x * 5)) for x, y, _ in sites.tolist()}) == 20
+
+
+def test_cells_belong_to_the_nearest_peak() -> None:
+    """Two peaks, one with twice the relevance: two thirds of the tokens go to its cell."""
+    relevance = torch.zeros(1, 20, 40)
+    relevance[0, 8:12, 6:10] = 2
+    relevance[0, 8:12, 30:34] = 1
+    sites = lod.allocate.Voronoi(31, peaks=2)(relevance=relevance).sites[0]
+    left = int((sites[:, 0] < 0.5).sum())
+    assert left in (20, 21)
+    assert sum(float(x) * 40 < 10 and 8 <= float(y) * 20 < 12 for x, y, _ in sites) >= 16
+
+
+def test_vortices_share_by_what_they_hold() -> None:
+    relevance = torch.zeros(1, 20, 40)
+    relevance[0, 9:11, 5:8] = 3
+    relevance[0, 9:11, 30:33] = 1
+    sites = lod.allocate.VortexField(9, vortices=2)(relevance=relevance).sites[0]
+    cells = [(int(y * 20), int(x * 40)) for x, y, _ in sites.tolist()]
+    left, right = (sum(y in (9, 10) and start <= x < start + 3 for y, x in cells) for start in (5, 30))
+    assert (left, right) == (6, 3)  # one each, and 7 by 18 : 6 is 5.25 and 1.75
+
+
+@pytest.mark.parametrize("name", ["Voronoi", "VortexField"])
+def test_every_patch_goes_to_its_own_peak(name: str) -> None:
+    """Counted one by one, on a map that is not the same on both sides of a border."""
+    rows, columns, radius = 12, 19, 0.1
+    relevance = torch.rand(1, rows, columns).pow(3)
+    relevance[0, :, :6] *= 4
+    points = lod.allocate.find_fixations(relevance, 3, **({"radius": radius} if name == "VortexField" else {}))[0]
+    centres = [((x + 0.5) / columns, (y + 0.5) / rows) for y in range(rows) for x in range(columns)]
+
+    def away(centre: tuple[float, float], point: list[float]) -> float:
+        return (centre[0] - point[0]) ** 2 + ((centre[1] - point[1]) * rows / columns) ** 2
+
+    flat = relevance.flatten().tolist()
+    strength = [sum(v for v, c in zip(flat, centres, strict=True) if away(c, p) <= radius**2) for p in points.tolist()]
+
+    def owner(centre: tuple[float, float]) -> int:
+        if name == "Voronoi":
+            return min(range(3), key=lambda i: away(centre, points[i].tolist()))
+        return max(range(3), key=lambda i: strength[i] / (away(centre, points[i].tolist()) + radius**2))
+
+    owners = [owner(centre) for centre in centres]
+    weight = [sum(v for v, o in zip(flat, owners, strict=True) if o == i) for i in range(3)]
+    room = torch.tensor([[owners.count(i) for i in range(3)]])
+    expected = shared_out(torch.tensor([weight], dtype=torch.float64), room, 50)[0].tolist()
+    how = {"peaks": 3} if name == "Voronoi" else {"vortices": 3, "radius": radius}
+    sites = lod.allocate.make(name, 50, **how)(relevance=relevance).sites[0].tolist()
+    taken = [owners[int(y * rows) * columns + int(x * columns)] for x, y, _ in sites]
+    assert [taken.count(i) for i in range(3)] == expected
+
+
+def test_heat_spreads_and_stays() -> None:
+    relevance = torch.zeros(1, 15, 21)
+    relevance[0, 7, 10] = 1
+    heat = steady_state(relevance.double(), 2.0)
+    assert abs(float(heat.sum()) - 1) < 1e-12 and float(heat.min()) > 0
+    padded = torch.nn.functional.pad(heat[:, None], (1, 1, 1, 1), mode="replicate")[:, 0]
+    laplace = padded[:, 1:-1, 2:] + padded[:, 1:-1, :-2] + padded[:, 2:, 1:-1] + padded[:, :-2, 1:-1] - 4 * heat
+    assert torch.allclose(heat - 4 * laplace, relevance.double(), atol=1e-12)
+    hottest = lod.allocate.HeatDiffusion(5)(relevance=relevance).sites[0]
+    cells = {(int(y * 15), int(x * 21)) for x, y, _ in hottest.tolist()}
+    assert cells == {(7, 10), (6, 10), (8, 10), (7, 9), (7, 11)}
+    noisy = torch.rand(2, 9, 9)
+    none = lod.allocate.HeatDiffusion(30, length=0.0)(relevance=noisy)
+    assert torch.equal(none.sites, lod.allocate.GridTopK(30)(relevance=noisy).sites)
+
+
+def test_hexagons_are_even() -> None:
+    """Nearest neighbours are all about as far, and farther than in a square lattice of the same density (rows of as
+    many sites each; where they differ, rows slide past each other)."""
+    sites = lod.allocate.Hexagonal(399)(relevance=torch.rand(1, 40, 40)).sites[0, :, :2].double()
+    apart = torch.cdist(sites, sites).fill_diagonal_(9).amin(1)
+    assert float(apart.min()) > 1.03 / math.sqrt(399) and float(apart.max() / apart.min()) < 1.12
 
 
 # -- patches and pictures ----------------------------------------------------------------------------------------------
@@ -296,7 +375,7 @@ def test_saliency_where_no_relevance_is_given() -> None:
 
 def test_budgets_that_do_not_fit() -> None:
     for name in NAMES:
-        if name == "Downsample":  # which takes any
+        if name in ("Downsample", "Hexagonal"):  # which take any
             assert lod.allocate.make(name, 40)(relevance=torch.rand(1, 3, 3)).budget == 40
             continue
         with pytest.raises(InputError, match=r"budget is 40"):
@@ -327,6 +406,9 @@ def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
         (lambda: lod.allocate.PyramidTopK(9, split=(1, 2, 3, 4)), "sum to 9"),
         (lambda: lod.allocate.FoveatedPyramid(9, e0=0.0), "positive"),
         (lambda: lod.allocate.Stratified(9, strata=(0, 4)), "at least 1"),
+        (lambda: lod.allocate.Voronoi(9, peaks=0), "peaks"),
+        (lambda: lod.allocate.VortexField(9, radius=0.0), "positive"),
+        (lambda: lod.allocate.HeatDiffusion(9, length=-1.0), "0 or more"),
         (lambda: lod.allocate.make("Nobody"), "'GridTopK'"),
         (lambda: lod.allocate.register(int), "Allocator"),
     ],

@@ -11,10 +11,14 @@ from gpu_lod.allocate.downsample import Downsample
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
 from gpu_lod.allocate.grid_top_k import GridTopK
+from gpu_lod.allocate.heat_diffusion import HeatDiffusion
+from gpu_lod.allocate.hexagonal import Hexagonal
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.stratified import Stratified
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
+from gpu_lod.allocate.voronoi import Voronoi
+from gpu_lod.allocate.vortex_field import VortexField
 
 __all__ = [
     "Allocator",
@@ -22,10 +26,14 @@ __all__ = [
     "Downsample",
     "FoveatedPyramid",
     "GridTopK",
+    "HeatDiffusion",
+    "Hexagonal",
     "PyramidTopK",
     "Random",
     "Scene",
     "Stratified",
+    "Voronoi",
+    "VortexField",
     "find_fixations",
     "make",
     "names",

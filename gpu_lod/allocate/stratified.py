@@ -33,22 +33,31 @@ class Stratified(Allocator):
         stratum_y = torch.arange(rows, device=scene.device) * cut[0] // rows
         stratum_x = torch.arange(columns, device=scene.device) * cut[1] // columns
         stratum = (stratum_y[:, None] * cut[1] + stratum_x).flatten().expand(scene.batch, -1)
-        room = torch.bincount(stratum[0], minlength=cut[0] * cut[1]).expand(scene.batch, -1)
-        weight = torch.zeros(room.shape, dtype=torch.float64, device=scene.device).scatter_add(
-            1, stratum, scene.amounts().flatten(1).double()
-        )
-        counts = shared_out(weight, room, self.budget)
-        # The rank of each cell in its stratum: sorted by relevance, then stably by stratum.
-        order = torch.sort(scene.relevance.flatten(1), dim=1, descending=True, stable=True).indices
-        order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
-        starts = room.cumsum(1) - room
-        ranks = torch.arange(rows * columns, device=scene.device) - starts.gather(1, stratum.gather(1, order))
-        taken = torch.zeros_like(stratum, dtype=torch.bool).scatter(
-            1, order, ranks < counts.gather(1, stratum.gather(1, order))
-        )
-        scores, index = ordered(scene.relevance.flatten(1), rows * columns)
-        first = torch.sort(taken.gather(1, index).byte(), dim=1, descending=True, stable=True).indices[:, : self.budget]
-        return scene.sites(0, index.gather(1, first)), scores.gather(1, first)
+        return best_of_each(scene, stratum, cut[0] * cut[1], self.budget)
+
+
+def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Level-0 patches: the budget shared out among strata by the relevance that each holds, and the best of each.
+
+    Args:
+        stratum: [B, Hg Wg], the stratum of each patch, from 0 to `count` - 1.
+    """
+    rows, columns = scene.grid
+    ones = torch.ones_like(stratum)
+    room = torch.zeros(scene.batch, count, dtype=torch.long, device=scene.device).scatter_add(1, stratum, ones)
+    weight = torch.zeros(room.shape, dtype=torch.float64, device=scene.device).scatter_add(
+        1, stratum, scene.amounts().flatten(1).double()
+    )
+    counts = shared_out(weight, room, budget)
+    # The rank of each patch in its stratum: sorted by relevance, then stably by stratum.
+    order = torch.sort(scene.relevance.flatten(1), dim=1, descending=True, stable=True).indices
+    order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
+    sorted_strata = stratum.gather(1, order)
+    ranks = torch.arange(rows * columns, device=scene.device) - (room.cumsum(1) - room).gather(1, sorted_strata)
+    taken = torch.zeros_like(stratum, dtype=torch.bool).scatter(1, order, ranks < counts.gather(1, sorted_strata))
+    scores, index = ordered(scene.relevance.flatten(1), rows * columns)
+    first = torch.sort(taken.gather(1, index).byte(), dim=1, descending=True, stable=True).indices[:, :budget]
+    return scene.sites(0, index.gather(1, first)), scores.gather(1, first)
 
 
 def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Tensor:
@@ -60,9 +69,9 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Te
         room: sums to `total` at least.
     """
     strata = weight.shape[1]
-    heaviest = torch.sort(weight, dim=1, descending=True, stable=True).indices
+    heaviest = torch.sort(weight.where(room > 0, -1.0), dim=1, descending=True, stable=True).indices
     one_each = torch.arange(strata, device=weight.device) < total
-    counts = torch.zeros_like(room).scatter(1, heaviest, one_each.long().expand_as(heaviest))
+    counts = torch.zeros_like(room).scatter(1, heaviest, one_each.long().expand_as(heaviest)).minimum(room)
     for _ in range(strata):  # each round fills a stratum, or is the last
         rest = total - counts.sum(1, keepdim=True)
         left = room - counts

@@ -1,0 +1,42 @@
+"""Cells of the peaks of relevance: each place is served by the nearest one."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.fixations import find_fixations
+from gpu_lod.allocate.stratified import best_of_each
+
+
+@register
+class Voronoi(Allocator):
+    """Level-0 patches, shared out among the Voronoi cells of the peaks of relevance by the relevance that each cell
+    holds, and the best of each cell.
+
+    Distances are in pixels, and a patch between two peaks belongs to the higher one. Every cell that holds a patch gets
+    a token; shares are whole by largest remainder, and never more than a cell has.
+
+    Args:
+        peaks: how many (`find_fixations`); a fixation that is given is not among them.
+    """
+
+    def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", peaks: int = 8) -> None:
+        super().__init__(budget, patch, pool)
+        self.peaks = checks.integer(peaks, "peaks", at_least=1, at_most=1024)
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        self.enough(scene.grid[0] * scene.grid[1])
+        points = find_fixations(scene.relevance, self.peaks)
+        return best_of_each(scene, distances(scene, points).argmin(1), self.peaks, self.budget)
+
+
+def distances(scene: Scene, points: torch.Tensor) -> torch.Tensor:
+    """Squared, from points [B, S, 2] to the centres of level-0 patches: [B, S, Hg Wg], in units of the longer side."""
+    height, width = scene.size
+    cells = torch.arange(scene.grid[0] * scene.grid[1], device=scene.device)
+    centres = scene.sites(0, cells)[:, :2]
+    scale = centres.new_tensor([width, height]) / max(height, width)
+    offsets = (centres[None, None] - points[:, :, None]) * scale
+    return offsets.square().sum(-1)
