@@ -18,6 +18,7 @@ from inputs import ABSENT
 from timer import Timing
 
 import gpu_lod as lod
+from gpu_lod.calibration import cpu
 from gpu_lod.report.files import SCHEMA, problem_of
 from gpu_lod.report.rows import kind_of
 
@@ -93,7 +94,7 @@ class Row:
 def common() -> dict[str, Any]:
     """What a result file says of the machine and the program, whatever the tensors are on."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -198,16 +199,6 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return result
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
 
 
 def _commit() -> str:

@@ -56,8 +56,8 @@ def tensor_over(address: int, nbytes: int, owner: object, device: torch.device) 
     return tensor
 
 
-class _Event:
-    """A CUDA event, given back to its driver's stock when nobody refers to it."""
+class Event:
+    """A CUDA event, given back to its maker's stock when nobody refers to it."""
 
     __slots__ = ("_stock", "handle")
 
@@ -180,10 +180,10 @@ class CudaDriver:
 
     # -- order --------------------------------------------------------------------------------------------------------
 
-    def mark(self) -> _Event | None:
+    def mark(self) -> Event | None:
         if self._context_events:
             handle = self._events.pop() if self._events else self._call("cuEventCreate", self._cu.cuEventCreate(2))
-            event = _Event(handle, self._events)
+            event = Event(handle, self._events)
             try:
                 context = self._call("cuCtxGetCurrent", self._cu.cuCtxGetCurrent())
                 code = int(self._cu.cuCtxRecordEvent(context, handle)[0])
@@ -198,7 +198,7 @@ class CudaDriver:
         torch.cuda.synchronize(self._ordinal)
         return None
 
-    def wait(self, event: _Event, stream: int) -> None:
+    def wait(self, event: Event, stream: int) -> None:
         self._call("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(stream, event.handle, 0))
 
     # -- memory -------------------------------------------------------------------------------------------------------

@@ -152,7 +152,14 @@ def test_doctor_without_egl_says_what_to_install(tmp_path: Path) -> None:
 def test_demo(tmp_path: Path, picture: Path) -> None:
     found = json.loads(done(tmp_path, "demo", "cat.png", "-o", "there", "--fixation", "0.3,0.6", "--json"))
     verbs = {(row["verb"], row["generator"]) for row in found["rows"]}
-    assert {("mipmap", "compute"), ("hiz", "fragment"), ("log_polar", "compute"), ("cull", "descent")} <= verbs
+    assert {
+        ("mipmap", "compute"),
+        ("mipmap", "single-pass"),
+        ("hiz", "registers"),
+        ("hiz", "fragment"),
+        ("log_polar", "compute"),
+        ("cull", "descent"),
+    } <= verbs
     assert all(row["ok"] and row["gl_ms"] > 0 and row["torch_ms"] > 0 for row in found["rows"])
     assert found == json.loads((tmp_path / "there" / "table.json").read_text())
     with Image.open(tmp_path / "there" / "cat.png") as sheet:

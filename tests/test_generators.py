@@ -214,10 +214,10 @@ def test_conversion_has_gradients_and_compiles() -> None:
 
     (expected,) = torch.autograd.grad(loss(image, backend="torch"), image)
     (actual,) = torch.autograd.grad(loss(image, generator="single-pass"), image)
-    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     (through_op,) = torch.autograd.grad(compiled(image), image)
-    assert torch.allclose(through_op, expected, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(through_op, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def _mipmap(picture: str, image: torch.Tensor, ctx: Context) -> Iterator[Row]:
     truth = mip_reference(image.double())
     powers = all(n & (n - 1) == 0 for n in image.shape[-2:])
     # At odd sides OpenGL leaves glGenerateMipmap's filter open, so there is nothing to compare it with.
-    names = ["compute", "fragment"] + ["driver"] * powers
+    names = ["compute", "registers", "single-pass", "fragment"] + ["driver"] * powers
     gl = {name: _runner(mipmap, image, generator=name) for name in names}
     torch_ways: dict[str, Run] = {"interpolate bilinear": lambda: mip_reference(image)}
     if powers:
@@ -127,7 +127,7 @@ def _mipmap(picture: str, image: torch.Tensor, ctx: Context) -> Iterator[Row]:
 
 def _hiz(picture: str, relevance: torch.Tensor, ctx: Context) -> Iterator[Row]:
     truth = mip_reference(relevance.double(), reduce="max")
-    names = ["compute", "fragment", "sampler"]
+    names = ["compute", "registers", "single-pass", "fragment", "sampler"]
     gl = {name: _runner(hiz, relevance, generator=name) for name in names}
     torch_ways: dict[str, Run] = {"maximum": lambda: mip_reference(relevance, reduce="max")}
     if all(n & (n - 1) == 0 for n in relevance.shape[-2:]):

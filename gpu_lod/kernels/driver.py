@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpu_lod.bridge import cuda_errors
-from gpu_lod.bridge.cuda import check_available
+from gpu_lod.bridge.cuda import Event, check_available
 from gpu_lod.errors import (
     CaptureError,
     CudaUnavailableError,
@@ -53,19 +53,6 @@ def error(code: int, name: str, where: str) -> GpuLodError:
     if isinstance(result, InteropError):
         result.code = code
     return result
-
-
-class _Event:
-    """A CUDA event, given back to its device's stock when nobody refers to it."""
-
-    __slots__ = ("_stock", "handle")
-
-    def __init__(self, handle: Any, stock: deque[Any]) -> None:
-        self.handle = handle
-        self._stock = stock
-
-    def __del__(self) -> None:
-        self._stock.append(self.handle)  # recording again is legal: who waited captured the event's state then
 
 
 class CudaDevice:
@@ -126,13 +113,13 @@ class CudaDevice:
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
 
-    def record(self) -> _Event:
+    def record(self) -> Event:
         with self._active():
             event = self._new_event()
             self._call("cuEventRecord", self._cu.cuEventRecord(event.handle, self.stream()))
         return event
 
-    def mark(self) -> _Event:
+    def mark(self) -> Event:
         with self._active():
             event = self._new_event()
             try:
@@ -146,11 +133,11 @@ class CudaDevice:
             self._call("cuEventRecord", self._cu.cuEventRecord(event.handle, self.stream()))
         return event
 
-    def wait(self, event: _Event) -> None:
+    def wait(self, event: Event) -> None:
         with self._active():
             self._call("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(self.stream(), event.handle, 0))
 
-    def finish(self, event: _Event) -> None:
+    def finish(self, event: Event) -> None:
         with self._active():
             self._call("cuEventSynchronize", self._cu.cuEventSynchronize(event.handle))
 
@@ -216,13 +203,13 @@ class CudaDevice:
         finally:
             self._call(name, self._cu.cuThreadExchangeStreamCaptureMode(before))
 
-    def _new_event(self) -> _Event:
+    def _new_event(self) -> Event:
         try:
             handle = self._events.pop()
         except IndexError:
             flags = self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
             handle = self._call("cuEventCreate", self._cu.cuEventCreate(flags))
-        return _Event(handle, self._events)
+        return Event(handle, self._events)
 
     def _call(self, name: str, result: tuple[Any, ...]) -> Any:
         code, *values = result
