@@ -14,8 +14,8 @@ from gpu_lod.errors import InputError
 class TokenSet:
     """Exactly K tokens for every image of a batch, by relevance, high first. It is a pytree.
 
-    Shape: sites [B, K, 3], scores [B, K], patches [B, K, C, P, P] or None where no image was given; without B for an
-        unbatched one.
+    Shape: sites [B, K, 3], scores [B, K], patches [B, K, C, P, P] or None where no image was given, weights
+        [B, K, Hg Wg] or None; without B for an unbatched one.
     Convention: a site is (x, y, level), x and y in [0, 1] of width and height, y down: P x P samples 2^level pixels
         apart.
     """
@@ -25,6 +25,8 @@ class TokenSet:
     patches: torch.Tensor | None
     patch: int
     """P."""
+    weights: torch.Tensor | None = None
+    """How much of each level-0 patch, row by row, goes into each token, where an allocator blends: they sum to 1."""
 
     def __post_init__(self) -> None:
         if self.sites.ndim not in (2, 3) or self.sites.shape[-1] != 3 or self.scores.shape != self.sites.shape[:-1]:
@@ -38,18 +40,34 @@ class TokenSet:
         """K."""
         return self.sites.shape[-2]
 
+    def blend(self, features: torch.Tensor) -> torch.Tensor:
+        """Features of the level-0 patches, [B, Hg Wg, D], to those of the tokens, [B, K, D], by the weights.
+
+        Raises:
+            InputError: tokens that have no weights, or another number of features.
+        """
+        if self.weights is None:
+            raise InputError("these tokens are no blends: they have no weights. Read their patches instead.")
+        if features.ndim < 2 or features.shape[-2] != self.weights.shape[-1]:
+            raise InputError(
+                f"features are {tuple(features.shape)}; expected [B, {self.weights.shape[-1]}, D], one of each level-0 "
+                "patch."
+            )
+        return self.weights.to(features.dtype) @ features
+
     def __repr__(self) -> str:
         what = "no patches" if self.patches is None else f"patches {tuple(self.patches.shape)}"
         return f"<TokenSet of {self.budget} sites {tuple(self.sites.shape)}, {what}>"
 
 
 def _flatten(tokens: TokenSet) -> tuple[list[object], int]:
-    return [tokens.sites, tokens.scores, tokens.patches], tokens.patch
+    return [tokens.sites, tokens.scores, tokens.patches, tokens.weights], tokens.patch
 
 
 def _unflatten(values: object, patch: int) -> TokenSet:
     tokens = object.__new__(TokenSet)  # tree_map may put anything here
-    for name, value in zip(("sites", "scores", "patches", "patch"), (*values, patch), strict=True):  # type: ignore[misc]
+    names = ("sites", "scores", "patches", "weights", "patch")
+    for name, value in zip(names, (*values, patch), strict=True):  # type: ignore[misc]
         object.__setattr__(tokens, name, value)
     return tokens
 

@@ -22,6 +22,8 @@ from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 
 NAMES = lod.allocate.names()
+ANY_BUDGET = ["Downsample", "Hexagonal"]
+"""Their sites are no nodes of a grid: there are as many as are asked for."""
 MONOTONE = ["GridTopK", "PyramidTopK"]
 """Raising a cell's relevance never loses its token."""
 
@@ -43,6 +45,22 @@ def maps(kind: str, batch: int, rows: int, columns: int) -> torch.Tensor:
     return values
 
 
+def chosen(name: str, budget: int, relevance: torch.Tensor, seed: int = 0, **how: Any) -> lod.TokenSet:
+    """Tokens of an allocator with whatever it needs beside relevance: a picture of noise, a query, ..."""
+    allocator = lod.allocate.make(name, budget, 4, **how)
+    batch, rows, columns = relevance.shape
+    generator = torch.Generator().manual_seed(seed)
+    given = {
+        "image": lambda: torch.rand(batch, 3, rows * 4, columns * 4, generator=generator),
+        "query": lambda: torch.randn(1, allocator.query_width or 8, generator=generator).expand(batch, -1),
+        "fixation": lambda: (0.3, 0.6),
+        "labels": lambda: torch.arange(columns).expand(batch, rows, columns) // 3,
+    }
+    arguments = {need: given[need]() for need in allocator.needs if need != "relevance"}
+    with torch.no_grad():
+        return allocator(relevance=relevance, **arguments)
+
+
 KINDS = ["noise", "ties", "zeros", "one hot", "infinities", "negative"]
 
 
@@ -54,14 +72,16 @@ def test_exactly_k_sites(name: str, kind: str, rows: int, columns: int, batch: i
     torch.manual_seed(seed)
     budget = min(budget, rows * columns)
     relevance = maps(kind, batch, rows, columns)
-    tokens = lod.allocate.make(name, budget)(relevance=relevance)
+    tokens = chosen(name, budget, relevance)
     assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget)
-    for sites in tokens.sites:
-        assert len(sites.unique(dim=0)) == budget, "a site twice"
-    assert float(tokens.sites[..., :2].min()) > 0 and float(tokens.sites[..., :2].max()) < 1
+    if not lod.allocate.make(name, 1).blends:
+        for sites in tokens.sites:
+            assert len(sites.unique(dim=0)) == budget, "a site twice"
+    assert torch.isfinite(tokens.sites).all()
+    assert float(tokens.sites[..., :2].min()) >= 0 and float(tokens.sites[..., :2].max()) <= 1
     assert float(tokens.sites[..., 2].min()) >= 0
     assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), "by relevance, high first"
-    again = lod.allocate.make(name, budget)(relevance=relevance)
+    again = chosen(name, budget, relevance)
     assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores)
 
 
@@ -70,10 +90,26 @@ def test_each_image_for_itself(name: str) -> None:
     """Permuting the batch permutes the result."""
     relevance = torch.cat([maps(kind, 1, 17, 23) for kind in KINDS])
     order = torch.randperm(len(relevance))
-    tokens, permuted = (lod.allocate.make(name, 99)(relevance=values) for values in (relevance, relevance[order]))
-    assert torch.equal(permuted.sites, tokens.sites[order]) and torch.equal(permuted.scores, tokens.scores[order])
-    alone = lod.allocate.make(name, 99)(relevance=relevance[2])
-    assert torch.equal(alone.sites, tokens.sites[2])
+    allocator = lod.allocate.make(name, 99, 4)
+    image = torch.rand(len(relevance), 3, 67, 91)
+    query = torch.randn(len(relevance), allocator.query_width or 8)
+
+    def choose(which: Any) -> lod.TokenSet:
+        more = {"query": query[which]} if "query" in allocator.needs else {}
+        with torch.no_grad():
+            return allocator(image[which], relevance[which], **more)
+
+    tokens, permuted, alone = choose(slice(None)), choose(order), choose(2)
+    same(permuted, tokens.sites[order], tokens.scores[order], allocator.blends)
+    same(alone, tokens.sites[2], tokens.scores[2], allocator.blends)
+
+
+def same(tokens: lod.TokenSet, sites: torch.Tensor, scores: torch.Tensor, blends: bool) -> None:
+    """To the last bit, unless products of matrices have a say."""
+    if blends:
+        assert torch.allclose(tokens.sites, sites, atol=1e-5) and torch.allclose(tokens.scores, scores, atol=1e-5)
+    else:
+        assert torch.equal(tokens.sites, sites) and torch.equal(tokens.scores, scores)
 
 
 @given(st.sampled_from(MONOTONE), st.integers(0, 2**20))
@@ -199,6 +235,31 @@ def test_the_fovea_is_fine_and_the_rest_coarse() -> None:
     cell = 2.0 ** (2 * level) / 64**2
     covered = float(cell.sum())
     assert 1 <= covered < 1 + 3 / 64**2  # once, and the detail
+
+
+# -- the soft top-k ----------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 300), st.integers(0, 2**20), st.floats(0.001, 10))
+def test_soft_top_k_sums_to_k(kind: str, rows: int, count: int, seed: int, temperature: float) -> None:
+    torch.manual_seed(seed)
+    scores = maps(kind, 2, rows, 9).flatten(1)
+    count = min(count, rows * 9)
+    soft = lod.allocate.soft_top_k(scores, count, temperature)
+    assert ((soft >= 0) & (soft <= 1)).all() and torch.allclose(soft.sum(1), torch.full((2,), float(count)), rtol=1e-5)
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
+    ranked = soft.gather(1, order)
+    assert (ranked[:, 1:] <= ranked[:, :-1]).all()
+
+
+def test_soft_top_k_has_exact_gradients() -> None:
+    scores = torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: lod.allocate.soft_top_k(s, 4, 0.7), (scores,))
+    hard = lod.allocate.soft_top_k(torch.tensor([[3.0, 1.0, 2.0, 0.0]]), 2, 0.01)
+    assert torch.allclose(hard, torch.tensor([[1.0, 0.0, 1.0, 0.0]]), atol=1e-6)
+    for bad, hint in (((scores, 13, 1.0), "at least the count"), ((scores, 4, 0.0), "positive")):
+        with pytest.raises(InputError, match=hint):
+            lod.allocate.soft_top_k(*bad)
 
 
 # -- fixations and strata ----------------------------------------------------------------------------------------------
@@ -330,12 +391,21 @@ def test_hexagons_are_even() -> None:
 def test_patches_are_read_at_the_sites(name: str, photo: torch.Tensor) -> None:
     image = photo[None, :, :300, :421]
     rows, columns = cells_of((300, 421), 14)
-    tokens = lod.allocate.make(name, 100)(image, maps("noise", 1, rows, columns))
-    assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+    allocator = lod.allocate.make(name, 100)
+    more = {"query": torch.randn(allocator.query_width or 8)} if "query" in allocator.needs else {}
+    tokens = allocator(image, maps("noise", 1, rows, columns), **more)
+    if allocator.blends:
+        every = lod.allocate.GridTopK(rows * columns)(
+            image, torch.arange(rows * columns).flip(0).view(1, rows, columns)
+        )
+        blended = torch.einsum("bkn,bncij->bkcij", tokens.weights, every.patches.float())
+        assert torch.allclose(tokens.patches, blended, atol=1e-3)
+    else:
+        assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
     pyramid = lod.mipmap(image)
-    again = lod.allocate.make(name, 100)(pyramid, maps("noise", 1, rows, columns) * 0 + 1)
+    again = allocator(pyramid, maps("noise", 1, rows, columns) * 0 + 1, **more)
     assert again.patches is not None and again.patches.shape == (1, 100, 3, 14, 14)
-    single = lod.allocate.make(name, 100)(image[0])
+    single = allocator(image[0], **more)
     assert single.sites.shape == (100, 3) and single.patches is not None and single.patches.shape == (100, 3, 14, 14)
 
 
@@ -375,11 +445,11 @@ def test_saliency_where_no_relevance_is_given() -> None:
 
 def test_budgets_that_do_not_fit() -> None:
     for name in NAMES:
-        if name in ("Downsample", "Hexagonal"):  # which take any
-            assert lod.allocate.make(name, 40)(relevance=torch.rand(1, 3, 3)).budget == 40
+        if name in ANY_BUDGET:
+            assert chosen(name, 40, torch.rand(1, 3, 3)).budget == 40
             continue
         with pytest.raises(InputError, match=r"budget is 40"):
-            lod.allocate.make(name, 40)(relevance=torch.rand(1, 3, 3))
+            chosen(name, 40, torch.rand(1, 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -390,6 +460,8 @@ def test_budgets_that_do_not_fit() -> None:
         ({"relevance": torch.rand(4)}, r"expected \[B, Hg, Wg\]"),
         ({"image": torch.rand(1, 3, 50, 60), "relevance": torch.rand(1, 4, 4)}, r"\(1, 4, 5\)"),
         ({"image": torch.rand(1, 3, 50, 60), "fixation": (0.5, 2.0)}, "fixation"),
+        ({"image": torch.rand(1, 3, 50, 60), "query": torch.rand(8)}, "takes no query, but fixation, image, relevance"),
+        ({"image": torch.rand(1, 3, 50, 60), "labels": torch.zeros(1, 50, 60)}, "takes no labels"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
@@ -449,7 +521,7 @@ def test_importing_the_package_loads_no_allocator() -> None:
 
 def test_token_sets_are_pytrees() -> None:
     tokens = lod.allocate.GridTopK(4)(torch.rand(2, 3, 28, 28))
-    doubled = torch.utils._pytree.tree_map(lambda leaf: leaf * 2, tokens)
+    doubled = torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf * 2, tokens)
     assert isinstance(doubled, lod.TokenSet) and torch.equal(doubled.sites, tokens.sites * 2)
     assert doubled.patch == 14 and doubled.budget == 4
     assert json.dumps(tokens.sites.tolist())

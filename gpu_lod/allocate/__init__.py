@@ -13,6 +13,7 @@ from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
 from gpu_lod.allocate.grid_top_k import GridTopK
 from gpu_lod.allocate.heat_diffusion import HeatDiffusion
 from gpu_lod.allocate.hexagonal import Hexagonal
+from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.stratified import Stratified
@@ -28,6 +29,7 @@ __all__ = [
     "GridTopK",
     "HeatDiffusion",
     "Hexagonal",
+    "Learned",
     "PyramidTopK",
     "Random",
     "Scene",
@@ -38,5 +40,6 @@ __all__ = [
     "make",
     "names",
     "register",
+    "soft_top_k",
     "tree_cut",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
 
 Pool = Literal["mean", "max"]
+Coarser = Literal["mean", "max", "sum"]
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
 _registry: dict[str, type[Allocator]] = {}
@@ -37,7 +38,9 @@ class Scene:
     """[B, 2]"""
     image: torch.Tensor | Pyramid | None
     query: torch.Tensor | None
+    """[B, D], fp32"""
     labels: torch.Tensor | None
+    """int64 [B, H, W], or [B, Hg, Wg]"""
 
     @property
     def batch(self) -> int:
@@ -51,6 +54,20 @@ class Scene:
     @property
     def device(self) -> torch.device:
         return self.relevance.device
+
+    @property
+    def pixels_dtype(self) -> torch.dtype:
+        """The image's."""
+        assert self.image is not None
+        return self.image.levels[0].dtype if isinstance(self.image, Pyramid) else self.image.dtype
+
+    def pixels(self) -> torch.Tensor:
+        """Level 0 of the image [B, C, H, W], fp32, uint8 over 255; raises where there is no image."""
+        if self.image is None:
+            raise InputError("there is no image to look at; pass image=.")
+        top = self.image.levels[0] if isinstance(self.image, Pyramid) else self.image
+        top = top if top.ndim == 4 else top[None]
+        return top.float() / 255 if top.dtype == torch.uint8 else top.float()
 
     def amounts(self) -> torch.Tensor:
         """Relevance that can be summed: finite, not negative (the least is 0 if it was), and not all 0."""
@@ -87,14 +104,24 @@ class Allocator(ABC):
     needs: ClassVar[tuple[Need, ...]] = ("relevance",)
     """What it must be given. Relevance that is not given is the saliency of the image."""
 
+    takes: ClassVar[tuple[Need, ...]] = ()
+    """What it looks at, if given, beyond what it needs; images and relevance are always taken. Others are refused."""
+
+    blends: ClassVar[bool] = False
+    """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
+
+    query_width: int | None = None
+    """D of a query; None is any."""
+
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean") -> None:
         self.budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)
         self.patch = checks.integer(patch, "patch", at_least=1, at_most=2**12)
         self.pool: Pool = checks.choice(pool, "pool", ("mean", "max"))
 
     @abstractmethod
-    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sites [B, K, 3] and scores [B, K], high scores first."""
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, ...]:
+        """Sites [B, K, 3] and scores [B, K], high scores first; and weights [B, K, Hg Wg] if there are such: how much
+        of each level-0 patch, row by row, goes into each token. They sum to 1 for each token."""
 
     def __call__(
         self,
@@ -107,7 +134,8 @@ class Allocator(ABC):
         """Choose sites, and read the patches there.
 
         Shape: image [B, C, H, W] or [C, H, W], or a mean `Pyramid` of one; relevance [B, Hg, Wg] over the grid of
-            level-0 patches, Hg = ceil(H / P), or [B, H, W]; fixation [B, 2] or [2]; without B for an unbatched image.
+            level-0 patches, Hg = ceil(H / P), or [B, H, W]; query [B, D] or [D]; fixation [B, 2] or [2]; labels
+            [B, H, W] or [B, Hg, Wg], integers; without B for an unbatched image.
         Units: relevance in any units, higher is more relevant, infinities too; fixation (x, y) in [0, 1], y down.
 
         Args:
@@ -115,15 +143,27 @@ class Allocator(ABC):
             relevance: None is the saliency of the image (channel 5 of `feature_maps`).
 
         Raises:
-            InputError: something that the allocator needs is missing, or does not fit; NaN in the relevance; a budget
-                larger than the number of sites there are.
+            InputError: something that the allocator needs is missing, is not taken, or does not fit; NaN in the
+                relevance; a budget larger than the number of sites there are.
         """
         scene, batched = self._scene(image, relevance, query, fixation, labels)
-        sites, scores = self.choose(scene)
-        patches = (
-            None if scene.image is None else gather_patches(scene.image, sites if batched else sites[0], self.patch)
-        )
-        return TokenSet(sites if batched else sites[0], scores if batched else scores[0], patches, self.patch)
+        sites, scores, *rest = self.choose(scene)
+        weights = rest[0] if rest else None
+        if not batched:
+            sites, scores, weights = sites[0], scores[0], None if weights is None else weights[0]
+        tokens = TokenSet(sites, scores, None, self.patch, weights)
+        if scene.image is None:
+            return tokens
+        return replace(tokens, patches=self._patches(scene, tokens))
+
+    def _patches(self, scene: Scene, tokens: TokenSet) -> torch.Tensor:
+        assert scene.image is not None
+        if not self.blends:
+            return gather_patches(scene.image, tokens.sites, self.patch)
+        every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
+        kind = torch.float32 if scene.pixels_dtype == torch.uint8 else scene.pixels_dtype
+        grid = gather_patches(scene.image, every, self.patch, dtype=kind)
+        return tokens.blend(grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
 
     # -- what it is given -------------------------------------------------------------------------------------------
 
@@ -132,11 +172,17 @@ class Allocator(ABC):
         for need in self.needs:
             if need != "relevance" and given[need] is None:
                 raise InputError(f"{type(self).__name__} needs {need}; pass {need}=.")
+        for name, value in given.items():
+            if name != "image" and value is not None and name not in self.needs + self.takes:
+                looks = sorted({"image", "relevance", *self.needs, *self.takes})
+                raise InputError(f"{type(self).__name__} takes no {name}, but {', '.join(looks)}. Leave {name}= out.")
         if image is None and relevance is None:
             raise InputError(f"{type(self).__name__} needs an image, or a relevance map; pass image= or relevance=.")
+        if image is not None and not isinstance(image, Pyramid):
+            image = checks.tensor(image, "image")
         batched, batch, size = self._frame(image, relevance)
         if relevance is None:
-            top = image.levels[0] if isinstance(image, Pyramid) else checks.tensor(image, "image")
+            top = image.levels[0] if isinstance(image, Pyramid) else image
             top = top if top.ndim == 4 else top[None]
             values = _saliency(top) if "relevance" in self.needs else None
             grid = self._pooled(values, size) if values is not None else _grid_of(size, self.patch, batch, top.device)
@@ -145,6 +191,11 @@ class Allocator(ABC):
         points = None
         if fixation is not None:
             points = checks.fixation(fixation, batch).to(grid.device)
+        if image is not None:
+            top = image.levels[0] if isinstance(image, Pyramid) else image
+            checks.same_device(top, grid, "relevance")
+        query = None if query is None else self._query(query, batched, batch).to(grid.device)
+        labels = None if labels is None else self._labels(labels, batched, batch, size).to(grid.device)
         return Scene(size, self.patch, grid, points, image, query, labels), batched
 
     def _frame(self, image: Any, relevance: Any) -> tuple[bool, int, tuple[int, int]]:
@@ -171,6 +222,30 @@ class Allocator(ABC):
         if torch.isnan(values.detach()).any():
             raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
         return values if tuple(values.shape[1:]) == cells else self._pooled(values, size)
+
+    def _query(self, query: Any, batched: bool, batch: int) -> torch.Tensor:
+        values = checks.tensor(query, "query")
+        width = self.query_width
+        shape = tuple(values.shape)
+        lengths = shape[-1:] if width is None else (width,)
+        if shape not in ((lengths), (batch, *lengths)) or not values.is_floating_point() or not values.numel():
+            wide = "D" if width is None else width
+            raise InputError(f"query is {values.dtype} {shape}; expected floats [{batch}, {wide}] or [{wide}].")
+        if not torch.isfinite(values.detach()).all():
+            raise InputError("query holds NaN or infinities; expected finite numbers.")
+        return values.float().expand(batch, *lengths)
+
+    def _labels(self, labels: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
+        values = checks.tensor(labels, "labels")
+        cells = cells_of(size, self.patch)
+        shape = tuple(values.shape)
+        kind = values.dtype
+        if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
+            raise InputError(
+                f"labels are {kind} {shape}; expected integers, {(batch, *size)} one a pixel, or {(batch, *cells)} one "
+                "a patch, or one such map for all images."
+            )
+        return values.long().expand(batch, *shape[-2:])
 
     def _pooled(self, values: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """[B, H, W] to [B, Hg, Wg]: over the patch of each cell, which at far edges is shifted inward."""
@@ -213,15 +288,17 @@ def ordered(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return found[:, :count], index[:, :count]
 
 
-def coarser(values: torch.Tensor, pool: Pool) -> torch.Tensor:
+def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
     """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the 1 to 4 children of each node."""
     height, width = values.shape[-2:]
     if pool == "max":
         padded = F.pad(values, (0, width % 2, 0, height % 2), value=-math.inf)
         return F.max_pool2d(padded[:, None], 2)[:, 0]
-    ones = F.pad(torch.ones_like(values), (0, width % 2, 0, height % 2))
-    sums = F.avg_pool2d(F.pad(values, (0, width % 2, 0, height % 2))[:, None], 2)[:, 0]
-    return sums / F.avg_pool2d(ones[:, None], 2)[:, 0]
+    quarters = F.avg_pool2d(F.pad(values, (0, width % 2, 0, height % 2))[:, None], 2)[:, 0]
+    if pool == "sum":
+        return 4 * quarters
+    ones = F.pad(torch.ones_like(values[:1]), (0, width % 2, 0, height % 2))
+    return quarters / F.avg_pool2d(ones[:, None], 2)[:, 0]
 
 
 def register(allocator: A) -> A:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-import torch.nn.functional as F
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, coarser, register
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.tree_cut import tokens_of, tree_cut
 from gpu_lod.errors import InputError
@@ -30,6 +31,8 @@ class FoveatedPyramid(Allocator):
     Source: Schwartz (1980) for M(e) = M0 / (e + e0), M0 = e0 here, so that M is 1 at the fixation.
     """
 
+    takes: ClassVar[tuple[Need, ...]] = ("fixation",)
+
     def __init__(
         self,
         budget: int = 273,
@@ -52,8 +55,8 @@ class FoveatedPyramid(Allocator):
         ones = torch.ones_like(values[:1])
         sums, counts = [values], [ones]
         for _ in range(top):
-            sums.append(_summed(sums[-1]))
-            counts.append(_summed(counts[-1]))
+            sums.append(coarser(sums[-1], "sum"))
+            counts.append(coarser(counts[-1], "sum"))
         magnified = [self._magnification(scene, level, fixation) for level in range(top + 1)]
         benefits = [total * m for total, m in zip(sums[1:], magnified[1:], strict=True)]
         scores = [total / count * m for total, count, m in zip(sums, counts, magnified, strict=True)]
@@ -72,10 +75,3 @@ class FoveatedPyramid(Allocator):
             offsets.append(torch.clamp(torch.maximum(begin - place, place - end), min=0) / longer)
         eccentricity = torch.sqrt(offsets[0][:, :, None] ** 2 + offsets[1][:, None, :] ** 2)
         return self.e0 / (eccentricity + self.e0)
-
-
-def _summed(values: torch.Tensor) -> torch.Tensor:
-    """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the children of each node."""
-    height, width = values.shape[-2:]
-    padded = F.pad(values, (0, width % 2, 0, height % 2))
-    return 4 * F.avg_pool2d(padded[:, None], 2)[:, 0]

@@ -19,7 +19,7 @@ class Voronoi(Allocator):
     a token; shares are whole by largest remainder, and never more than a cell has.
 
     Args:
-        peaks: how many (`find_fixations`); a fixation that is given is not among them.
+        peaks: how many (`find_fixations`).
     """
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", peaks: int = 8) -> None:
