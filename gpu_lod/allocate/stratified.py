@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, register
+from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, places, register
 
 
 @register
@@ -55,9 +55,9 @@ def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -
     sorted_strata = stratum.gather(1, order)
     ranks = torch.arange(rows * columns, device=scene.device) - (room.cumsum(1) - room).gather(1, sorted_strata)
     taken = torch.zeros_like(stratum, dtype=torch.bool).scatter(1, order, ranks < counts.gather(1, sorted_strata))
-    scores, index = ordered(scene.relevance.flatten(1), rows * columns)
-    first = torch.sort(taken.gather(1, index).byte(), dim=1, descending=True, stable=True).indices[:, :budget]
-    return scene.sites(0, index.gather(1, first)), scores.gather(1, first)
+    index = places(taken, budget)
+    scores, first = ordered(scene.relevance.flatten(1).gather(1, index), budget)
+    return scene.sites(0, index.gather(1, first)), scores
 
 
 def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_lod.allocate.base import Scene, coarser, ordered
+from gpu_lod.allocate.base import Scene, coarser, ordered, places
 from gpu_lod.errors import InputError
 
 
@@ -112,10 +112,14 @@ def tokens_of(scene: Scene, cut: Cut, values: Sequence[torch.Tensor], budget: in
     Args:
         values: the score of each node, [B, h_l, w_l] a level, finest first; detail cells have level 0's.
     """
-    nodes = [*zip(range(len(cut.leaves)), cut.leaves, strict=True), (0, cut.detail)]
-    sites = torch.cat([scene.sites(level, torch.arange(m[0].numel(), device=m.device)) for level, m in nodes])
+    nodes = [*enumerate(cut.leaves), (0, cut.detail)]
     taken = torch.cat([mask.flatten(1) for _, mask in nodes], dim=1)
-    scores, order = ordered(torch.cat([values[level].flatten(1) for level, _ in nodes], dim=1), taken.shape[1])
-    # Those that are taken first, and among them the order that they have: exactly K are.
-    first = torch.sort(taken.gather(1, order).byte(), dim=1, descending=True, stable=True).indices[:, :budget]
-    return sites[order.gather(1, first)], scores.gather(1, first)
+    index = places(taken, budget)
+    scores, order = ordered(torch.cat([values[level].flatten(1) for level, _ in nodes], dim=1).gather(1, index), budget)
+    index = index.gather(1, order)
+    sites, first = scores.new_zeros(*index.shape, 3), 0
+    for level, mask in nodes:
+        here = (index >= first) & (index < first + mask[0].numel())
+        sites = torch.where(here[..., None], scene.sites(level, (index - first).clamp(min=0)), sites)
+        first += mask[0].numel()
+    return sites, scores
