@@ -145,7 +145,7 @@ def _parcels(lengths: torch.Tensor) -> list[slice]:
     if not len(lengths):
         return []
     ends = lengths.cumsum(0)
-    cuts = AT_ONCE * torch.arange(1, -(-int(ends[-1]) // AT_ONCE), device=lengths.device)
+    cuts = AT_ONCE * torch.arange(1, max(1, -(-int(ends[-1]) // AT_ONCE)), device=lengths.device)
     bounds = [0, *torch.searchsorted(ends, cuts, right=True).tolist(), len(lengths)]
     return [slice(a, b) for a, b in pairwise(bounds) if a < b]
 
@@ -172,4 +172,4 @@ def _painted(values: torch.Tensor, sites: torch.Tensor, winners: torch.Tensor) -
         for line in (low[1], high[1]):
             index = (token * patch + line) * patch
             lines.append(torch.lerp(texels[index + low[0]], texels[index + high[0]], share[0]))
-        yield torch.lerp(*lines, share[1])
+        yield torch.lerp(lines[0], lines[1], share[1])

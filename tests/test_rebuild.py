@@ -166,6 +166,13 @@ def test_gradients_in_the_patches() -> None:
     assert torch.autograd.gradcheck(lambda values: lod.rebuild(token_set(sites, values), (7, 9)).image, [patches])
 
 
+def test_a_token_may_cover_no_pixel_centre() -> None:
+    for site in ((0, 0, 0), (0, 0.5, 0), (0.5, 0, 0)):  # left of the first, or above it
+        found = lod.rebuild(token_set([site], torch.full((1, 1, 1, 1), 3.0)), (3, 3))
+        assert not found.covered.any() and found.coverage == 0
+        assert torch.equal(found.image, torch.full((1, 3, 3), 3.0))
+
+
 def test_psnr() -> None:
     image = torch.zeros(2, 1, 4, 4)
     image[1] = 0.1
