@@ -17,6 +17,7 @@ from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.stratified import Stratified
+from gpu_lod.allocate.token_dag import TokenDAG
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
 from gpu_lod.allocate.voronoi import Voronoi
 from gpu_lod.allocate.vortex_field import VortexField
@@ -34,6 +35,7 @@ __all__ = [
     "Random",
     "Scene",
     "Stratified",
+    "TokenDAG",
     "Voronoi",
     "VortexField",
     "find_fixations",
