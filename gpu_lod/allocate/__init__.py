@@ -10,6 +10,7 @@ from gpu_lod.allocate.base import Allocator, Scene, make, names, register
 from gpu_lod.allocate.downsample import Downsample
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
+from gpu_lod.allocate.frequency_aware import FrequencyAware
 from gpu_lod.allocate.grid_top_k import GridTopK
 from gpu_lod.allocate.heat_diffusion import HeatDiffusion
 from gpu_lod.allocate.hexagonal import Hexagonal
@@ -21,12 +22,14 @@ from gpu_lod.allocate.token_dag import TokenDAG
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
 from gpu_lod.allocate.voronoi import Voronoi
 from gpu_lod.allocate.vortex_field import VortexField
+from gpu_lod.allocate.wavelet import Wavelet
 
 __all__ = [
     "Allocator",
     "Cut",
     "Downsample",
     "FoveatedPyramid",
+    "FrequencyAware",
     "GridTopK",
     "HeatDiffusion",
     "Hexagonal",
@@ -38,6 +41,7 @@ __all__ = [
     "TokenDAG",
     "Voronoi",
     "VortexField",
+    "Wavelet",
     "find_fixations",
     "make",
     "names",
