@@ -14,6 +14,7 @@ from gpu_lod.allocate.frequency_aware import FrequencyAware
 from gpu_lod.allocate.grid_top_k import GridTopK
 from gpu_lod.allocate.heat_diffusion import HeatDiffusion
 from gpu_lod.allocate.hexagonal import Hexagonal
+from gpu_lod.allocate.hybrid_atlas import HybridAtlas, labels_of
 from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
@@ -33,6 +34,7 @@ __all__ = [
     "GridTopK",
     "HeatDiffusion",
     "Hexagonal",
+    "HybridAtlas",
     "Learned",
     "PyramidTopK",
     "Random",
@@ -43,6 +45,7 @@ __all__ = [
     "VortexField",
     "Wavelet",
     "find_fixations",
+    "labels_of",
     "make",
     "names",
     "register",

@@ -28,8 +28,8 @@ def checked(energy: torch.Tensor) -> torch.Tensor:
     """The energy itself, if it is finite."""
     if not torch.isfinite(energy).all():
         raise InputError(
-            "the energy of the picture is not finite: it holds NaN, infinities, or values that are too large. Repair it "
-            "with torch.nan_to_num, and scale it to [0, 1]."
+            "the energy of the picture is not finite: it holds NaN, infinities, or values that are too large. Repair "
+            "it with torch.nan_to_num, and scale it to [0, 1]."
         )
     return energy
 

@@ -14,7 +14,7 @@ from gpu_lod.allocate.energy import ROUNDING, checked, relevances
 from gpu_lod.allocate.tree_cut import Cut, children, tokens_at, tree_cut
 
 _MOST = 1 - 2**-16
-"""Of a level that a token rises: one that rose by a whole one could fall on a token of the next level, by ties alone."""
+"""How much of a level a token rises at most: a whole one could, by ties, bring it onto a token of the next level."""
 
 
 @register
@@ -31,7 +31,7 @@ class TokenDAG(Allocator):
     Continuous: a token of level l, benefit g, parent's benefit G, is read at level l + (t - g) / (G - g), t being the
     threshold, the highest benefit that was not split. It is at its own level when it is about to be split (t = g), and
     at its parent's when its parent is about to be put back (t = G), where its siblings are too. So as a picture, or
-    relevance, changes, the footprints of tokens that come or go have the size of those that they replace, and no level pops.
+    relevance, changes, tokens come and go at the level of those that they replace, and no level pops.
     Positions stay those of the nodes; so footprints of tokens that rose overlap their neighbours, and near the border
     reach past it, by half a node at most.
 

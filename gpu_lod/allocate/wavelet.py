@@ -71,15 +71,15 @@ class Wavelet(Allocator):
 def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torch.Tensor]:
     """Energy of bands 0, 1, ... over the nodes of the same level, [B, h_l, w_l] each."""
     try:
-        import ptwt
         import pywt
+        from ptwt.conv_transform_2 import wavedec2
     except ImportError as error:
         raise UnsupportedError(f"wavelets need ptwt ({error}). Install it: pip install 'gpu-lod[allocate]'") from None
     if wavelet not in pywt.wavelist(kind="discrete"):
         raise InputError(f"wavelet is {wavelet!r}; expected a discrete one of PyWavelets, such as 'haar' or 'db2'.")
     values = luma(scene, scene.patch * 2 ** (levels - 1) * (1 + scene.patch % 2))
     height, width = values.shape[-2:]
-    _, *details = ptwt.wavedec2(values, wavelet, mode="constant", level=levels)
+    _, *details = wavedec2(values, wavelet, mode="constant", level=levels)
     found = []
     for level, bands in enumerate(reversed(details)):
         energy = checked(torch.stack(bands).square().sum(0))
