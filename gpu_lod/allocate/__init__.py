@@ -10,33 +10,42 @@ from gpu_lod.allocate.base import Allocator, Scene, make, names, register
 from gpu_lod.allocate.downsample import Downsample
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
+from gpu_lod.allocate.frequency_aware import FrequencyAware
 from gpu_lod.allocate.grid_top_k import GridTopK
 from gpu_lod.allocate.heat_diffusion import HeatDiffusion
 from gpu_lod.allocate.hexagonal import Hexagonal
+from gpu_lod.allocate.hybrid_atlas import HybridAtlas, labels_of
 from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.stratified import Stratified
+from gpu_lod.allocate.token_dag import TokenDAG
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
 from gpu_lod.allocate.voronoi import Voronoi
 from gpu_lod.allocate.vortex_field import VortexField
+from gpu_lod.allocate.wavelet import Wavelet
 
 __all__ = [
     "Allocator",
     "Cut",
     "Downsample",
     "FoveatedPyramid",
+    "FrequencyAware",
     "GridTopK",
     "HeatDiffusion",
     "Hexagonal",
+    "HybridAtlas",
     "Learned",
     "PyramidTopK",
     "Random",
     "Scene",
     "Stratified",
+    "TokenDAG",
     "Voronoi",
     "VortexField",
+    "Wavelet",
     "find_fixations",
+    "labels_of",
     "make",
     "names",
     "register",
