@@ -30,10 +30,19 @@ class Stratified(Allocator):
         rows, columns = scene.grid
         self.enough(rows * columns)
         cut = [min(count, cells) for count, cells in zip(self.strata, scene.grid, strict=True)]
-        stratum_y = torch.arange(rows, device=scene.device) * cut[0] // rows
-        stratum_x = torch.arange(columns, device=scene.device) * cut[1] // columns
-        stratum = (stratum_y[:, None] * cut[1] + stratum_x).flatten().expand(scene.batch, -1)
+        stratum = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
         return best_of_each(scene, stratum, cut[0] * cut[1], self.budget)
+
+
+def strata_of(scene: Scene, cut: torch.Tensor) -> torch.Tensor:
+    """[B, Hg Wg], the stratum of each level-0 patch, row by row.
+
+    Args:
+        cut: [B, 2], the rows and columns of strata, no more than the grid has; or [1, 2] for all images.
+    """
+    rows, columns = cut[:, :, None].unbind(1)
+    y, x = (torch.arange(n, device=scene.device) * k // n for n, k in zip(scene.grid, (rows, columns), strict=True))
+    return (y[:, :, None] * columns[:, :, None] + x[:, None]).flatten(1)
 
 
 def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,21 +52,33 @@ def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -
         stratum: [B, Hg Wg], the stratum of each patch, from 0 to `count` - 1.
     """
     rows, columns = scene.grid
-    ones = torch.ones_like(stratum)
-    room = torch.zeros(scene.batch, count, dtype=torch.long, device=scene.device).scatter_add(1, stratum, ones)
+    room = room_in(stratum, count)
     weight = torch.zeros(room.shape, dtype=torch.float64, device=scene.device).scatter_add(
         1, stratum, scene.amounts().flatten(1).double()
     )
     counts = shared_out(weight, room, budget)
-    # The rank of each patch in its stratum: sorted by relevance, then stably by stratum.
-    order = torch.sort(scene.relevance.flatten(1), dim=1, descending=True, stable=True).indices
-    order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
-    sorted_strata = stratum.gather(1, order)
-    ranks = torch.arange(rows * columns, device=scene.device) - (room.cumsum(1) - room).gather(1, sorted_strata)
-    taken = torch.zeros_like(stratum, dtype=torch.bool).scatter(1, order, ranks < counts.gather(1, sorted_strata))
+    taken = ranks_within(scene.relevance.flatten(1), stratum, room) < counts.gather(1, stratum)
     scores, index = ordered(scene.relevance.flatten(1), rows * columns)
     first = torch.sort(taken.gather(1, index).byte(), dim=1, descending=True, stable=True).indices[:, :budget]
     return scene.sites(0, index.gather(1, first)), scores.gather(1, first)
+
+
+def room_in(stratum: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, `count`], how many patches each stratum has, of [B, N]."""
+    return stratum.new_zeros(stratum.shape[0], count).scatter_add(1, stratum, torch.ones_like(stratum))
+
+
+def ranks_within(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """[B, N], how many of its stratum come before each: those of higher values, and equal ones by their place.
+
+    Args:
+        stratum: [B, N], of each value.
+        room: [B, S], how many values each stratum has.
+    """
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
+    order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
+    before = (room.cumsum(1) - room).gather(1, stratum.gather(1, order))
+    return torch.empty_like(stratum).scatter(1, order, torch.arange(values.shape[1], device=values.device) - before)
 
 
 def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Tensor:

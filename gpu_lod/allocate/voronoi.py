@@ -34,9 +34,10 @@ class Voronoi(Allocator):
 
 def distances(scene: Scene, points: torch.Tensor) -> torch.Tensor:
     """Squared, from points [B, S, 2] to the centres of level-0 patches: [B, S, Hg Wg], in units of the longer side."""
-    height, width = scene.size
-    cells = torch.arange(scene.grid[0] * scene.grid[1], device=scene.device)
-    centres = scene.sites(0, cells)[:, :2]
-    scale = centres.new_tensor([width, height]) / max(height, width)
-    offsets = (centres[None, None] - points[:, :, None]) * scale
-    return offsets.square().sum(-1)
+    rows, columns = scene.grid
+    scale = points.new_tensor([scene.size[1], scene.size[0]]) / max(scene.size)
+    centres = scene.sites(0, torch.arange(rows * columns, device=scene.device))[:, :2].unflatten(0, scene.grid)
+    # Along each side by itself: S (Hg + Wg) squares instead of S Hg Wg.
+    x = ((centres[0, :, 0] - points[..., :1]) * scale[0]).square()
+    y = ((centres[:, 0, 1] - points[..., 1:]) * scale[1]).square()
+    return (y[..., :, None] + x[..., None, :]).flatten(-2)
