@@ -31,10 +31,19 @@ class Stratified(Allocator):
         rows, columns = scene.grid
         self.enough(rows * columns)
         cut = [min(count, cells) for count, cells in zip(self.strata, scene.grid, strict=True)]
-        stratum_y = torch.arange(rows, device=scene.device) * cut[0] // rows
-        stratum_x = torch.arange(columns, device=scene.device) * cut[1] // columns
-        stratum = (stratum_y[:, None] * cut[1] + stratum_x).flatten().expand(scene.batch, -1)
+        stratum = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
         return best_of_each(scene, stratum, cut[0] * cut[1], self.budget)
+
+
+def strata_of(scene: Scene, cut: torch.Tensor) -> torch.Tensor:
+    """[B, Hg Wg], the stratum of each level-0 patch, row by row.
+
+    Args:
+        cut: [B, 2], the rows and columns of strata, no more than the grid has; or [1, 2] for all images.
+    """
+    rows, columns = cut[:, :, None].unbind(1)
+    y, x = (torch.arange(n, device=scene.device) * k // n for n, k in zip(scene.grid, (rows, columns), strict=True))
+    return (y[:, :, None] * columns[:, :, None] + x[:, None]).flatten(1)
 
 
 def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,8 +59,7 @@ def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -
 
 def held(scene: Scene, stratum: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """How many patches each stratum has, [B, S], and how much relevance, float64; arguments as in `best_of_each`."""
-    ones = torch.ones_like(stratum)
-    room = torch.zeros(scene.batch, count, dtype=torch.long, device=scene.device).scatter_add(1, stratum, ones)
+    room = room_in(stratum, count)
     weight = torch.zeros(room.shape, dtype=torch.float64, device=scene.device).scatter_add(
         1, stratum, scene.amounts().flatten(1).double()
     )
@@ -60,13 +68,25 @@ def held(scene: Scene, stratum: torch.Tensor, count: int) -> tuple[torch.Tensor,
 
 def best_of(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Where the best `counts` [B, S] patches of each stratum are, bool [B, Hg, Wg]; equal ones by their place."""
-    # The rank of each patch in its stratum: sorted by value, then stably by stratum.
-    order = torch.sort(values.flatten(1), dim=1, descending=True, stable=True).indices
+    return (ranks_within(values.flatten(1), stratum, room) < counts.gather(1, stratum)).view_as(values)
+
+
+def room_in(stratum: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, `count`], how many patches each stratum has, of [B, N]."""
+    return stratum.new_zeros(stratum.shape[0], count).scatter_add(1, stratum, torch.ones_like(stratum))
+
+
+def ranks_within(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """[B, N], how many of its stratum come before each: those of higher values, and equal ones by their place.
+
+    Args:
+        stratum: [B, N], of each value.
+        room: [B, S], how many values each stratum has.
+    """
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
     order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
-    sorted_strata = stratum.gather(1, order)
-    ranks = torch.arange(order.shape[1], device=order.device) - (room.cumsum(1) - room).gather(1, sorted_strata)
-    taken = torch.zeros_like(stratum, dtype=torch.bool)
-    return taken.scatter(1, order, ranks < counts.gather(1, sorted_strata)).view_as(values)
+    before = (room.cumsum(1) - room).gather(1, stratum.gather(1, order))
+    return torch.empty_like(stratum).scatter(1, order, torch.arange(values.shape[1], device=values.device) - before)
 
 
 def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tensor, least: int = 1) -> torch.Tensor:
