@@ -14,6 +14,7 @@ from gpu_lod.allocate.grid_top_k import GridTopK
 from gpu_lod.allocate.heat_diffusion import HeatDiffusion
 from gpu_lod.allocate.hexagonal import Hexagonal
 from gpu_lod.allocate.learned import Learned, soft_top_k
+from gpu_lod.allocate.log_polar import LogPolar
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.stratified import Stratified
@@ -30,6 +31,7 @@ __all__ = [
     "HeatDiffusion",
     "Hexagonal",
     "Learned",
+    "LogPolar",
     "PyramidTopK",
     "Random",
     "Scene",
