@@ -17,10 +17,12 @@ from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.log_polar import LogPolar
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
+from gpu_lod.allocate.spiral import Spiral
 from gpu_lod.allocate.stratified import Stratified
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
 from gpu_lod.allocate.voronoi import Voronoi
 from gpu_lod.allocate.vortex_field import VortexField
+from gpu_lod.allocate.whirlwind import Whirlwind
 
 __all__ = [
     "Allocator",
@@ -35,9 +37,11 @@ __all__ = [
     "PyramidTopK",
     "Random",
     "Scene",
+    "Spiral",
     "Stratified",
     "Voronoi",
     "VortexField",
+    "Whirlwind",
     "find_fixations",
     "make",
     "names",
