@@ -22,7 +22,7 @@ from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 
 NAMES = lod.allocate.names()
-ANY_BUDGET = ["Downsample", "Hexagonal", "PseudoLogPolar", "SoftVortex"]
+ANY_BUDGET = ["Downsample", "Hexagonal", "LogPolar", "PseudoLogPolar", "SoftVortex", "Spiral", "Whirlwind"]
 """Their sites are no nodes of a grid: there are as many as are asked for."""
 MONOTONE = ["GridTopK", "PyramidTopK"]
 """Raising a cell's relevance never loses its token."""

@@ -17,12 +17,14 @@ from gpu_lod.allocate.heat_diffusion import HeatDiffusion
 from gpu_lod.allocate.hexagonal import Hexagonal
 from gpu_lod.allocate.hybrid_atlas import HybridAtlas, labels_of
 from gpu_lod.allocate.learned import Learned, soft_top_k
+from gpu_lod.allocate.log_polar import LogPolar
 from gpu_lod.allocate.losses import coverage_loss, dead_bin_loss, repulsion_loss
 from gpu_lod.allocate.pseudo_log_polar import PseudoLogPolar
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.soft_top_k_coverage import SoftTopKCoverage
 from gpu_lod.allocate.soft_vortex import SoftVortex
+from gpu_lod.allocate.spiral import Spiral
 from gpu_lod.allocate.stratified import Stratified
 from gpu_lod.allocate.token_dag import TokenDAG
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
@@ -30,6 +32,7 @@ from gpu_lod.allocate.voronoi import Voronoi
 from gpu_lod.allocate.vortex_field import VortexField
 from gpu_lod.allocate.vortex_learned import VortexLearned
 from gpu_lod.allocate.wavelet import Wavelet
+from gpu_lod.allocate.whirlwind import Whirlwind
 
 __all__ = [
     "AdaptiveStratified",
@@ -43,18 +46,21 @@ __all__ = [
     "Hexagonal",
     "HybridAtlas",
     "Learned",
+    "LogPolar",
     "PseudoLogPolar",
     "PyramidTopK",
     "Random",
     "Scene",
     "SoftTopKCoverage",
     "SoftVortex",
+    "Spiral",
     "Stratified",
     "TokenDAG",
     "Voronoi",
     "VortexField",
     "VortexLearned",
     "Wavelet",
+    "Whirlwind",
     "coverage_loss",
     "dead_bin_loss",
     "find_fixations",

@@ -288,6 +288,14 @@ def places(taken: torch.Tensor, count: int) -> torch.Tensor:
     return numbers.new_zeros(len(taken), count + 1).scatter_(1, slots, numbers)[:, :count]
 
 
+def at_sites(scene: Scene, values: torch.Tensor, sites: torch.Tensor) -> torch.Tensor:
+    """[B, K]: values [B, Hg, Wg] of the grid's cells that sites [B, K, 2 or 3] are in."""
+    cells = []
+    for n, count, place in zip(scene.size, scene.grid, (sites[..., 1], sites[..., 0]), strict=True):
+        cells.append((place.detach() * n / scene.patch).long().clamp(0, count - 1))
+    return values.flatten(1).gather(1, cells[0] * scene.grid[1] + cells[1])
+
+
 def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
     """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the 1 to 4 children of each node."""
     height, width = values.shape[-2:]
