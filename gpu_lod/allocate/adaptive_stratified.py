@@ -39,6 +39,8 @@ class AdaptiveStratified(Learned):
         seed: of the head's first weights.
     """
 
+    monotone: ClassVar[bool] = True
+
     needs: ClassVar[tuple[Need, ...]] = ("relevance", "query")
 
     def __init__(

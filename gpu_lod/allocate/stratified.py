@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from gpu_lod import checks
@@ -20,6 +22,9 @@ class Stratified(Allocator):
     Args:
         strata: (rows, columns); no more than the grid has.
     """
+
+    # A heavier stratum never loses a token by largest remainder while the others stay as they are.
+    monotone: ClassVar[bool] = True
 
     def __init__(
         self, budget: int = 273, patch: int = 14, pool: Pool = "mean", strata: tuple[int, int] = (4, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ class VortexLearned(Learned):
         radius: to begin with, in units of the longer side.
         temperature: of the soft top-k, in natural logarithms of worth.
     """
+
+    monotone: ClassVar[bool] = True
 
     def __init__(
         self,
