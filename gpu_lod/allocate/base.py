@@ -111,7 +111,7 @@ class Allocator(ABC):
     """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
 
     monotone: ClassVar[bool] = False
-    """Whether raising a cell's relevance, and nothing else, never loses the cell's own token."""
+    """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
     query_width: int | None = None
     """D of a query; None is any."""
