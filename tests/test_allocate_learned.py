@@ -517,8 +517,8 @@ def test_tokens_are_dealt_to_vortices_at_growing_depth() -> None:
     """On even relevance and a fine grid a token stands on the spiral, and the deeper the wider."""
     allocator = SoftVortex(11, 4, vortices=3, radius=0.2, twist=1.5, width=0.2)
     with torch.no_grad():
-        allocator.centre_logits.copy_(torch.tensor([[0.35, 0.4], [0.6, 0.3], [0.5, 0.7]]).logit())
-    sites = allocator(relevance=torch.ones(1, 80, 80)).sites[0].detach()
+        allocator.centre_logits.copy_(torch.tensor([[0.35, 0.45], [0.6, 0.4], [0.5, 0.55]]).logit())
+    sites = allocator(relevance=torch.ones(1, 60, 80)).sites[0].detach()
     index = 0
     for depth in range(4):
         for vortex, members in enumerate((4, 4, 3)):
@@ -527,7 +527,7 @@ def test_tokens_are_dealt_to_vortices_at_growing_depth() -> None:
                 radius = 0.2 * 20 ** (t - 1)
                 x, y = allocator.centres[vortex].tolist()
                 angle = 2 * math.pi * 1.5 * t
-                expected = torch.tensor([x + radius * math.cos(angle), y + radius * math.sin(angle)])
+                expected = torch.tensor([x + radius * math.cos(angle), y + radius * math.sin(angle) * 80 / 60])
                 assert torch.allclose(sites[index, :2], expected, atol=2e-3)
                 width = math.hypot(0.2 * radius, 0.5 / 80) * 80
                 # Of a Gaussian, 1 / sum w^2 is 4 pi s^2 cells.
@@ -566,9 +566,9 @@ def test_repulsion_ends_at_the_distance() -> None:
 
 
 def test_dead_bins_count_by_what_they_lack() -> None:
-    assert float(dead_bin_loss(torch.tensor([1.0, 0.1, 1.9]))) == 0
+    assert float(dead_bin_loss(torch.tensor([10.0, 1.0, 19.0]))) == 0
     assert abs(float(dead_bin_loss(torch.tensor([[4.0, 0.0, 0.0, 0.0]]))) - 0.75) < 1e-6
-    assert abs(float(dead_bin_loss(torch.tensor([1.75, 0.25]), 0.5)) - 0.125) < 1e-6
+    assert abs(float(dead_bin_loss(torch.tensor([17.5, 2.5]), 0.5)) - 0.125) < 1e-6
     with pytest.raises(InputError, match="least"):
         dead_bin_loss(torch.ones(3), 0.0)
 
