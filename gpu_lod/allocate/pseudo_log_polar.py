@@ -94,7 +94,8 @@ class PseudoLogPolar(Learned):
         room = torch.where(offsets > 0, 1 - gaze, gaze) * box
         centres = gaze + room * offsets / (room + offsets.abs()) / box
         # In units of the mean distance between neighbours of K even centres; and the root has a slope at 0.
-        apart = (distances(scene, centres.float()) * (self.budget / float(box.prod())) + 1e-12).sqrt()
+        density = self.budget * max(height, width) ** 2 / (height * width)
+        apart = (distances(scene, centres.float()) * density + 1e-12).sqrt()
         temperature = self.temperatures[0 if self.training else 1]
         return centres.float(), (apart / -temperature).log_softmax(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ class SoftTopKCoverage(Learned):
 
     Scores are the soft top-k of worth, in [0, 1]; over all patches they sum to K, over the chosen ones to nearly that.
     They have gradients in the relevance, the strength and the temperature; how patches rank in their bin is constant
-    between two swaps and has none. `coverage_loss` of sites and scores is a soft histogram to train on.
+    between two swaps and has none. `soft_mask` has those of all patches, to train on what was not chosen too.
 
     Args:
         bins: (rows, columns); no more than the grid has.
@@ -58,6 +59,17 @@ class SoftTopKCoverage(Learned):
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        worth, soft = self._soft(scene)
+        index = ordered(worth, self.budget)[1]
+        return scene.sites(0, index), soft.gather(1, index).float()
+
+    def soft_mask(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
+        """[B, Hg, Wg]: the soft top-k of all patches, those that are not chosen too; in sum K for each image."""
+        scene, _ = self._scene(image, relevance, None, None, None)
+        return self._soft(scene)[1].float().unflatten(1, scene.grid)
+
+    def _soft(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each patch is worth, and the soft top-k of it: [B, Hg Wg], float64."""
         self.enough(scene.grid[0] * scene.grid[1])
         relevance = scene.relevance.flatten(1)
         cut = [min(count, cells) for count, cells in zip(self.bins, scene.grid, strict=True)]
@@ -65,10 +77,10 @@ class SoftTopKCoverage(Learned):
         bin_ = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
         before = ranks_within(relevance, bin_, room_in(bin_, count))
         added = (before + 0.5) * count / self.budget
-        worth = in_spreads(relevance) - self.strength.clamp(min=0).double() * added
-        index = ordered(worth, self.budget)[1]
-        soft = soft_top_k(worth / self.log_temperature.double().exp(), self.budget, 1.0)
-        return scene.sites(0, index), soft.gather(1, index).float()
+        # The gradient passes as if the strength were not held at 0, so that it can come back.
+        strength = (self.strength + (self.strength.clamp(min=0) - self.strength).detach()).double()
+        worth = in_spreads(relevance) - strength * added
+        return worth, soft_top_k(worth / self.log_temperature.double().exp(), self.budget, 1.0)
 
 
 def in_spreads(values: torch.Tensor) -> torch.Tensor:

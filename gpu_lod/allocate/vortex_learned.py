@@ -62,7 +62,6 @@ class VortexLearned(Learned):
         return self.centre_logits.sigmoid()
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        self.enough(scene.grid[0] * scene.grid[1])
         worth, soft = self._soft(scene, self._log_pull(scene))
         index = ordered(worth, self.budget)[1]
         return scene.sites(0, index), soft.gather(1, index).float()
@@ -70,7 +69,6 @@ class VortexLearned(Learned):
     def soft_counts(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
         """[B, V], how many patches each vortex gets, in fractions; in sum K for each image. Differentiable."""
         scene, _ = self._scene(image, relevance, None, None, None)
-        self.enough(scene.grid[0] * scene.grid[1])
         pull = self._log_pull(scene)
         return (self._soft(scene, pull)[1][:, None] * pull.softmax(1)).sum(-1).float()
 
@@ -88,5 +86,6 @@ class VortexLearned(Learned):
 
     def _soft(self, scene: Scene, pull: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What each patch is worth, and the soft top-k of it: [B, Hg Wg], float64."""
+        self.enough(scene.grid[0] * scene.grid[1])
         worth = log_relevance(scene) + pull.logsumexp(1)
         return worth, soft_top_k(worth / self.log_temperature.double().exp(), self.budget, 1.0)
