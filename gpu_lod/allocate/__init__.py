@@ -19,6 +19,7 @@ from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
 from gpu_lod.allocate.spiral import Spiral
 from gpu_lod.allocate.stratified import Stratified
+from gpu_lod.allocate.token_bank import PackedTokens, TokenBank
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
 from gpu_lod.allocate.voronoi import Voronoi
 from gpu_lod.allocate.vortex_field import VortexField
@@ -34,11 +35,13 @@ __all__ = [
     "Hexagonal",
     "Learned",
     "LogPolar",
+    "PackedTokens",
     "PyramidTopK",
     "Random",
     "Scene",
     "Spiral",
     "Stratified",
+    "TokenBank",
     "Voronoi",
     "VortexField",
     "Whirlwind",

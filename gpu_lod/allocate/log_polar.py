@@ -75,20 +75,23 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
         end of the range has fewer than wanted, and the other as many or more, there is an e0 between with the number.
     """
     box = box_of(points, size)
-    # Of an even density, as many sites are in the circle about the picture. Any other needs fewer candidates.
-    farthest = (torch.maximum(points, 1 - points) * box).square().sum(1)
-    circle = float(farthest.max()) * math.pi / float(box.prod())
-    index = torch.arange(math.ceil(1.1 * budget * circle) + 16, dtype=torch.float64, device=points.device)
-    angle = index * GOLDEN_ANGLE
-    edge = reach(points, torch.stack([angle.cos(), angle.sin()], dim=-1)[None], box)
+    farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1)[:, None, None]
+    # Of an even density, as many sites are in the circle about the picture; any other needs fewer candidates.
+    circle = math.pi * float(farthest.max()) ** 2 / float(box.prod())
+    index, edge = _candidates(points, box, math.ceil(1.1 * budget * circle) + 16)
     border = edge.new_tensor(radius)
     tried = edge.new_tensor([math.log(end * radius) for end in E0_RANGE]).expand(len(points), 2)
     part = torch.linspace(0, 1, _TRIED, dtype=edge.dtype, device=edge.device)
     for _ in range(_ROUNDS):
         tried = torch.lerp(tried[:, :1], tried[:, -1:], part)
         e0 = tried.exp()[..., None]
-        enters = (index + 0.5) / magnified(edge[:, None], e0)
-        density = (enters.kthvalue(budget).values + enters.kthvalue(budget + 1).values)[..., None] / 2
+        while True:
+            enters = (index + 0.5) / magnified(edge[:, None], e0)
+            density = (enters.kthvalue(budget).values + enters.kthvalue(budget + 1).values)[..., None] / 2
+            # With a few sites in a long picture, chance may ask for more of them.
+            if float((density * magnified(farthest, e0)).max()) + 1 <= len(index):
+                break
+            index, edge = _candidates(points, box, 2 * len(index))
         within = ((enters <= density) & (index + 0.5 <= density * magnified(border, e0))).sum(-1)
         ends = [(within > count).sum(1) - 1, _TRIED - (within < count).sum(1)]
         error = (within - count).abs()
@@ -98,3 +101,10 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
         found = tried.gather(1, middle)
         tried = tried.gather(1, torch.stack(ends, dim=1).clamp(0, _TRIED - 1))
     return found.exp()
+
+
+def _candidates(points: torch.Tensor, box: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sites of the spiral [N], and how far it is to the picture's edge in the direction of each, [B, N]."""
+    index = torch.arange(count, dtype=torch.float64, device=points.device)
+    angle = index * GOLDEN_ANGLE
+    return index, reach(points, torch.stack([angle.cos(), angle.sin()], dim=-1)[None], box)
