@@ -66,6 +66,17 @@ def test_the_share_is_within_a_token_where_it_can_be(
     assert abs(missing) <= 1 or (missing > 0 and spacing < 1.01) or (missing < 0 and fovea > 0.5)
 
 
+def test_few_sites_in_a_long_picture() -> None:
+    """They need many candidates: as many in a batch as alone, where others ask for more."""
+    allocator = lod.allocate.LogPolar(2, 4, radius=0.5)
+    fixation = torch.cat([torch.linspace(0, 1, 40)[:, None], torch.full((40, 1), 0.5)], dim=1)
+    relevance = torch.ones(40, 1, 32)
+    together = allocator(relevance=relevance, fixation=fixation)
+    for image in range(40):
+        alone = allocator(relevance=relevance[image], fixation=fixation[image])
+        assert torch.equal(alone.sites, together.sites[image])
+
+
 def test_cortical_sites_with_another_e0() -> None:
     """The sites of the verb, levels too, with the e0 that scores tell of."""
     allocator = lod.allocate.LogPolar(273, 16)
@@ -202,8 +213,18 @@ def test_convention_spirals_turn_from_x_towards_y_down(kind: str) -> None:
         assert torch.allclose(turned, turned.new_tensor((3 - math.sqrt(5)) / 2), atol=1e-3)
     elif kind == "archimedean":
         assert float(turned[3:].max()) < 0.25 and float(turned.min()) > 0
+        slope = offset.norm(dim=-1).diff() / turned
+        assert float(slope.max() / slope.min()) < 1.001
     else:
         assert float(turned.max() - turned.min()) < 1e-3 and float(turned.min()) > 0
+
+
+@pytest.mark.parametrize("peaks", [1, 5])
+def test_a_whirlwind_over_even_relevance_is_a_sunflower(peaks: int) -> None:
+    relevance = torch.ones(1, 24, 31)
+    sites = lod.allocate.Whirlwind(300, 4, peaks=peaks)(relevance=relevance).sites
+    expected = lod.allocate.Spiral(300, 4, kind="fibonacci", peaks=peaks)(relevance=relevance).sites
+    assert torch.allclose(sites, expected, atol=1e-5)
 
 
 def test_whirlwinds_are_tight_where_relevance_is() -> None:
@@ -345,6 +366,23 @@ class Blend(lod.allocate.Allocator):
         scores = torch.ones(scene.batch, self.budget)
         sites = scene.sites(0, torch.zeros_like(scores, dtype=torch.long))
         return sites, scores, torch.full((*scores.shape, scene.relevance[0].numel()), 1 / scene.relevance[0].numel())
+
+
+class Mean(lod.allocate.Allocator):
+    """Scores that tell what picture it looked at."""
+
+    def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = scene.pixels().mean((1, 2, 3))[:, None].expand(-1, self.budget)
+        return scene.sites(0, torch.zeros_like(scores, dtype=torch.long)), scores
+
+
+def test_a_bank_shows_each_image_its_own() -> None:
+    image = torch.rand(3, 3, 28, 42)
+    relevance = torch.ones(3, 2, 3) * torch.tensor([1.0, 3.0, 2.0])[:, None, None]
+    for source in (image, lod.mipmap(image)):
+        packed = lod.allocate.TokenBank(Mean(), 12)(source, relevance)
+        for tokens, own in zip(packed.unpack(), image, strict=True):
+            assert torch.allclose(tokens.scores, own.mean())
 
 
 class Seven(lod.allocate.Allocator):

@@ -18,8 +18,8 @@ E0_RANGE = 1e-3, 1e3
 1 / e^2 to one that is all but even."""
 
 _TRIED, _ROUNDS = 32, 3
-"""How many of them at once, and how often between the two that the count asked for lies between: 13.8 / 32^3 of
-their logarithm apart in the end, in which one site in hundreds crosses the border of the fovea."""
+"""How many of them at once, and how often, each time between the two that the number asked for lies between. In the
+end they are 13.8 / 32^3 of their logarithm apart: among thousands of sites, one at most crosses the fovea's border."""
 
 
 @register
@@ -27,10 +27,11 @@ class LogPolar(Allocator):
     """`cortical_sites` about the fixation, with the e0 at which the fovea holds its share of the tokens.
 
     The density of sites falls with the square of magnification, M(e) = e0 / (e + e0): the smaller e0 is, the more of
-    them are near the fixation. So e0 is found for each image, by search: the one at which round(fovea K) of the K
-    sites are within the radius, exactly, wherever the fixation is, a corner too. No e0 gives a share beyond what is
-    possible: less than the fovea's part of the picture's area (e0 is then the largest there is, and sites are even) or,
-    with the default radius, more than about three quarters (the smallest); the nearest share is taken.
+    them are near the fixation. So e0 is found for each image, by search: the one at which round(fovea K) of the K sites
+    are within the radius, exactly (within one, if K is ten thousand and more), wherever the fixation is, a corner too.
+    No e0 gives a share beyond what is possible: less than the fovea's part of the picture's area (e0 is then the
+    largest there is, and sites are even) or, with the default radius, more than about three quarters (the smallest);
+    the nearest share is taken.
     Levels are those of `cortical_sites`: patches cover the distance between neighbours. Scores are the relevance of the
     level-0 patch that a site is in, times M there.
 
@@ -87,7 +88,7 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
         e0 = tried.exp()[..., None]
         while True:
             enters = (index + 0.5) / magnified(edge[:, None], e0)
-            density = (enters.kthvalue(budget).values + enters.kthvalue(budget + 1).values)[..., None] / 2
+            density = enters.topk(budget + 1, largest=False).values[..., -2:].mean(-1, keepdim=True)
             # With a few sites in a long picture, chance may ask for more of them.
             if float((density * magnified(farthest, e0)).max()) + 1 <= len(index):
                 break
