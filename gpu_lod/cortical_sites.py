@@ -111,8 +111,10 @@ def reach(points: torch.Tensor, direction: torch.Tensor, box: torch.Tensor) -> t
     """[B, N] how far it is from points [B, 2] to the edge of the image, in units of the longer side; direction is
     [B or 1, N, 2]."""
     at = (points * box)[:, None]
-    room = torch.where(direction > 0, box - at, at)
-    return (room / direction.abs().clamp(min=1e-300)).amin(dim=-1)
+    ways = []
+    for place, end, step in zip(at.unbind(-1), box, direction.unbind(-1), strict=True):
+        ways.append(torch.where(step > 0, end - place, place) / step.abs().clamp(min=1e-300))
+    return torch.minimum(*ways)
 
 
 def magnified(e: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:

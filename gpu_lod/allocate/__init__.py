@@ -26,6 +26,7 @@ from gpu_lod.allocate.soft_top_k_coverage import SoftTopKCoverage
 from gpu_lod.allocate.soft_vortex import SoftVortex
 from gpu_lod.allocate.spiral import Spiral
 from gpu_lod.allocate.stratified import Stratified
+from gpu_lod.allocate.token_bank import PackedTokens, TokenBank
 from gpu_lod.allocate.token_dag import TokenDAG
 from gpu_lod.allocate.tree_cut import Cut, tree_cut
 from gpu_lod.allocate.voronoi import Voronoi
@@ -47,6 +48,7 @@ __all__ = [
     "HybridAtlas",
     "Learned",
     "LogPolar",
+    "PackedTokens",
     "PseudoLogPolar",
     "PyramidTopK",
     "Random",
@@ -55,6 +57,7 @@ __all__ = [
     "SoftVortex",
     "Spiral",
     "Stratified",
+    "TokenBank",
     "TokenDAG",
     "Voronoi",
     "VortexField",

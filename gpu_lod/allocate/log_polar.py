@@ -18,8 +18,8 @@ E0_RANGE = 1e-3, 1e3
 1 / e^2 to one that is all but even."""
 
 _TRIED, _ROUNDS = 32, 3
-"""How many of them at once, and how often between the two that the count asked for lies between: 13.8 / 32^3 of
-their logarithm apart in the end, in which one site in hundreds crosses the border of the fovea."""
+"""How many of them at once, and how often, each time between the two that the number asked for lies between. In the
+end they are 13.8 / 32^3 of their logarithm apart: among thousands of sites, one at most crosses the fovea's border."""
 
 
 @register
@@ -27,10 +27,11 @@ class LogPolar(Allocator):
     """`cortical_sites` about the fixation, with the e0 at which the fovea holds its share of the tokens.
 
     The density of sites falls with the square of magnification, M(e) = e0 / (e + e0): the smaller e0 is, the more of
-    them are near the fixation. So e0 is found for each image, by search: the one at which round(fovea K) of the K
-    sites are within the radius, exactly, wherever the fixation is, a corner too. No e0 gives a share beyond what is
-    possible: less than the fovea's part of the picture's area (e0 is then the largest there is, and sites are even) or,
-    with the default radius, more than about three quarters (the smallest); the nearest share is taken.
+    them are near the fixation. So e0 is found for each image, by search: the one at which round(fovea K) of the K sites
+    are within the radius, exactly (within one, if K is ten thousand and more), wherever the fixation is, a corner too.
+    No e0 gives a share beyond what is possible: less than the fovea's part of the picture's area (e0 is then the
+    largest there is, and sites are even) or, with the default radius, more than about three quarters (the smallest);
+    the nearest share is taken.
     Levels are those of `cortical_sites`: patches cover the distance between neighbours. Scores are the relevance of the
     level-0 patch that a site is in, times M there.
 
@@ -75,20 +76,23 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
         end of the range has fewer than wanted, and the other as many or more, there is an e0 between with the number.
     """
     box = box_of(points, size)
-    # Of an even density, as many sites are in the circle about the picture. Any other needs fewer candidates.
-    farthest = (torch.maximum(points, 1 - points) * box).square().sum(1)
-    circle = float(farthest.max()) * math.pi / float(box.prod())
-    index = torch.arange(math.ceil(1.1 * budget * circle) + 16, dtype=torch.float64, device=points.device)
-    angle = index * GOLDEN_ANGLE
-    edge = reach(points, torch.stack([angle.cos(), angle.sin()], dim=-1)[None], box)
+    farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1)[:, None, None]
+    # Of an even density, as many sites are in the circle about the picture; any other needs fewer candidates.
+    circle = math.pi * float(farthest.max()) ** 2 / float(box.prod())
+    index, edge = _candidates(points, box, math.ceil(1.1 * budget * circle) + 16)
     border = edge.new_tensor(radius)
     tried = edge.new_tensor([math.log(end * radius) for end in E0_RANGE]).expand(len(points), 2)
     part = torch.linspace(0, 1, _TRIED, dtype=edge.dtype, device=edge.device)
     for _ in range(_ROUNDS):
         tried = torch.lerp(tried[:, :1], tried[:, -1:], part)
         e0 = tried.exp()[..., None]
-        enters = (index + 0.5) / magnified(edge[:, None], e0)
-        density = (enters.kthvalue(budget).values + enters.kthvalue(budget + 1).values)[..., None] / 2
+        while True:
+            enters = (index + 0.5) / magnified(edge[:, None], e0)
+            density = enters.topk(budget + 1, largest=False).values[..., -2:].mean(-1, keepdim=True)
+            # With a few sites in a long picture, chance may ask for more of them.
+            if float((density * magnified(farthest, e0)).max()) + 1 <= len(index):
+                break
+            index, edge = _candidates(points, box, 2 * len(index))
         within = ((enters <= density) & (index + 0.5 <= density * magnified(border, e0))).sum(-1)
         ends = [(within > count).sum(1) - 1, _TRIED - (within < count).sum(1)]
         error = (within - count).abs()
@@ -98,3 +102,10 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
         found = tried.gather(1, middle)
         tried = tried.gather(1, torch.stack(ends, dim=1).clamp(0, _TRIED - 1))
     return found.exp()
+
+
+def _candidates(points: torch.Tensor, box: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sites of the spiral [N], and how far it is to the picture's edge in the direction of each, [B, N]."""
+    index = torch.arange(count, dtype=torch.float64, device=points.device)
+    angle = index * GOLDEN_ANGLE
+    return index, reach(points, torch.stack([angle.cos(), angle.sin()], dim=-1)[None], box)

@@ -12,7 +12,7 @@ from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, reach
 
-RAYS = 256
+RAYS = 128
 """Directions in which a cell is looked at."""
 
 _MARGIN = 1 - 1e-5
@@ -49,15 +49,17 @@ class PeakCells:
 
     def reach(self, angle: torch.Tensor) -> torch.Tensor:
         """[B, S, N] how far each cell reaches at angles [N] or [B, S, N], from +x towards +y."""
-        direction = _direction(angle).expand(*self.points.shape[:2], -1, 2)
+        across, down = angle.cos(), angle.sin()
+        direction = torch.stack([across, down], dim=-1).expand(*self.points.shape[:2], -1, 2)
         edge = reach(self.points.flatten(0, 1), direction.flatten(0, 1), self.box).unflatten(0, self.points.shape[:2])
         at = self.points * self.box
         for other in range(at.shape[1]):
             apart = at[:, other, None] - at
-            towards = (direction * apart[:, :, None]).sum(-1)
             half = apart.square().sum(-1, keepdim=True) / 2
-            # A peak that stands where another one does, or is the same, sets no border.
-            edge = torch.where(towards > 0, torch.minimum(edge, half / towards.clamp(min=1e-300)), edge)
+            # A peak that stands where another one does, or is the same, sets no border; nor does one that is behind.
+            half = torch.where(half > 0, half, math.inf)
+            towards = across * apart[..., :1] + down * apart[..., 1:]
+            edge = torch.minimum(edge, half / towards.clamp(min=1e-300))
         return edge * _MARGIN
 
     def indices(self, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

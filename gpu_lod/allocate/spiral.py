@@ -58,7 +58,9 @@ class Spiral(Allocator):
     def _even(self, cells: PeakCells) -> tuple[torch.Tensor, torch.Tensor]:
         """Of an areal density: within r there are density r^2 / 2 sites."""
         index, needed = cells.indices(cells.reach(cells.rays).square() / 2)
-        angle, within = vogel(index) if self.kind == "fibonacci" else _archimedes(index)
+        angle, within = vogel(index)
+        if self.kind == "archimedean":
+            angle, within = _archimedes(within)
         chosen, density = cells.fill(2 * within / cells.reach(angle).square(), needed)
         radius = (2 * within[chosen] / density).sqrt()
         return cells.tokens(angle[chosen], radius, (2 * math.pi / density).sqrt().expand_as(radius))
@@ -80,10 +82,11 @@ class Spiral(Allocator):
         return cells.tokens(angle.gather(-1, chosen), radius.where(chosen > 0, 0.0), step * radius)
 
 
-def _archimedes(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angles of sites a turn's distance apart along r = angle / 2 pi, and the even law's number within each."""
-    angle = (4 * math.pi * index).sqrt()
-    for _ in range(8):  # Newton on the length of the arm, convex in the angle
-        length = (angle * (1 + angle.square()).sqrt() + angle.asinh()) / 2
-        angle = angle - (length - 2 * math.pi * index) / (1 + angle.square()).sqrt()
+def _archimedes(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Angles of sites along r = angle / 2 pi, whose turns are 1 apart, by the length of the arm to each; and the even
+    law's number of sites within each."""
+    angle = (4 * math.pi * length).sqrt()
+    for _ in range(8):  # Newton; the length is convex in the angle
+        found = (angle * (1 + angle.square()).sqrt() + angle.asinh()) / 2
+        angle = angle - (found - 2 * math.pi * length) / (1 + angle.square()).sqrt()
     return angle, angle.square() / (4 * math.pi)

@@ -25,7 +25,7 @@ class Whirlwind(Allocator):
     integrated over the area, N(r) = integral of density(s) s ds; site i stands at r = N^-1((i + 1/2) / c) along its own
     ray, the first at the peak, with the c at which exactly the peak's share is inside its cell. So turns are close
     where relevance is dense, in that direction alone, and far from each other where it is sparse; the radial law of a
-    disc would average relevance over all directions. Rays are tabled: each cell's 256, in 64 steps, and a site follows
+    disc would average relevance over all directions. Rays are tabled: each cell's 128, in 64 steps, and a site follows
     the one nearest to it.
     Levels are those at which P samples span the distance of neighbours, the root of the area for each site; scores are
     the relevance of the level-0 patch that a site is in.
@@ -72,13 +72,14 @@ class Whirlwind(Allocator):
         scene = cells.scene
         values = scene.amounts()
         values = values / values.mean((1, 2), keepdim=True) + self.floor
-        steps = (torch.arange(STEPS, dtype=rays.dtype, device=rays.device) + 0.5) / STEPS
-        direction = torch.stack([cells.rays.cos(), cells.rays.sin()], dim=-1) / cells.box
-        at = cells.points[:, :, None, None] + (rays[..., None] * steps)[..., None] * direction[:, None]
-        # Of the grid, which may reach over the image's far edges.
-        height, width = scene.size
-        rows, columns = (count * scene.patch for count in scene.grid)
-        place = (2 * at * at.new_tensor([width / columns, height / rows]) - 1).float()
+        steps = (torch.arange(STEPS, dtype=values.dtype, device=rays.device) + 0.5) / STEPS
+        places = []
+        for axis, along in ((0, cells.rays.cos()), (1, cells.rays.sin())):
+            # Of the grid, which may reach over the image's far edges.
+            part = scene.size[1 - axis] / (scene.grid[1 - axis] * scene.patch)
+            step = (2 * part / cells.box[axis] * along * rays).float()
+            places.append(step[..., None] * steps + (2 * part * cells.points[..., axis, None, None] - 1).float())
+        place = torch.stack(places, dim=-1)
         read = F.grid_sample(values[:, None], place.flatten(1, 2), padding_mode="border", align_corners=False)
         return read[:, 0].unflatten(1, rays.shape[1:]).double()
 
