@@ -159,6 +159,7 @@ def test_detail_and_relevance_decide_where_tokens_go() -> None:
     for (x, y, level), wanted in ((sites[0].T, lambda x, y: y < 0.5), (sites[1].T, lambda x, y: (y < 0.5) & (x > 0.5))):
         assert wanted(x, y)[level == 0].all() and (level == 0).sum() >= 30
     flat = lod.allocate.TokenDAG(60, 8, continuous=False)(torch.ones(1, 1, 128, 128), relevance[1:]).sites[0]
+    assert (flat[:, 2] == 0).sum() >= 30
     assert (flat[flat[:, 2] == 0, 0] > 0.5).all(), "where there is nothing to see, relevance alone decides"
 
 
