@@ -261,6 +261,13 @@ def test_band_energies_stay_in_place(wavelet: str) -> None:
         assert int(found[level][0].flatten().argmax()) == 2 * found[level].shape[2] + 1
 
 
+def test_coefficients_between_the_nodes_of_an_odd_side() -> None:
+    """Of patches of one pixel, two share each coefficient along each side."""
+    found = band_energies(scene_of(torch.rand(1, 1, 4, 4), 1), 3)
+    assert [tuple(band.shape) for band in found] == [(1, 4, 4), (1, 2, 2), (1, 1, 1)]
+    assert torch.equal(found[0][:, ::2, ::2], found[0][:, 1::2, 1::2]) and float(found[2]) > 0
+
+
 @pytest.mark.parametrize("level", range(4))
 def test_tokens_go_to_the_level_that_shows_it(level: int) -> None:
     image = checks_of(2**level, 128, 128, 0.2)[None, None]
@@ -339,6 +346,8 @@ def test_what_one_side_cannot_take_goes_to_the_other() -> None:
     sites = lod.allocate.HybridAtlas(20, background=0.5)(relevance=torch.rand(2, 6, 6), labels=labels).sites
     ahead = [sum(int(labels[b, int(y * 6), int(x * 6)]) for x, y, _ in sites[b].tolist()) for b in range(2)]
     assert ahead == [4, 14], "4 of 4, and 20 less the 6 of the background"
+    levels = sites[..., 2].sort(dim=1).values
+    assert levels[0].tolist() == [0.0] * 4 + [0.5] * 16 and not levels[1].any(), "16 tokens stand for 32 patches"
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**20))
@@ -354,6 +363,8 @@ def test_spreading_is_even() -> None:
     """One in every quarter, sixteenth and so on; and no large hole in a background of any shape."""
     taken = spread(torch.ones(1, 32, 32, dtype=torch.bool), torch.tensor([64]))
     assert (taken.view(8, 4, 8, 4).sum((1, 3)) == 1).all()
+    row = spread(torch.ones(1, 1, 8, dtype=torch.bool), torch.tensor([2]))
+    assert row.nonzero()[:, 2].tolist() == [1, 5], "in the middle of what they stand for"
     eligible = torch.ones(1, 32, 32, dtype=torch.bool)
     eligible[:, 8:20, 5:25] = False
     places = spread(eligible, torch.tensor([49]))[0].nonzero().double()
