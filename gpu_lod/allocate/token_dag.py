@@ -19,8 +19,7 @@ _MOST = 1 - 2**-16
 
 @register
 class TokenDAG(Allocator):
-    """The budgeted tree cut with benefit = relevance x error: each token's error bound is below that of every node that
-    was split for it.
+    """The budgeted tree cut with benefit = relevance x error: no token has a higher one than any node that was split.
 
     What a node of level l loses against its children is the Laplacian energy of mip level l - 1 over its pixels
     (`losses`); its error is what it loses and what its children lose in turn. The benefit is the same sum with every
