@@ -236,7 +236,8 @@ def test_finer_tokens_lie_over_coarser_ones_and_few_are_numbered() -> None:
     blue, red = panel[2], panel[0]
     assert blue[edge + 4, 480] > red[edge + 4, 480] and red[edge - 40, 480] > blue[edge - 40, 480]
     assert (panel.amin(0) == 255).any()  # white figures
-    assert not (drawn(image, both * token_sheet.NUMBERED, 16).amin(0) == 255).any()
+    for sites, patch in ((both * token_sheet.NUMBERED, 16), ([(0.5, 0.5, 0.0)], 1)):  # too many, too small
+        assert not (drawn(image, sites, patch).amin(0) == 255).any()
 
 
 def test_the_sheet_says_who_was_skipped_and_untrained(registry: None) -> None:
