@@ -14,7 +14,7 @@ LIBS ?=
 OUT ?= out/gpu-check
 MINUTES ?= 9
 
-.PHONY: help test demo gallery bench report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo gallery bench bench-allocate report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -30,6 +30,9 @@ gallery: setup  ## draw the allocators' contact sheets of docs/gallery.md again
 
 bench: setup  ## time every verb against the fastest torch way, write bench/results/, the README table and the cost model; BENCH_ARGS="--quick"
 	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme && $(BIN)/python bench/cost_model.py --doc
+
+bench-allocate: setup  ## time every allocator, write bench/results/allocate/ and docs/allocators.md
+	@$(BIN)/python bench/bench_allocate.py $(BENCH_ARGS) && $(BIN)/python bench/bench_allocate.py --doc
 
 report: setup  ## one HTML page of all benchmark results, out/report.html; REPORT_ARGS="-o page.html"
 	@$(BIN)/gpu-lod report bench/results/*.json $(REPORT_ARGS)

@@ -25,7 +25,7 @@ wheels=${WHEELS:+$(realpath -m "$WHEELS")}
 libs=${LIBS:+$(realpath -m "$LIBS")}
 
 GRACE=5 # seconds between the polite signal and the other one
-FILES=(doctor.json gpu-tests.log gpu-tests.xml bench.json bench.svg bridge.json shared-memory.json summary.txt)
+FILES=(doctor.json gpu-tests.log gpu-tests.xml bench.json allocators.json bridge.json shared-memory.json summary.txt)
 GLVND=(/etc/glvnd/egl_vendor.d /usr/share/glvnd/egl_vendor.d) # where it looks by itself
 NVIDIA=/usr/local/nvidia                                      # where containers mount the driver
 
@@ -266,6 +266,10 @@ allow 10
 stage shared-memory "$work/shared.log" "$work/shared.log" "$python" "$checkout/bench/bench_shared_memory.py" \
     --out "$out/shared-memory.json" --seconds 0.5
 
+allow 10
+stage allocators "$work/allocators.log" "$work/allocators.log" "$python" "$checkout/bench/bench_allocate.py" \
+    --device cuda --out "$out/allocators.json"
+
 # All the time that is left, less what importing, the last row and the plot take.
 allow 100
 seconds=$((limit > 65 ? limit - 45 : 20))
@@ -276,5 +280,5 @@ stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.p
     printf '%s\n' "${lines[@]}"
     echo "$failures of ${#lines[@]} stages failed, after $SECONDS s"
 } | tee -a "$summary"
-(cd "$out" && rm -f ./*.part)
+(cd "$out" && rm -f ./*.part bench.svg) # the plot is made again from the file
 [ $failures -eq 0 ]

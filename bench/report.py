@@ -1,7 +1,7 @@
 """Tables and plots from result files, on `gpu_lod.report`.
 
 python bench/report.py [FILE]      the table on the terminal
-python bench/report.py --readme    put the tables of all result files into README.md
+python bench/report.py --readme    put the tables of all result files into README.md, and a plot beside each file
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def plot(path: Path, target: Path) -> None:
 
 def main() -> None:
     if sys.argv[1:] == ["--readme"]:
+        for path in result_files():
+            plot(path, path.with_suffix(".svg"))
         write(with_tables(README.read_text()), README)
         return
     for path in [Path(argument) for argument in sys.argv[1:]] or result_files():

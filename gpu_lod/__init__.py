@@ -62,6 +62,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "allocate":  # loads with its first use
-        return importlib.import_module("gpu_lod.allocate")
+    if name in ("allocate", "vlm"):  # load with their first use
+        return importlib.import_module(f"gpu_lod.{name}")
     raise AttributeError(f"module 'gpu_lod' has no attribute {name!r}")

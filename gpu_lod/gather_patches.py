@@ -273,8 +273,15 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     step = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
     along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
     sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
-    result = top.new_empty((batch, budget, channels, patch, patch), dtype=work)
-    for number in group.unique().tolist():
+    numbers = group.unique().tolist()
+    if len(numbers) == 1 and numbers[0] % 3 == 2:  # all are slices of one level: no copy of the copy
+        windows = chain[numbers[0] // 3].unfold(2, patch, 1).unfold(3, patch, 1)
+        x, y = first.long().unbind(-1)
+        result = windows[torch.arange(batch, device=top.device)[:, None], :, y, x].to(work)
+        numbers = []
+    else:
+        result = top.new_empty((batch, budget, channels, patch, patch), dtype=work)
+    for number in numbers:
         index, kind = divmod(number, 3)
         member = group == number
         image, site = member.nonzero(as_tuple=True)

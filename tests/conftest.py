@@ -21,6 +21,13 @@ hypothesis.settings.load_profile("gpu_lod")
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
+# The torchvision of the package index is built for CUDA builds of torch. Beside a CPU build its operators are missing,
+# and then it does not even import, which timm does. Declared, they need not be there: nothing here calls them.
+if torch.version.cuda is None:
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["GPU_LOD_CACHE"] = "off"  # what was calibrated here is no matter of the tests
     # CI tests the built wheel: a stray path entry must not let the checkout stand in for it.

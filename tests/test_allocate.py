@@ -22,7 +22,7 @@ from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 
 NAMES = lod.allocate.names()
-ANY_BUDGET = ["Downsample", "Hexagonal"]
+ANY_BUDGET = ["Downsample", "Hexagonal", "LogPolar", "PseudoLogPolar", "SoftVortex", "Spiral", "Whirlwind"]
 """Their sites are no nodes of a grid: there are as many as are asked for."""
 MONOTONE = ["GridTopK", "PyramidTopK"]
 """Raising a cell's relevance never loses its token."""
@@ -398,7 +398,7 @@ def test_patches_are_read_at_the_sites(name: str, photo: torch.Tensor) -> None:
         every = lod.allocate.GridTopK(rows * columns)(
             image, torch.arange(rows * columns).flip(0).view(1, rows, columns)
         )
-        blended = torch.einsum("bkn,bncij->bkcij", tokens.weights, every.patches.float())
+        blended = torch.einsum("bkn,bncij->bkcij", tokens.weights, every.patches.float() / 255)
         assert torch.allclose(tokens.patches, blended, atol=1e-3)
     else:
         assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))

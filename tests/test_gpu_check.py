@@ -21,12 +21,12 @@ ALLOWED = {
     "gpu-tests.log",
     "gpu-tests.xml",
     "bench.json",
-    "bench.svg",
+    "allocators.json",
     "bridge.json",
     "shared-memory.json",
     "summary.txt",
 }
-STAGES = ("setup", "doctor", "tests", "bridge", "shared-memory", "bench")
+STAGES = ("setup", "doctor", "tests", "bridge", "shared-memory", "allocators", "bench")
 
 # Stands for python3. Each stage leaves its environment and arguments in $SEEN, and does what $STAGE says, if anything.
 FAKE = """#!/usr/bin/env bash
@@ -36,6 +36,7 @@ case "$*" in
     *"-m pytest"*) stage=tests ;;
     *bench_bridge.py*) stage=bridge ;;
     *bench_shared_memory.py*) stage=shared_memory ;;
+    *bench_allocate.py*) stage=allocators ;;
     *run.py*) stage=bench ;;
     *) exec {python} "$@" ;;
 esac
@@ -155,7 +156,7 @@ def test_every_stage_runs_the_copy_of_the_package(
         ]
         assert f'version = "{version}"' in (CHECKOUT / "pyproject.toml").read_text()
         assert not Path(package).exists(), "the copy is gone in the end"
-    for stage in ("doctor", "tests", "bridge", "shared_memory", "bench"):
+    for stage in ("doctor", "tests", "bridge", "shared_memory", "allocators", "bench"):
         where = (seen / f"{stage}.cwd").read_text().strip()
         assert not Path(where).is_relative_to(CHECKOUT), "the checkout would shadow the copy"
     assert environment(seen, "tests")["GPU_LOD_TEST_INSTALLED"] == "1"
@@ -200,7 +201,7 @@ def test_the_tests_are_collected_and_skipped_ones_are_no_success(
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["doctor", "tests", "bridge", "shared_memory", "bench"])
+@pytest.mark.parametrize("stage", ["doctor", "tests", "bridge", "shared_memory", "allocators", "bench"])
 def test_a_failure_is_told_and_later_stages_run(
     stage: str, check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
 ) -> None:
@@ -211,7 +212,7 @@ def test_a_failure_is_told_and_later_stages_run(
     assert set(found.values()) == {"ok"}
     assert (seen / "bench.args").exists()
     assert "the reason" in done.stdout and "the reason" in (tmp_path / "out" / "summary.txt").read_text()
-    assert "1 of 6 stages failed" in done.stdout
+    assert "1 of 7 stages failed" in done.stdout
 
 
 def test_a_stage_that_hangs_is_stopped(check: Callable[..., subprocess.CompletedProcess[str]], seen: Path) -> None:

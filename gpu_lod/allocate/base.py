@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import CHANNELS, feature_maps
+from gpu_lod.feature_maps import saliency_map
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
@@ -184,7 +184,7 @@ class Allocator(ABC):
         if relevance is None:
             top = image.levels[0] if isinstance(image, Pyramid) else image
             top = top if top.ndim == 4 else top[None]
-            values = _saliency(top) if "relevance" in self.needs else None
+            values = saliency_map(top).float() if "relevance" in self.needs else None
             grid = self._pooled(values, size) if values is not None else _grid_of(size, self.patch, batch, top.device)
         else:
             grid = self._map(relevance, batched, batch, size)
@@ -275,17 +275,25 @@ def _grid_of(size: tuple[int, int], patch: int, batch: int, device: torch.device
     return torch.ones(batch, *cells_of(size, patch), device=device)
 
 
-def _saliency(image: torch.Tensor) -> torch.Tensor:
-    """[B, H, W]"""
-    maps = feature_maps(image)
-    assert isinstance(maps, torch.Tensor)
-    return maps[:, CHANNELS["saliency"]][:, 0].float()
-
-
 def ordered(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest `count` of [B, N], high first, equal ones by their place: (scores, indices), both [B, count]."""
     found, index = torch.sort(scores, dim=1, descending=True, stable=True)
     return found[:, :count], index[:, :count]
+
+
+def places(taken: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the `count` taken ones of each row of [B, N] are, in order: [B, count]. Asks a GPU for nothing."""
+    numbers = torch.arange(taken.shape[1], device=taken.device).expand_as(taken)
+    slots = torch.where(taken, taken.cumsum(1) - 1, count)  # all the others into one slot more
+    return numbers.new_zeros(len(taken), count + 1).scatter_(1, slots, numbers)[:, :count]
+
+
+def at_sites(scene: Scene, values: torch.Tensor, sites: torch.Tensor) -> torch.Tensor:
+    """[B, K]: values [B, Hg, Wg] of the grid's cells that sites [B, K, 2 or 3] are in."""
+    cells = []
+    for n, count, place in zip(scene.size, scene.grid, (sites[..., 1], sites[..., 0]), strict=True):
+        cells.append((place.detach() * n / scene.patch).long().clamp(0, count - 1))
+    return values.flatten(1).gather(1, cells[0] * scene.grid[1] + cells[1])
 
 
 def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:

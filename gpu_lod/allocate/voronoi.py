@@ -35,8 +35,10 @@ class Voronoi(Allocator):
 def distances(scene: Scene, points: torch.Tensor) -> torch.Tensor:
     """Squared, from points [B, S, 2] to the centres of level-0 patches: [B, S, Hg Wg], in units of the longer side."""
     height, width = scene.size
-    cells = torch.arange(scene.grid[0] * scene.grid[1], device=scene.device)
-    centres = scene.sites(0, cells)[:, :2]
-    scale = centres.new_tensor([width, height]) / max(height, width)
-    offsets = (centres[None, None] - points[:, :, None]) * scale
-    return offsets.square().sum(-1)
+    rows, columns = scene.grid
+    x = scene.sites(0, torch.arange(columns, device=scene.device))[:, 0]
+    y = scene.sites(0, torch.arange(rows, device=scene.device) * columns)[:, 1]
+    longer = max(height, width)
+    dx = (x - points[..., :1]) * (width / longer)
+    dy = (y - points[..., 1:]) * (height / longer)
+    return (dy.square()[..., :, None] + dx.square()[..., None, :]).flatten(2)

@@ -46,7 +46,7 @@ def time_over_size(rows: list[Row], limits: tuple[float, float], name: str) -> s
         limits: of the time, so that devices can be compared.
         name: what makes the ids of this plot its own.
     """
-    with _figure(2, (9.6, 4.0)) as (figure, axes):
+    with figure_of(2, (9.6, 4.0)) as (figure, axes):
         handles = []
         for side, colour, line in _sides(rows):
             there = [row for row in rows if side in row["sides"]]
@@ -68,7 +68,7 @@ def time_over_size(rows: list[Row], limits: tuple[float, float], name: str) -> s
         for axis in axes:
             _over_sizes(axis, rows)
         figure.legend(handles, [handle.get_label() for handle in handles], loc="outside right upper", fontsize=7)
-        return _inline(_svg(figure), name)
+        return _inline(svg_of(figure), name)
 
 
 def limits_of(several: list[list[Row]]) -> tuple[float, float]:
@@ -81,7 +81,7 @@ def limits_of(several: list[list[Row]]) -> tuple[float, float]:
 def overview(data: Data, target: Path) -> None:
     """The README's plot: best GL way against best torch way and the floor, for three verbs."""
     found = curves(data)
-    with _figure(3, (13, 4.2)) as (figure, axes):
+    with figure_of(3, (13, 4.2)) as (figure, axes):
         for axis, verb in zip(axes, ("mipmap", "hiz", "log_polar"), strict=True):
             names = [name for name in found if name.partition(";")[0] == verb]
             rows = [row for row in (found[names[0]] if names else []) if best(row, "gl") and best(row, "torch")]
@@ -102,7 +102,7 @@ def overview(data: Data, target: Path) -> None:
         for axis in [axis for axis in axes if axis.has_data()][:1]:
             axis.legend(frameon=False, fontsize=9)
         figure.suptitle(f"{machine(data)}; fp32, batch 1, warm", fontsize=10)
-        target.write_text(_svg(figure), encoding="utf-8")
+        target.write_text(svg_of(figure), encoding="utf-8")
 
 
 def _sides(rows: list[Row]) -> Iterator[tuple[str, str, str]]:
@@ -130,7 +130,7 @@ def _over_sizes(axis: Any, rows: list[Row]) -> None:
 
 
 @contextmanager
-def _figure(columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
+def figure_of(columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
     """A figure with axes beside each other, without a window and without a word of what the user has set."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -143,7 +143,7 @@ def _figure(columns: int, size: tuple[float, float]) -> Iterator[tuple[Any, Any]
         yield figure, figure.subplots(1, columns)
 
 
-def _svg(figure: Any) -> str:
+def svg_of(figure: Any) -> str:
     written = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(written, format="svg", metadata=nothing)

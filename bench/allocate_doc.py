@@ -1,0 +1,108 @@
+"""docs/allocators.md from the result files of bench_allocate.py: a table and a plot for each device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rows import RESULTS
+
+from gpu_lod.report.files import write
+from gpu_lod.report.plots import figure_of, svg_of
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOC = DOCS / "allocators.md"
+BEGIN, END = "<!-- tables: python bench/bench_allocate.py --doc -->", "<!-- end of tables -->"
+HEADINGS = ["allocator", "relevance given", "picture alone", "a picture of 32, given", "a picture of 32, alone"]
+JOBS = [("patches", False), ("patches, no relevance", False), ("patches", True), ("patches, no relevance", True)]
+Data = dict[str, Any]
+
+
+def result_files() -> list[Path]:
+    return sorted((RESULTS / "allocate").glob("*.json"))
+
+
+def update() -> None:
+    """Write the doc's tables, and a plot beside it for each file."""
+    for path in result_files():
+        write(plot(load(path)), plot_of(path))
+    write(with_tables(DOC.read_text("utf-8")), DOC)
+
+
+def load(path: Path) -> Data:
+    data: Data = json.loads(path.read_text("utf-8"))
+    return data
+
+
+def plot_of(path: Path) -> Path:
+    return DOCS / f"allocators-{path.stem}.svg"
+
+
+def with_tables(text: str) -> str:
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    body = "\n\n".join(tables(path) for path in result_files())
+    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+
+
+def tables(path: Path) -> str:
+    """Milliseconds a picture, median and half the interquartile range."""
+    data = load(path)
+    batch = max(row["batch"] for row in data["rows"])
+    found = {(row["allocator"], row["job"], row["batch"] > 1): row for row in data["rows"] if row["job"] != "sites"}
+    names = list(dict.fromkeys(name for name, _, _ in found))
+    lines = [HEADINGS, ["---"] * len(HEADINGS)]
+    for name in sorted(names, key=lambda name: found[name, "patches", False]["median_ms"]):
+        cells = [found.get((name, job, many)) for job, many in JOBS]
+        lines.append([name, *("" if row is None else figure(row) for row in cells)])
+    first = next(iter(found.values()))
+    rows, columns = first["grid"]
+    return "\n\n".join(
+        [
+            f"### {data['device']}, {data['date']}",
+            f"Picture of {rows * first['patch']} x {columns * first['patch']}, grid {rows} x {columns}, K = "
+            f"{first['budget']}, fp32, from the picture to its patches, milliseconds a picture: median ± half the "
+            f"interquartile range; batch {batch} divided by {batch} "
+            f"([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}).",
+            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            f"![Cost of choosing the sites over the side of the grid and over K]({plot_of(path).name})",
+        ]
+    )
+
+
+def figure(row: Data) -> str:
+    batch = row["batch"]
+    return f"{row['median_ms'] / batch:.2f} ± {row['iqr_ms'] / 2 / batch:.2f}"
+
+
+def plot(data: Data) -> str:
+    """Sites alone: over the grid's side, and over K."""
+    sites = [row for row in data["rows"] if row["job"] == "sites"]
+    usual = max({row["budget"] for row in sites}, key=lambda k: sum(row["budget"] == k for row in sites))
+    grid = max({row["grid"][0] for row in sites}, key=lambda n: sum(row["grid"][0] == n for row in sites))
+    by_grid = [row for row in sites if row["budget"] == min(usual, row["grid"][0] ** 2)]
+    by_budget = [row for row in sites if row["grid"][0] == grid]
+    with figure_of(2, (11, 6.0)) as (drawn, axes):
+        handles = []
+        for number, name in enumerate(dict.fromkeys(row["allocator"] for row in sites)):
+            style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10], "marker": "."}
+            for axis, rows, x in (
+                (axes[0], by_grid, lambda row: row["grid"][0]),
+                (axes[1], by_budget, lambda row: row["budget"]),
+            ):
+                own = sorted((x(row), row["median_ms"]) for row in rows if row["allocator"] == name)
+                lines = axis.plot([at for at, _ in own], [ms for _, ms in own], label=name, **style)
+            handles += lines
+        for axis, rows, label in ((axes[0], by_grid, "side of the grid, patches"), (axes[1], by_budget, "K")):
+            ticks = sorted({row["grid"][0] if axis is axes[0] else row["budget"] for row in rows})
+            axis.set(xscale="log", yscale="log", xlabel=label)
+            axis.set_xticks(ticks, map(str, ticks))
+            axis.minorticks_off()
+            axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.grid(alpha=0.25)
+        axes[0].set(ylabel="milliseconds", title=f"K = {usual}, or all cells there are")
+        axes[1].set(title=f"grid {grid} x {grid}")
+        drawn.legend(handles, [handle.get_label() for handle in handles], loc="outside right upper", fontsize=8)
+        drawn.suptitle(f"Choosing the sites, {data['device']}", fontsize=10)
+        return svg_of(drawn)

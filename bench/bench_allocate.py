@@ -1,0 +1,164 @@
+"""What allocators cost, from a picture to its patches: bench/results/allocate/<device>.json and docs/allocators.md.
+
+python bench/bench_allocate.py [--quick] [--device cuda] [--only GridTopK,Voronoi] [--out FILE]
+python bench/bench_allocate.py --doc   put the tables and plots of all result files into docs/allocators.md
+
+The first job is one picture of 1024 x 1024 on a grid of 64 x 64, K = 273, with the relevance given and without; then 32
+such pictures in a call; then the sites alone over the side of the grid and over K (with patches of 4 x 4 for those that
+look at the picture). Learned allocators are as they are
+made, untrained, without gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+from inputs import picture
+from rows import RESULTS, common, slug, write
+from timer import race, wall_ms
+
+import gpu_lod as lod
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["device", "tensors", "cpu", "threads", "versions", "commit", "date", "rows"],
+    "properties": {
+        "tensors": {"enum": ["cpu", "cuda"]},
+        "rows": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["allocator", "job", "grid", "patch", "batch", "budget", "median_ms", "iqr_ms", "calls"],
+                "properties": {
+                    "job": {"enum": ["patches", "patches, no relevance", "sites"]},
+                    "median_ms": {"type": "number", "exclusiveMinimum": 0},
+                    "calls": {"type": "integer", "minimum": 12},
+                },
+            },
+        },
+    },
+}
+TORCH = "plain torch top-k"
+"""topk of the relevance and patches by indexing: what one writes without a library, and what GridTopK has to face."""
+BUDGET, GRID, PATCH = 273, 64, 16
+GRIDS, BUDGETS = (16, 32, 64, 128, 256), (64, 128, 273, 576, 1024)
+Row = dict[str, Any]
+Side = Callable[[], object]
+
+
+def plain(image: torch.Tensor, relevance: torch.Tensor, budget: int) -> torch.Tensor:
+    """[B, K, C, P, P] of sides that are multiples of P."""
+    index = torch.topk(relevance.flatten(1), budget).indices
+    every = image.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+    return every[torch.arange(len(index), device=index.device)[:, None], index]
+
+
+def ready(name: str, budget: int, patch: int, device: str) -> Any:
+    allocator = lod.allocate.make(name, budget, patch)
+    return allocator.eval().to(device) if isinstance(allocator, torch.nn.Module) else allocator
+
+
+def given_to(allocator: Any, batch: int, device: str) -> dict[str, Any]:
+    """What it needs beside a picture and relevance."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        "query": torch.randn(batch, allocator.query_width or 8, generator=generator).to(device),
+        "fixation": torch.rand(batch, 2, generator=generator),
+    }
+    return {need: value for need, value in values.items() if need in allocator.needs}
+
+
+def rows(names: list[str], device: str, quick: bool) -> Iterator[list[Row]]:
+    """One job after the other, its allocators by turns."""
+    grid, batch = (16, 2) if quick else (GRID, 32)
+    for count in (1, batch):
+        budget = 20 if quick else BUDGET
+        image = picture(grid * PATCH, grid * PATCH, batch=count).to(device)
+        relevance = torch.rand(count, grid, grid, generator=torch.Generator().manual_seed(1)).to(device)
+        for job, maps in (("patches", relevance), ("patches, no relevance", None)):
+            sides: dict[str, Side] = {}
+            for name in names:
+                allocator = ready(name, budget, PATCH, device)
+                sides[name] = partial(allocator, image, maps, **given_to(allocator, count, device))
+            if maps is not None:
+                sides[TORCH] = partial(plain, image, relevance, budget)
+            yield timed(sides, job, grid, PATCH, count, budget, device)
+    for side, budget in [(16, 64), (32, 64)] if quick else over(GRIDS, BUDGETS):
+        patch = 4
+        image = picture(side * patch, side * patch).to(device)
+        relevance = torch.rand(1, side, side, generator=torch.Generator().manual_seed(1)).to(device)
+        sides = {}
+        for name in names:
+            allocator = ready(name, budget, patch, device)
+            pixels = image if "image" in allocator.needs else None
+            sides[name] = partial(allocator, pixels, relevance, **given_to(allocator, 1, device))
+        yield timed(sides, "sites", side, patch, 1, budget, device)
+
+
+def over(grids: tuple[int, ...], budgets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each side at K (or the cells there are), and each K at the usual side."""
+    return [(side, min(BUDGET, side * side)) for side in grids] + [(GRID, k) for k in budgets if k != BUDGET]
+
+
+def timed(sides: dict[str, Side], job: str, grid: int, patch: int, batch: int, budget: int, device: str) -> list[Row]:
+    """A row for each side."""
+    with torch.no_grad():
+        found = race(sides, seconds=0.4, most=24, clock=wall_ms if device == "cpu" else synchronised_ms)
+    return [
+        {
+            "allocator": name, "job": job, "grid": [grid, grid], "patch": patch, "batch": batch, "budget": budget,
+            **timing.as_dict(),
+        }
+        for name, timing in found.items()
+    ]  # fmt: skip
+
+
+def synchronised_ms(side: Side) -> float:
+    torch.cuda.synchronize()
+    return wall_ms(lambda: (side(), torch.cuda.synchronize()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--doc", action="store_true", help="bring docs/allocators.md up to date, and measure nothing")
+    parser.add_argument("--quick", action="store_true", help="small pictures: to see that it works")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", help="comma-separated names (default: all)")
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/allocate/<device>.json)")
+    options = parser.parse_args(arguments)
+    if options.doc:
+        import allocate_doc
+
+        allocate_doc.update()
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: nothing was measured, nothing written", file=sys.stderr)
+        return 1
+    names = options.only.split(",") if options.only else lod.allocate.names()
+    if unknown := set(names) - set(lod.allocate.names()):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    about = common()
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"{about['cpu']} {about['threads']} cores"
+    found: list[Row] = []
+    for part in rows(names, options.device, options.quick):
+        first = part[0]
+        print(f"{first['job']}: grid {first['grid'][0]}, K {first['budget']}, batch {first['batch']}", flush=True)
+        found += part
+    data = {"device": device, "tensors": options.device, **about, "rows": found}
+    jsonschema.validate(data, SCHEMA)
+    path = options.out or RESULTS / "allocate" / f"{slug(device)}.json"
+    write(data, path)
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

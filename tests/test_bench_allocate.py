@@ -1,0 +1,72 @@
+"""The benchmark of the allocators: every one of them is in it, files fit the schema, and the doc shows them as they
+are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+import gpu_lod as lod
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CHECKOUT / "bench"))
+
+import allocate_doc  # noqa: E402
+import bench_allocate  # noqa: E402
+
+FILES = allocate_doc.result_files()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "quick.json"
+    assert bench_allocate.main(["--quick", "--only", "GridTopK,FoveatedPyramid", "--out", str(path)]) == 0
+    return path
+
+
+def test_the_opponent_does_the_same_job() -> None:
+    image, relevance = torch.rand(2, 3, 64, 96), torch.rand(2, 4, 6)
+    tokens = lod.allocate.GridTopK(7, bench_allocate.PATCH)(image, relevance)
+    assert torch.equal(tokens.patches, bench_allocate.plain(image, relevance, 7))
+
+
+def test_files_fit_the_schema_and_a_broken_one_does_not(measured: Path) -> None:
+    data = json.loads(measured.read_text())
+    jsonschema.validate(data, bench_allocate.SCHEMA)
+    assert {row["allocator"] for row in data["rows"]} == {"GridTopK", "FoveatedPyramid", bench_allocate.TORCH}
+    data["rows"][0]["calls"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, bench_allocate.SCHEMA)
+
+
+def test_the_tables_show_every_side_and_the_plot_every_allocator(measured: Path) -> None:
+    table = allocate_doc.tables(measured)
+    for name in ("GridTopK", "FoveatedPyramid", bench_allocate.TORCH):
+        assert f"| {name} |" in table
+    data = json.loads(measured.read_text())
+    one = next(row for row in data["rows"] if row["allocator"] == "GridTopK" and row["batch"] == 2)
+    assert f"| {one['median_ms'] / 2:.2f} ± {one['iqr_ms'] / 4:.2f} |" in table
+    assert "GridTopK" in allocate_doc.plot(data)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_committed_files_hold_every_allocator(path: Path) -> None:
+    data = json.loads(path.read_text())
+    jsonschema.validate(data, bench_allocate.SCHEMA)
+    assert {row["allocator"] for row in data["rows"]} == {*lod.allocate.names(), bench_allocate.TORCH}
+
+
+def test_the_doc_shows_the_files() -> None:
+    text = allocate_doc.DOC.read_text("utf-8")
+    assert allocate_doc.with_tables(text) == text, "python bench/bench_allocate.py --doc"
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_allocate.main(["--only", "Nobody"])
+    assert "there is no Nobody" in capsys.readouterr().err
