@@ -16,7 +16,7 @@ from skimage import data
 DOCS = Path(__file__).resolve().parent
 OUT = DOCS.parent / "out" / "gallery"
 FIXATIONS = {"astronaut": "0.43,0.21", "page": "0.28,0.4", "chart": "0.6,0.3"}
-WIDTH, BYTES = 1800, 590_000
+WIDTH, BYTES = 2000, 590_000
 """What a sheet in the repository may have, in pixels and bytes."""
 
 

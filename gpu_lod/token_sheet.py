@@ -20,7 +20,7 @@ from gpu_lod.token_set import TokenSet
 NUMBERED = 64
 """Up to so many tokens carry their rank, where it fits."""
 
-_SIDE, _SIDE_ALONE = 460, 960
+_SIDE, _SIDE_ALONE = 380, 960
 """Side in pixels of a square of a panel's area, among others and alone."""
 _MARGIN, _GAP, _WITHIN = 48, 44, 8
 _HEADER, _CAPTION, _NARROWEST = 170, 84, 430
