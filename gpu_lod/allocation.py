@@ -68,7 +68,7 @@ def run(
 
     Args:
         inputs: fixation, labels and query, each as the allocator takes it, or None.
-        suit: leave out inputs that the allocator does not take; else it refuses them.
+        suit: leave out inputs that the allocator can do without and does not take as they are; else it refuses them.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # parameters that are drawn are the same ones each time
@@ -76,12 +76,20 @@ def run(
         untrained = isinstance(allocator, allocators.Learned)
         if isinstance(allocator, allocators.Learned):
             allocator.eval()
-        looks = allocator.needs + allocator.takes
-        tokens = allocator(image, **{k: value for k, value in inputs.items() if k in looks or not suit})
+        tokens = allocator(image, **(_suited(allocator, inputs) if suit else inputs))
         rebuilt = rebuild(tokens, (image.shape[-2], image.shape[-1]))
         # Blends of counts are fractions.
         original = image if rebuilt.image.dtype == image.dtype else unit(image)
         return Allocation(name, tokens, rebuilt, float(psnr(rebuilt.image, original)), untrained)
+
+
+def _suited(allocator: allocators.Allocator, inputs: dict[str, Any]) -> dict[str, Any]:
+    suited: dict[str, Any] = {k: value for k, value in inputs.items() if k in allocator.needs + allocator.takes}
+    query = suited.get("query")
+    other = query is not None and allocator.query_width not in (None, query.shape[-1])  # another encoder's
+    if other and "query" not in allocator.needs:
+        del suited["query"]
+    return suited
 
 
 def run_all(

@@ -419,7 +419,7 @@ def allocate(
     With all, a contact sheet of every allocator: each is given what it takes of fixation, labels and query, and those
     that miss something are skipped. --sites and --rebuilt then write a file each, the name before the extension.
     """
-    from gpu_lod import allocation, checks, token_files, token_sheet
+    from gpu_lod import allocation, checks, token_files
 
     every = name == "all"
     checks.choice(name, "--with", [*lod.allocate.names(), "all"])
@@ -442,6 +442,8 @@ def allocate(
             results = allocation.run_all(picture, budget, patch, inputs, say)
         else:
             results = [allocation.run(name, picture, budget, patch, inputs)]
+        from gpu_lod import token_sheet  # takes a second, which no error need wait for
+
         made = [result for result in results if isinstance(result, allocation.Allocation)]
         images.save(token_sheet.sheet(picture, results, budget, patch, image.stem), path)
         paths = [path]

@@ -18,13 +18,13 @@ from gpu_lod.drawing import as_rgb, as_tensor
 from gpu_lod.token_set import TokenSet
 
 NUMBERED = 64
-"""Up to so many tokens carry their rank."""
+"""Up to so many tokens carry their rank, where it fits."""
 
-_SIDE, _SIDE_ALONE = 460, 960
+_SIDE, _SIDE_ALONE = 380, 960
 """Side in pixels of a square of a panel's area, among others and alone."""
 _MARGIN, _GAP, _WITHIN = 48, 44, 8
 _HEADER, _CAPTION, _NARROWEST = 170, 84, 430
-_TITLE, _NAME, _NOTE = 46, 28, 22
+_TITLE, _NAME, _NOTE, _SMALLEST = 46, 28, 22, 10
 """Sizes of letters in pixels: made for screens of two pixels a point."""
 _COLOURS, _DARK, _PALE = "turbo", 0.2, 0.9
 """The part of the colour map in use: its ends are hard to see on a dimmed picture."""
@@ -38,7 +38,7 @@ def sheet(
     Shape: image [C, H, W].
     Convention: a token is a square of its true size, patch * 2^level pixels; finer ones lie over coarser ones, as
         `rebuild` paints them. Colours tell levels and mean the same all over the sheet; up to 64 tokens carry their
-        rank. Under each allocator stand the part of the picture that is covered and the PSNR of what was rebuilt.
+        rank, where it fits. The captions say which part of the picture is covered, and the PSNR of what was rebuilt.
     """
     height, width = image.shape[-2:]
     side = _SIDE if len(results) > 1 else _SIDE_ALONE
@@ -130,16 +130,20 @@ def _tokens(dimmed: Image.Image, tokens: TokenSet, times: float, highest: float)
     levels = tokens.sites[:, 2].cpu()
     shades, sites = _colours(levels, highest), tokens.sites.tolist()
     centres = [(x * dimmed.width, y * dimmed.height) for x, y, _ in sites]
-    for number in reversed(torch.sort(levels, stable=True).indices.tolist()):
+    order = torch.sort(levels, stable=True).indices.flip(0).tolist()
+    for number in order:
         half = tokens.patch * 2 ** min(sites[number][2], 30) * times / 2
         left, top, right, bottom = (round(at + side * half) for side in (-1, 1) for at in centres[number])
         corners = (left, top, max(left, right - 1), max(top, bottom - 1))
         draw.rectangle(corners, (*shades[number], 70), (*shades[number], 235), width=max(1, round(half / 40)))
     page = Image.alpha_composite(dimmed, layer)
     if tokens.budget <= NUMBERED:
-        draw, font = ImageDraw.Draw(page), _font(max(14, round(max(dimmed.size) / 44)), True)
-        for number, centre in enumerate(centres):
-            draw.text(centre, str(number + 1), "white", font, anchor="mm", stroke_width=2, stroke_fill="black")
+        draw = ImageDraw.Draw(page)
+        for number in order:
+            size = round(min(max(dimmed.size) / 44, tokens.patch * 2 ** min(sites[number][2], 30) * times / 2))
+            if size >= _SMALLEST:  # otherwise it would hide its token
+                rank, font = str(number + 1), _font(size, True)
+                draw.text(centres[number], rank, "white", font, anchor="mm", stroke_width=2, stroke_fill="black")
     return page.convert("RGB")
 
 

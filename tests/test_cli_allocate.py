@@ -135,6 +135,18 @@ class Asking(base.Allocator):
         return torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 1.0]]]), scores
 
 
+class Hinted(Asking):
+    """Does without a query, and takes those of four numbers."""
+
+    needs: ClassVar[tuple[base.Need, ...]] = ()
+    takes: ClassVar[tuple[base.Need, ...]] = ("query",)
+    query_width = 4
+
+    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros(1) if scene.query is None else scene.query.sum(1)
+        return torch.tensor([[[0.5, 0.5, 0.0]]]), total[None]
+
+
 class Drawn(allocators.Learned):
     """A learned one, whose score is its parameter."""
 
@@ -163,6 +175,7 @@ def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry
     assert isinstance(foveated, allocation.Allocation)
     assert torch.equal(foveated.tokens.sites, lod.allocate.FoveatedPyramid(4, 4)(image, fixation=(0.1, 0.1)).sites)
     # Learned ones are the same at each call, do not train, and leave torch's generator alone.
+    torch.manual_seed(1)
     before = torch.get_rng_state()
     again = allocation.run("Drawn", image, 4, 4, {})
     assert torch.equal(torch.get_rng_state(), before)
@@ -172,6 +185,13 @@ def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry
     inputs = {"query": torch.tensor([2.0, 3.0]), "labels": labels, "fixation": None}
     given = allocation.run("Asking", image, 2, 4, inputs)
     assert given.tokens.scores.tolist() == [5.0, 384.0]
+    # A query of another width goes to those that need one, and to nobody who can do without.
+    base._registry["Hinted"] = Hinted
+    for width, expected in ((4, 4.0), (3, 0.0)):
+        *_, hinted = allocation.run_all(image, 1, 4, inputs | {"query": torch.ones(width)})
+        assert isinstance(hinted, allocation.Allocation) and hinted.tokens.scores.tolist() == [expected]
+    with pytest.raises(InputError, match=r"expected floats \[1, 4\]"):
+        allocation.run("Hinted", image, 1, 4, {"query": torch.ones(3)})
     with pytest.raises(InputError, match="Downsample takes no query"):
         allocation.run("Downsample", image, 4, 4, inputs)
 
@@ -236,7 +256,8 @@ def test_finer_tokens_lie_over_coarser_ones_and_few_are_numbered() -> None:
     blue, red = panel[2], panel[0]
     assert blue[edge + 4, 480] > red[edge + 4, 480] and red[edge - 40, 480] > blue[edge - 40, 480]
     assert (panel.amin(0) == 255).any()  # white figures
-    assert not (drawn(image, both * token_sheet.NUMBERED, 16).amin(0) == 255).any()
+    for sites, patch in ((both * token_sheet.NUMBERED, 16), ([(0.5, 0.5, 0.0)], 1)):  # too many, too small
+        assert not (drawn(image, sites, patch).amin(0) == 255).any()
 
 
 def test_the_sheet_says_who_was_skipped_and_untrained(registry: None) -> None:
@@ -336,9 +357,10 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
     np.save(tmp_path / "labels.npy", np.zeros((26, 37), np.int64))
     np.save(tmp_path / "q.npy", np.zeros(3))
     (tmp_path / "file").write_text("")
+    choices = ", ".join(map(repr, [*allocators.names(), "all"]))
     refused(
         tmp_path,
-        ("allocate cat.png --with Nobody", 2, "--with is 'Nobody'; expected one of 'Downsample', 'FoveatedPyramid'"),
+        ("allocate cat.png --with Nobody", 2, f"--with is 'Nobody'; expected one of {choices}."),
         ("allocate cat.png --with GridTopK --patch 4 --budget 71", 2, "the budget is 71, and there are 70 patches"),
         ("allocate cat.png --with GridTopK --fixation 0,0", 2, "GridTopK takes no fixation"),
         ("allocate cat.png --with GridTopK --labels labels.npy", 2, "GridTopK takes no labels"),
