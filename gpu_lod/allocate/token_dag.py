@@ -112,38 +112,42 @@ def losses(scene: Scene) -> list[torch.Tensor]:
     """What the nodes of levels 1, 2, ... up to the root lose against their children, [B, h_l, w_l] each.
 
     It is the Laplacian energy of mip level l - 1: the squared differences of its texels from the texel of level l that
-    they are averaged to, summed over channels and the node's texels, each times the pixels that it stands for. The
-    chain is the mean mip chain on the nodes' own grid, P x P texels a node, that is what the tokens see; a `Pyramid`'s
-    levels are those wherever its sides halve evenly, and elsewhere do not end where nodes do. Texels that reach over
-    the edge average what is inside.
+    they are averaged to, summed over channels and the node's texels, each times the pixels that it stands for. That is
+    what the sum of squares falls by. The chain is the mean mip chain on the nodes' own grid, P x P texels a node, that
+    is what the tokens see; a `Pyramid`'s levels are those wherever its sides halve evenly, and elsewhere do not end
+    where nodes do. Texels that reach over the edge average what is inside.
     """
     means, patch = scene.pixels(), scene.patch
-    height, width = scene.grid
-    rows, columns = (torch.ones(n, device=means.device) for n in means.shape[-2:])  # pixels that a texel stands for
-    found = []
-    while max(height, width) > 1:
-        height, width = -(-height // 2), -(-width // 2)
-        bottom, right = 2 * patch * height - means.shape[-2], 2 * patch * width - means.shape[-1]
+    means = means - means[..., :1, :1]  # so that differences of squares lose no digits where the picture is flat
+    sides = scene.grid
+    # Pixels that a texel stands for are rows x columns. All have as many until one reaches over the edge.
+    rows, columns = (torch.ones(n, device=means.device) for n in means.shape[-2:])
+    whole, held, found = True, torch.empty(0), []
+    for level in range((max(sides) - 1).bit_length() + 1):
+        if level:
+            (row_share, rows), (column_share, columns) = _pairs(rows), _pairs(columns)
+            if whole:
+                means = F.interpolate(means, scale_factor=0.5, mode="bilinear")
+            else:
+                means = torch.lerp(means[..., 0::2, :], means[..., 1::2, :], row_share[:, None])
+                means = torch.lerp(means[..., 0::2], means[..., 1::2], column_share)
+            sides = -(-sides[0] // 2), -(-sides[1] // 2)
+        bottom, right = (n * patch - there for n, there in zip(sides, means.shape[-2:], strict=True))
+        squares = means.square() if whole else means.square().mul_(rows[:, None] * columns)
+        pooled = F.avg_pool2d(F.pad(squares, (0, right, 0, bottom)), patch).sum(1)
+        now = pooled * (patch**2 * (4**level if whole else 1))
+        if level:
+            found.append(checked(coarser(held, "sum") - now).clamp(min=0))
+        held = now
+        # Nodes of the next level up have two of these along each side.
+        bottom, right = (2 * -(-n // 2) * patch - there for n, there in zip(sides, means.shape[-2:], strict=True))
         if bottom or right:
-            means = F.pad(means, (0, right, 0, bottom))
+            means, whole = F.pad(means, (0, right, 0, bottom)), False
             rows, columns = F.pad(rows, (0, bottom)), F.pad(columns, (0, right))
-        # Rows first: what a mean of weighted pairs loses is p q / (p + q) times the difference squared.
-        upper, lower = means[..., 0::2, :], means[..., 1::2, :]
-        factor, share, rows = _pairs(rows)
-        vertical = (lower - upper).square().sum(1, keepdim=True) * factor[:, None] * columns
-        means = torch.lerp(upper, lower, share[:, None])
-        left, right_ = means[..., 0::2], means[..., 1::2]
-        factor, share, columns = _pairs(columns)
-        horizontal = (right_ - left).square().sum(1, keepdim=True) * rows[:, None] * factor
-        means = torch.lerp(left, right_, share)
-        energy = 2 * F.avg_pool2d(vertical, (patch, 2 * patch)) + F.avg_pool2d(horizontal, patch)
-        found.append(checked(energy[:, 0] * patch**2))
     return found
 
 
-def _pairs(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of pairs of weights p, q: p q / (p + q), q / (p + q) and p + q."""
-    first, second = weights[0::2], weights[1::2]
-    total = first + second
-    share = second / total.clamp(min=1)
-    return first * share, share, total
+def _pairs(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of pairs of weights p, q: q / (p + q), and p + q."""
+    total = weights[0::2] + weights[1::2]
+    return weights[1::2] / total.clamp(min=1), total
