@@ -110,7 +110,7 @@ class Qwen25(_Tower):
         counts = torch.zeros(len(sites), across * -(-rows // side), dtype=torch.long, device=sites.device)
         counts.scatter_add_(1, window, torch.ones_like(window))
         ends = (counts.flatten() * self.merge**2).cumsum(0)
-        return window.argsort(1, stable=True), torch.cat([ends.new_zeros(1), ends]).int()
+        return window.argsort(dim=1, stable=True), torch.cat([ends.new_zeros(1), ends]).int()
 
 
 @register_adapter(
