@@ -23,6 +23,8 @@ import gpu_lod as lod
 from gpu_lod.allocate.base import Scene
 from gpu_lod.errors import InputError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 NATIVE = 56
 

@@ -17,6 +17,8 @@ from transformers.models.siglip2 import modeling_siglip2 as siglip2
 import gpu_lod as lod
 from gpu_lod.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def cells(rows: int, columns: int) -> torch.Tensor:
     """[rows columns, 2]: (y, x), row by row."""

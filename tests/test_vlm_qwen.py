@@ -17,6 +17,8 @@ import gpu_lod as lod
 from gpu_lod.allocate.base import Scene
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IMAGE, PAD, WORDS = 90, 91, 80
 SIDE = 8
 """Of a patch; a unit is 16."""

@@ -11,6 +11,8 @@ from images import noise
 import gpu_lod as lod
 from gpu_lod.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_529_tokens_of_a_batch(photo: torch.Tensor) -> None:
     image = torch.stack([photo[:, :440, :], photo[:, 60:500, :].flip(-1)])
