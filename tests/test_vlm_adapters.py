@@ -113,7 +113,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[Any, torch.Tensor], Any]
     "timm, no class token": (lambda: vit(class_token=False), features),
     "timm, registers, class apart": (lambda: vit(reg_tokens=3, no_embed_class=True, pre_norm=True), features),
     "timm, registers with positions": (lambda: vit(reg_tokens=2, global_pool="map"), features),
-    "timm, no table": (lambda: vit(pos_embed="none", class_token=False), features),
+    "timm, no table": (lambda: vit(pos_embed="none", class_token=False, embed_norm_layer="layernorm"), features),
     "Eva": (lambda: eva(rope_grid_offset=1.0, rope_grid_indexing="xy", **ROPE), features),
     "Eva, halves": (lambda: eva(rope_rotate_half=True, use_abs_pos_emb=False, num_reg_tokens=2, **ROPE), features),
     "DINOv3": (lambda: eva(rope_type="dinov3", rope_rotate_half=True, attn_type="rope"), features),

@@ -162,10 +162,15 @@ def test_other_grids_are_what_the_models_interpolate() -> None:
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_between_the_cells_it_is_continuous(how: Any) -> None:
-    """And reads a constant as a constant, to the edges of the picture and beyond."""
-    at = torch.stack([torch.linspace(-0.6, 5.6, 2000), torch.linspace(8.7, -0.7, 2000)], dim=-1)
-    found = lod.vlm.sample_position_table(torch.randn(16, 3), at, (4, 4), (6, 9), **how)
+    """And reads a constant as a constant, to the edges of the picture; beyond them the edges stay."""
+    at = torch.stack([torch.linspace(-4, 9, 4000), torch.linspace(14, -4, 4000)], dim=-1)
+    table = torch.randn(16, 3)
+    found = lod.vlm.sample_position_table(table, at, (4, 4), (6, 9), **how)
     assert float(found.diff(dim=0).abs().max()) < 0.05
+    edge = lod.vlm.sample_position_table(
+        table, at.clamp(torch.tensor(-0.5), torch.tensor([5.5, 8.5])), (4, 4), (6, 9), **how
+    )
+    assert torch.allclose(found, edge, atol=1e-5)
     constant = lod.vlm.sample_position_table(torch.full((16, 3), 2.0), at, (4, 4), (6, 9), **how)
     assert torch.allclose(constant, torch.full_like(constant, 2.0), atol=1e-5)
 

@@ -114,30 +114,30 @@ def test_the_full_grid_is_the_untouched_tower(make: Any, size: tuple[int, int]) 
     assert float(merged.std()) > 0.1, "too flat to tell anything"
 
 
-def test_hidden_states_are_in_the_order_of_the_tokens() -> None:
-    tower = qwen3().model.visual
-    image = torch.randn(1, 3, 48, 80)
+@each_model
+def test_hidden_states_are_in_the_order_of_the_tokens(make: Any) -> None:
+    tower = make().model.visual
     with torch.no_grad():
-        hidden = tower(*pixel_values(image)).last_hidden_state.view(15, 4, 32)
-        allocator = Whole(15, shuffled=True)
-        found = lod.vlm.encode(tower, image, allocator).hidden
-    assert torch.allclose(found.view(15, 4, 32), hidden[allocator.order], atol=1e-4)
+        found = lod.vlm.encode(tower, torch.randn(2, 3, 48, 80), Whole(15, shuffled=True))
+        merged = tower.merger(found.hidden.flatten(0, 1)).view(2, 15, 32)
+    assert found.merged is not None and torch.allclose(merged, found.merged, atol=1e-5)
 
 
 def test_windows_are_left_out_but_for_the_full_grid() -> None:
-    """In a tower of windows alone: a unit is seen by its window, and with one unit less by all."""
+    """In a tower of windows alone: a unit sees its window; with one unit less, or one of them coarse, it sees all."""
     tower, image = qwen25().model.visual, torch.randn(1, 3, 80, 80)
     tower.fullatt_block_indexes = []
-    relevance = torch.arange(25.0).flip(0).view(1, 5, 5)
+    whole = Whole(25)(image)
+    coarse = whole.sites.clone()
+    coarse[0, 7, 2] = 1
     seen = []
-    for allocator in (Whole(25), lod.allocate.GridTopK(24, patch=16)):
-        tokens = allocator(image, relevance)
-        assert tokens.patches is not None
-        patches = tokens.patches.requires_grad_()
+    for sites in (whole.sites, whole.sites[:, :24], coarse):
+        patches = lod.gather_patches(image, sites, 16).requires_grad_()
+        tokens = lod.TokenSet(sites, torch.ones(sites.shape[:2]), patches, 16)
         lod.vlm.adapter_for(tower)(tokens, (80, 80)).features[0, 0].sum().backward()
         assert patches.grad is not None
         seen.append((patches.grad[0].abs().amax((1, 2, 3)) > 0).nonzero()[:, 0].tolist())
-    assert seen == [[0, 1, 5, 6], list(range(24))]  # windows are 2 x 2 units
+    assert seen == [[0, 1, 5, 6], list(range(24)), list(range(25))]  # windows are 2 x 2 units
 
 
 @each_model
@@ -203,9 +203,11 @@ def test_the_full_grid_gives_the_untouched_models_words(make: Any, padded: bool)
     with torch.no_grad():
         encoded = lod.vlm.encode(model, image, Whole(21))
         expected = model(**own).logits
+        places, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=grid, attention_mask=mask)
         for given, kept in ((ids, mask), short):
             inputs = lod.vlm.inputs_for(model, given, encoded, kept)
             logits = model(**inputs).logits
+            assert torch.equal(inputs["position_ids"][:, mask.bool()], places[:, mask.bool()])
             assert torch.allclose(logits[mask.bool()], expected[mask.bool()], atol=1e-4)
         words = model.generate(**own, max_new_tokens=5, do_sample=False)
         assert torch.equal(
