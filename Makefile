@@ -14,7 +14,7 @@ LIBS ?=
 OUT ?= out/gpu-check
 MINUTES ?= 9
 
-.PHONY: help test demo bench bench-allocate report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo gallery bench bench-allocate report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -24,6 +24,9 @@ test: setup-test check-style check-types  ## lint, type-check and test the built
 
 demo: setup  ## run pictures through the library and leave the results in out/; DEMO_ARGS=...
 	@$(BIN)/gpu-lod demo $(DEMO_ARGS)
+
+gallery: setup  ## draw the allocators' contact sheets of docs/gallery.md again
+	@$(BIN)/python docs/gallery.py
 
 bench: setup  ## time every verb against the fastest torch way, write bench/results/, the README table and the cost model; BENCH_ARGS="--quick"
 	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme && $(BIN)/python bench/cost_model.py --doc

@@ -21,6 +21,7 @@ from gpu_lod.mipmap import mipmap
 from gpu_lod.oriented_energy import oriented_energy
 from gpu_lod.plan import Plan, plan
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.rebuild import Rebuilt, rebuild
 from gpu_lod.region import region_max, region_min
 from gpu_lod.to_cupy import to_cupy
 from gpu_lod.token_set import TokenSet
@@ -35,6 +36,7 @@ __all__ = [
     "GpuLodError",
     "Plan",
     "Pyramid",
+    "Rebuilt",
     "TokenSet",
     "__version__",
     "collapse",
@@ -52,6 +54,7 @@ __all__ = [
     "mipmap",
     "oriented_energy",
     "plan",
+    "rebuild",
     "region_max",
     "region_min",
     "to_cupy",

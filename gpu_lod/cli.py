@@ -6,7 +6,7 @@ import sys
 
 from gpu_lod.errors import GpuLodError, InputError
 
-_EXTRA = {"typer", "rich", "PIL", "matplotlib", "skimage", "jinja2", "markupsafe", "jsonschema"}
+_EXTRA = {"typer", "rich", "PIL", "matplotlib", "skimage", "jinja2", "markupsafe", "jsonschema", "safetensors"}
 FAILURE, USAGE = 1, 2
 
 

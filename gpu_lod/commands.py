@@ -389,6 +389,92 @@ def sites(
 
 
 @app.command()
+def allocate(
+    image: Picture,
+    name: Annotated[
+        str,
+        typer.Option("--with", metavar="NAME", help="An allocator, as `gpu_lod.allocate.names()` lists them, or all."),
+    ] = "FoveatedPyramid",
+    budget: Annotated[int, typer.Option(min=1, help="How many tokens.")] = 273,
+    patch: Annotated[int, typer.Option(min=1, help="Samples along a patch's side.")] = PATCH,
+    fixation: Annotated[str | None, typer.Option(metavar="X,Y", help="As for log-polar.", show_default=False)] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="A label map: a grey PNG or a .npy of integers.", show_default=False)
+    ] = None,
+    query: Annotated[
+        Path | None, typer.Option(help="A query embedding: .npy or .safetensors.", show_default=False)
+    ] = None,
+    sites: Annotated[
+        Path | None, typer.Option(help="Write sites and scores to this .json or .safetensors.", show_default=False)
+    ] = None,
+    with_patches: Annotated[bool, typer.Option("--patches", help="Write the patches too, in safetensors.")] = False,
+    rebuilt: Annotated[
+        Path | None, typer.Option(help="Write the rebuilt picture alone, pixel for pixel.", show_default=False)
+    ] = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the tokens that an allocator spends on a picture, beside the picture rebuilt from them alone.
+
+    With all, a contact sheet of every allocator: each is given what it takes of fixation, labels and query, and those
+    that miss something are skipped. --sites and --rebuilt then write a file each, the name before the extension.
+    """
+    from gpu_lod import allocation, checks, token_files
+
+    every = name == "all"
+    checks.choice(name, "--with", [*lod.allocate.names(), "all"])
+    path = _path(image, "allocate", output)
+    if rebuilt is not None:
+        images.file_format(rebuilt)
+    if sites is not None:
+        token_files.check_sites_path(sites, with_patches)
+    elif with_patches:
+        raise typer.BadParameter("the patches go into the file that --sites names.", param_hint="'--patches'")
+    inputs = {
+        "fixation": None if fixation is None else _fixation(fixation),
+        "labels": None if labels is None else token_files.read_labels(labels),
+        "query": None if query is None else token_files.read_query(query),
+    }
+    with printing.busy("allocate") as say:
+        picture = images.load(image)
+        results: list[allocation.Allocation | allocation.Skipped]
+        if every:
+            results = allocation.run_all(picture, budget, patch, inputs, say)
+        else:
+            results = [allocation.run(name, picture, budget, patch, inputs)]
+        from gpu_lod import token_sheet  # takes a second, which no error need wait for
+
+        made = [result for result in results if isinstance(result, allocation.Allocation)]
+        images.save(token_sheet.sheet(picture, results, budget, patch, image.stem), path)
+        paths = [path]
+        for result in made:
+            files = [
+                file.with_name(f"{file.stem}.{result.name}{file.suffix}") if every and file else file
+                for file in (sites, rebuilt)
+            ]
+            if files[0] is not None:
+                about = {"allocator": result.name, "image": str(image), "size": list(picture.shape[-2:])}
+                token_files.write_sites(files[0], result.tokens, about, with_patches)
+            if files[1] is not None:
+                images.save(result.rebuilt.image, files[1])
+            paths += [file for file in files if file is not None]
+    if as_json:
+        _print_json(
+            {
+                "verb": "allocate",
+                "input": str(image),
+                "output": [str(path) for path in paths],
+                "budget": budget,
+                "patch": patch,
+                "allocators": [result.as_dict() for result in results],
+            }
+        )
+    else:
+        printing.show_allocations(results)
+        _wrote(paths)
+
+
+@app.command()
 def report(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES...", help="Result files of the benchmarks.", show_default=False)

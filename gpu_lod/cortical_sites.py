@@ -10,7 +10,7 @@ import torch
 from gpu_lod import checks, operators
 from gpu_lod.errors import InputError
 
-_GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
+GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
 
 
 @operators.verb
@@ -52,7 +52,7 @@ def cortical_sites(
         raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
     checks.no_vmap(fixation, "cortical_sites", "how far it looks depends on the values. Pass all fixations, [B, 2].")
     points, single = checks.fixations(fixation)
-    sites = _sites(points.double(), budget, height, width, patch, e0).float()
+    sites = sites_about(points.double(), budget, (height, width), patch, e0).float()
     return sites[0] if single else sites
 
 
@@ -64,14 +64,16 @@ def _like(fixation: torch.Tensor, budget: int = 273, *_: Any) -> torch.Tensor:
 operators.register(cortical_sites, _like)
 
 
-def _sites(points: torch.Tensor, budget: int, height: int, width: int, patch: int, e0: float) -> torch.Tensor:
-    """[B, K, 3] in float64."""
-    longer = max(height, width)
-    box = points.new_tensor([width / longer, height / longer])  # the image, in units of its longer side
+def sites_about(
+    points: torch.Tensor, budget: int, size: tuple[int, int], patch: int, e0: float | torch.Tensor
+) -> torch.Tensor:
+    """[B, K, 3] in float64; points [B, 2] are too, and e0 may be [B, 1]."""
+    longer = max(size)
+    box = box_of(points, size)
     candidates = 2 * budget + 16
     while True:
         index = torch.arange(candidates, dtype=torch.float64, device=points.device)
-        angle = index * _GOLDEN_ANGLE
+        angle = index * GOLDEN_ANGLE
         direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
         with torch.no_grad():
             # A site is inside the image once the density is large enough; rays that leave at once never are.
@@ -81,7 +83,7 @@ def _sites(points: torch.Tensor, budget: int, height: int, width: int, patch: in
         density = _enters(points, index[edge], direction[edge], box, e0).mean(dim=1)
         # No later site may be inside: the image's farthest point bounds them.
         farthest = torch.maximum(points, 1 - points) * box
-        needed = density * magnified(farthest.norm(dim=1), e0) + 1
+        needed = density[:, None] * magnified(farthest.norm(dim=1, keepdim=True), e0) + 1
         if bool(torch.isfinite(needed).all()) and float(needed.detach().max()) <= candidates:
             break
         candidates *= 2
@@ -94,23 +96,35 @@ def _sites(points: torch.Tensor, budget: int, height: int, width: int, patch: in
 
 
 def _enters(
-    points: torch.Tensor, index: torch.Tensor, direction: torch.Tensor, box: torch.Tensor, e0: float
+    points: torch.Tensor, index: torch.Tensor, direction: torch.Tensor, box: torch.Tensor, e0: float | torch.Tensor
 ) -> torch.Tensor:
     """[B, N] the density from which on a site of the spiral is inside the image; direction is [B or 1, N, 2]."""
+    return (index + 0.5) / magnified(reach(points, direction, box), e0)
+
+
+def box_of(points: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """(width, height) of the image in units of its longer side."""
+    return points.new_tensor([size[1] / max(size), size[0] / max(size)])
+
+
+def reach(points: torch.Tensor, direction: torch.Tensor, box: torch.Tensor) -> torch.Tensor:
+    """[B, N] how far it is from points [B, 2] to the edge of the image, in units of the longer side; direction is
+    [B or 1, N, 2]."""
     at = (points * box)[:, None]
-    room = torch.where(direction > 0, box - at, at)
-    reach = (room / direction.abs().clamp(min=1e-300)).amin(dim=-1)
-    return (index + 0.5) / magnified(reach, e0)
+    ways = []
+    for place, end, step in zip(at.unbind(-1), box, direction.unbind(-1), strict=True):
+        ways.append(torch.where(step > 0, end - place, place) / step.abs().clamp(min=1e-300))
+    return torch.minimum(*ways)
 
 
-def magnified(e: torch.Tensor, e0: float) -> torch.Tensor:
+def magnified(e: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
     """N(e): the integral of M^2 over the disc of eccentricity e, up to a factor."""
     u = e / e0
     # Near 0 the terms cancel: u^2 / 2 - 2 u^3 / 3 + 3 u^4 / 4 - ...
     return torch.where(u < 1e-4, u * u * (0.5 - u * (2 / 3 - u * 0.75)), u.log1p() - u / (1 + u))
 
 
-def eccentricity(n: torch.Tensor, e0: float) -> torch.Tensor:
+def eccentricity(n: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
     """The inverse of `magnified`, for n > 0. Differentiable."""
     with torch.no_grad():
         # Newton on s = ln(1 + u), in which N is s + exp(-s) - 1: convex, so that it falls to the root from the right.

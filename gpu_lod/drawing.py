@@ -74,7 +74,7 @@ def feature_grid(maps: torch.Tensor, columns: int = 6) -> torch.Tensor:
     return torch.from_numpy(drawn.copy()).permute(2, 0, 1)
 
 
-def _rgb(image: torch.Tensor) -> Image.Image:
+def as_rgb(image: torch.Tensor) -> Image.Image:
     """[C, H, W], of any stored dtype, without its alpha."""
     values = (unit(colour(image)).clamp(0, 1) * 255).round().byte().expand(3, -1, -1)
     return Image.fromarray(values.permute(1, 2, 0).contiguous().numpy())
@@ -90,7 +90,7 @@ def beside_level_map(image: torch.Tensor, levels: torch.Tensor, fixation: tuple[
     gap, bar, text = max(4, width // 64), max(12, width // 40), max(11, min(height, width) // 32)
     font = ImageFont.load_default(size=text)
     page = Image.new("RGB", (2 * width + 3 * gap + bar + 2 * text, height), _PAPER)
-    page.paste(_rgb(image), (0, 0))
+    page.paste(as_rgb(image), (0, 0))
     coloured = _coloured(levels / highest)
     whole = levels.floor()
     lines = torch.zeros_like(levels, dtype=torch.bool)
@@ -111,7 +111,7 @@ def beside_level_map(image: torch.Tensor, levels: torch.Tensor, fixation: tuple[
         draw.line(((left, at), (left + bar, at)), fill=_PAPER)
         middle = min(max(at, text / 2), height - text / 2 - 1)
         draw.text((left + bar + gap // 2, middle), str(level), fill=_INK, font=font, anchor="lm")
-    return _tensor(page)
+    return as_tensor(page)
 
 
 def footprints(image: torch.Tensor, sites: torch.Tensor, patch: int) -> torch.Tensor:
@@ -121,7 +121,7 @@ def footprints(image: torch.Tensor, sites: torch.Tensor, patch: int) -> torch.Te
     """
     height, width = image.shape[-2:]
     times = max(1, round(_LONGEST / 2 / max(height, width)))
-    page = Image.blend(_rgb(image), Image.new("RGB", (width, height), _PAPER), 0.45)
+    page = Image.blend(as_rgb(image), Image.new("RGB", (width, height), _PAPER), 0.45)
     page = page.resize((width * times, height * times), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(page)
     highest = max(1.0, float(sites[:, 2].max()))
@@ -132,10 +132,10 @@ def footprints(image: torch.Tensor, sites: torch.Tensor, patch: int) -> torch.Te
         x, y = x * page.width, y * page.height
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=tuple(shade), width=thick)
         draw.ellipse((x - thick, y - thick, x + thick, y + thick), fill=tuple(shade))
-    return _tensor(page)
+    return as_tensor(page)
 
 
-def _tensor(page: Image.Image) -> torch.Tensor:
+def as_tensor(page: Image.Image) -> torch.Tensor:
     """uint8 [3, H, W], as files are written from."""
     return torch.from_numpy(np.array(page)).permute(2, 0, 1)
 

@@ -299,6 +299,11 @@ def reference(
     return result if image.ndim == 4 else result[0]
 
 
+def luma_of(image: torch.Tensor) -> torch.Tensor:
+    """Channel 9 of [B, C, H, W]: [B, 1, H, W], fp32."""
+    return _luma(_unit(image, torch.float32))
+
+
 def _unit(x: torch.Tensor, work: torch.dtype) -> list[torch.Tensor]:
     """Red, green and blue [B, 1, H, W] in [0, 1]; three times the same if it is grey."""
     colours = x[:, : 1 if x.shape[1] <= 2 else 3].to(work)

@@ -226,8 +226,8 @@ def _look(
     return Look(patch, border == "zero", values.scale, values.offset, values.dtype)
 
 
-def _centres(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) -> torch.Tensor:
-    """[B, K, 2] in pixels, rounded; gradients pass as if they were not."""
+def centres_of(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) -> torch.Tensor:
+    """[B, K, 2] in pixels, rounded as patches are read; gradients pass as if they were not."""
     height, width = size
     at = sites[..., :2].to(work) * torch.tensor([width, height], dtype=work, device=sites.device)
     rounded = (at.detach() * PER_PIXEL).round() / PER_PIXEL
@@ -238,7 +238,7 @@ def _first_texels(sites: torch.Tensor, patch: int, size: tuple[int, int]) -> tup
     """[B, K, 2] the texel of each first sample, at the site's level; [B, K] whether all samples are texels."""
     level = sites[..., 2].clamp(max=30)
     whole = torch.exp2(level.floor())[..., None]
-    first = _centres(sites, size, torch.float32) / whole - patch / 2
+    first = centres_of(sites, size, torch.float32) / whole - patch / 2
     # Texels stand on a grid of whole steps only where the sides halve without a rest.
     sides = torch.tensor([size[1], size[0]], dtype=torch.float32, device=sites.device) / whole
     met = (first == first.floor()) & (sides == sides.floor())
@@ -261,7 +261,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
     sites = sites.to(top.device).expand(batch, -1, -1)
     budget, patch = sites.shape[1], look.patch
-    centres = _centres(sites, (height, width), work)
+    centres = centres_of(sites, (height, width), work)
     level = sites[..., 2].to(work).clamp(max=30)  # far beyond any image
     read = level.clamp(max=len(levels) - 1)
     fine = read.detach().floor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.tables import Table, Timed
 
 if TYPE_CHECKING:
+    from gpu_lod.allocation import Allocation, Skipped
     from gpu_lod.demo.rows import Row
     from gpu_lod.doctor import Finding
 
@@ -241,3 +243,26 @@ def show_rows(rows: list[Row]) -> None:
     )
     if not all(row.steady for row in rows):
         console.print("?: unsteady, the middle half of the times spans more than half the median; measure again.")
+
+
+def show_allocations(results: list[Allocation | Skipped]) -> None:
+    from gpu_lod.allocation import Allocation
+
+    made = [result for result in results if isinstance(result, Allocation)]
+    levels = sorted({level for result in made for level in result.levels})
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("allocator", no_wrap=True)
+    for name in ("tokens", *(f"level {level}" for level in levels), "coverage", "PSNR dB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for result in made:
+        counts = [str(result.levels.get(level, "")) for level in levels]
+        table.add_row(
+            result.name, str(result.tokens.budget), *counts, f"{100 * result.coverage:.1f}%",
+            "exact" if math.isinf(result.psnr) else f"{result.psnr:.2f}", "untrained" if result.untrained else "",
+        )  # fmt: skip
+    console = _console()
+    console.print(table)
+    for one in results:
+        if not isinstance(one, Allocation):
+            console.print(f"skipped {one.name}: {one.reason}", soft_wrap=True, markup=False)

@@ -30,6 +30,11 @@ if torch.version.cuda is None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["GPU_LOD_CACHE"] = "off"  # what was calibrated here is no matter of the tests
+    if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        # Threads of several processes that wait for each other on the same cores cost more than they save.
+        each = max(1, (os.cpu_count() or 1) // int(workers))
+        os.environ["OMP_NUM_THREADS"] = str(each)  # of the programs that tests run
+        torch.set_num_threads(each)
     # CI tests the built wheel: a stray path entry must not let the checkout stand in for it.
     if os.environ.get("GPU_LOD_TEST_INSTALLED") and Path(lod.__file__).resolve().is_relative_to(CHECKOUT / "gpu_lod"):
         raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")

@@ -22,9 +22,9 @@ from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 
 NAMES = lod.allocate.names()
-ANY_BUDGET = ["Downsample", "Hexagonal"]
+ANY_BUDGET = ["Downsample", "Hexagonal", "LogPolar", "PseudoLogPolar", "SoftVortex", "Spiral", "Whirlwind"]
 """Their sites are no nodes of a grid: there are as many as are asked for."""
-MONOTONE = ["GridTopK", "PyramidTopK"]
+MONOTONE = [name for name in NAMES if lod.allocate.make(name, 1).monotone]
 """Raising a cell's relevance never loses its token."""
 
 
@@ -112,20 +112,24 @@ def same(tokens: lod.TokenSet, sites: torch.Tensor, scores: torch.Tensor, blends
         assert torch.equal(tokens.sites, sites) and torch.equal(tokens.scores, scores)
 
 
-@given(st.sampled_from(MONOTONE), st.integers(0, 2**20))
-def test_more_relevance_never_loses_a_token(name: str, seed: int) -> None:
+@pytest.mark.parametrize("name", MONOTONE)
+@given(st.integers(0, 98), st.sampled_from([5, 20, 60]), st.sampled_from([0.01, 0.5, 9.0]), st.integers(0, 2**20))
+def test_more_relevance_never_loses_a_token(name: str, rank: int, budget: int, more: float, seed: int) -> None:
     torch.manual_seed(seed)
     relevance = torch.rand(1, 9, 11)
-    allocator = lod.allocate.make(name, 20)
-    cell = int(relevance.flatten().argsort(descending=True)[seed % 30])
-    site = lod.allocate.GridTopK(99)(relevance=torch.nn.functional.one_hot(torch.tensor([cell]), 99).view(1, 9, 11))
-    wanted = site.sites[0, 0]
+    allocator = lod.allocate.make(name, budget, 4)
+    fixation = (0.4, 0.6) if "fixation" in allocator.takes else None
+    query = torch.ones(allocator.query_width or 8) if "query" in allocator.needs else None
+    cell = int(relevance.flatten().argsort(descending=True)[rank])
+    wanted = torch.tensor([(cell % 11 + 0.5) / 11, (cell // 11 + 0.5) / 9, 0.0])
 
     def has(values: torch.Tensor) -> bool:
-        return bool((allocator(relevance=values).sites[0] == wanted).all(-1).any())
+        with torch.no_grad():
+            sites = allocator(relevance=values, fixation=fixation, query=query).sites[0]
+        return bool(((sites - wanted).abs() < 1e-6).all(-1).any())
 
     before = has(relevance)
-    relevance.view(-1)[cell] += 0.5
+    relevance.view(-1)[cell] += more
     assert has(relevance) or not before
 
 
@@ -398,7 +402,7 @@ def test_patches_are_read_at_the_sites(name: str, photo: torch.Tensor) -> None:
         every = lod.allocate.GridTopK(rows * columns)(
             image, torch.arange(rows * columns).flip(0).view(1, rows, columns)
         )
-        blended = torch.einsum("bkn,bncij->bkcij", tokens.weights, every.patches.float())
+        blended = torch.einsum("bkn,bncij->bkcij", tokens.weights, every.patches.float() / 255)
         assert torch.allclose(tokens.patches, blended, atol=1e-3)
     else:
         assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))

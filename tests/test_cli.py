@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scripts
 import torch
+from command_line import done, refused, run, serving
 from PIL import Image
 
 import gpu_lod as lod
@@ -23,73 +24,10 @@ from gpu_lod.saliency import luma, patch_starts, patches
 NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
 
 
-SERVER = """
-import json, os, sys
-import gpu_lod.cli, gpu_lod.commands
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        for number, name in ((0, os.devnull), (1, job["stdout"]), (2, job["stderr"])):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
-        os.chdir(job["cwd"])
-        os.environ.update(job["env"])
-        sys.argv = ["gpu-lod", *job["arguments"]]
-        gpu_lod.cli.main()
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Runs each command in a process of its own, forked from one that has imported torch already, which is all that takes
-long. It opens no OpenGL itself."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    global _server
-    folder = tmp_path_factory.mktemp("server")  # not the checkout, so that the installed package is found
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as _server:
+    with serving(tmp_path_factory.mktemp("server")):
         yield
-        assert _server.stdin is not None
-        _server.stdin.close()
-
-
-_server: subprocess.Popen[str]
-
-
-def run(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`gpu-lod ARGUMENTS` in `folder`."""
-    files = {name: folder / f".{name}" for name in ("stdout", "stderr")}
-    for file in files.values():
-        file.write_text("")
-    job = {"arguments": arguments, "cwd": str(folder), "env": {"COLUMNS": "200"} | (env or {})}
-    job |= {name: str(file) for name, file in files.items()}
-    assert _server.stdin is not None and _server.stdout is not None
-    print(json.dumps(job), file=_server.stdin, flush=True)
-    code = int(_server.stdout.readline())
-    return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files.values()))
-
-
-def done(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
-    """The same, which must succeed and say nothing on stderr; returns stdout."""
-    result = run(folder, *arguments, env=env)
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
-
-
-def refused(folder: Path, *cases: tuple[str, int, str], env: dict[str, str] | None = None) -> None:
-    """Every case (arguments, exit code, what the message holds) must fail in one line that a person can read."""
-    for arguments, code, message in cases:
-        result = run(folder, *arguments.split(), env=env)
-        assert result.returncode == code, (arguments, result.stderr)
-        assert result.stdout == "", arguments
-        assert "Traceback" not in result.stderr
-        if "Usage:" in result.stderr:  # wrong arguments are framed, and help is offered
-            assert code == 2 and message in " ".join(result.stderr.replace("│", " ").split())
-        else:
-            assert result.stderr.startswith("gpu-lod: ") and result.stderr.count("\n") == 1, (arguments, result.stderr)
-            assert message in result.stderr
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-CLI_EXTRA = ("typer", "rich", "PIL", "matplotlib", "skimage")
+CLI_EXTRA = ("typer", "rich", "PIL", "matplotlib", "skimage", "safetensors")
 KINDS = ("wheel", "sdist", "editable")
 # Folders of the checkout, and where they are installed.
 PACKAGES = {"gpu_lod": "gpu_lod", "bridge": "gpu_lod/bridge", "shaders": "gpu_lod/shaders"}

@@ -111,6 +111,9 @@ class Allocator(ABC):
     blends: ClassVar[bool] = False
     """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
 
+    monotone: ClassVar[bool] = False
+    """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
+
     query_width: int | None = None
     """D of a query; None is any."""
 
@@ -161,7 +164,11 @@ class Allocator(ABC):
         return replace(tokens, patches=self._patches(scene, tokens, mean, std))
 
     def _patches(
-        self, scene: Scene, tokens: TokenSet, mean: Sequence[float] | None, std: Sequence[float] | None
+        self,
+        scene: Scene,
+        tokens: TokenSet,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> torch.Tensor:
         assert scene.image is not None
         if not self.blends:
@@ -292,6 +299,14 @@ def places(taken: torch.Tensor, count: int) -> torch.Tensor:
     numbers = torch.arange(taken.shape[1], device=taken.device).expand_as(taken)
     slots = torch.where(taken, taken.cumsum(1) - 1, count)  # all the others into one slot more
     return numbers.new_zeros(len(taken), count + 1).scatter_(1, slots, numbers)[:, :count]
+
+
+def at_sites(scene: Scene, values: torch.Tensor, sites: torch.Tensor) -> torch.Tensor:
+    """[B, K]: values [B, Hg, Wg] of the grid's cells that sites [B, K, 2 or 3] are in."""
+    cells = []
+    for n, count, place in zip(scene.size, scene.grid, (sites[..., 1], sites[..., 0]), strict=True):
+        cells.append((place.detach() * n / scene.patch).long().clamp(0, count - 1))
+    return values.flatten(1).gather(1, cells[0] * scene.grid[1] + cells[1])
 
 
 def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:

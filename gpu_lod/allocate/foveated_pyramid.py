@@ -31,6 +31,9 @@ class FoveatedPyramid(Allocator):
     Source: Schwartz (1980) for M(e) = M0 / (e + e0), M0 = e0 here, so that M is 1 at the fixation.
     """
 
+    # With the fixation given: a cell's ancestors come earlier in the order of splits, and nobody else does.
+    monotone: ClassVar[bool] = True
+
     takes: ClassVar[tuple[Need, ...]] = ("fixation",)
 
     def __init__(

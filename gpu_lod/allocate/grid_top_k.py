@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from gpu_lod.allocate.base import Allocator, Scene, ordered, register
@@ -9,10 +11,9 @@ from gpu_lod.allocate.base import Allocator, Scene, ordered, register
 
 @register
 class GridTopK(Allocator):
-    """The K level-0 patches of the highest relevance; equal ones row by row.
+    """The K level-0 patches of the highest relevance; equal ones row by row."""
 
-    Monotone: raising a cell's relevance never loses its token.
-    """
+    monotone: ClassVar[bool] = True
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         rows, columns = scene.grid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,9 @@ class HeatDiffusion(Allocator):
 
     Source: the screened Poisson equation; Crank, "The Mathematics of Diffusion" (1975).
     """
+
+    # No cell gains more from heat at a place than the place itself.
+    monotone: ClassVar[bool] = True
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", length: float = 2.0) -> None:
         super().__init__(budget, patch, pool)

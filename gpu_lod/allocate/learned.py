@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool
+from gpu_lod.allocate.base import Allocator, Pool, Scene
 from gpu_lod.errors import InputError
 from gpu_lod.token_set import TokenSet
 
@@ -23,6 +23,61 @@ class Learned(nn.Module, Allocator):
 
     def forward(self, *args: Any, **kwargs: Any) -> TokenSet:
         return Allocator.__call__(self, *args, **kwargs)
+
+    def _scene(self, *given: Any) -> tuple[Scene, bool]:
+        scene, batched = super()._scene(*given)
+        for parameter in self.parameters():
+            checks.same_device(scene.relevance, parameter, type(self).__name__)
+        return scene, batched
+
+
+def even_points(count: int) -> torch.Tensor:
+    """[count, 2] in the open unit square, the same each time and evenly spread however many.
+
+    Source: Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences" (2018): the golden ratio's counterpart in
+        the plane, g^3 = g + 1.
+    """
+    g = 1.32471795724474602596
+    step = torch.tensor([1 / g, 1 / g**2], dtype=torch.float64, device="cpu")
+    return (0.5 + torch.arange(count, dtype=torch.float64, device="cpu")[:, None] * step) % 1
+
+
+FLOOR = 1e-4
+"""Of the mean relevance: no logarithm takes a patch for less."""
+
+BEYOND = 100.0
+"""Logarithm of an infinite relevance, in units of the mean."""
+
+
+def log_relevance(scene: Scene) -> torch.Tensor:
+    """[B, Hg Wg], float64: the logarithm of relevance in units of its mean, from its least value if that is negative.
+
+    Infinities do not count in the mean.
+    """
+    values = scene.relevance.flatten(1).double()
+    finite = torch.isfinite(values)
+    some = torch.where(finite, values, 0.0)
+    some = torch.where(finite, some - some.amin(1, keepdim=True).clamp(max=0), 0.0)
+    mean = some.sum(1, keepdim=True) / finite.sum(1, keepdim=True).clamp(min=1)
+    logs = torch.log(some / torch.where(mean > 0, mean, 1.0) + FLOOR)
+    return torch.where(finite, logs, values.sign() * BEYOND)
+
+
+def convex(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The softmax of [..., N] over N in parts: exp(logits - top), its sum, and the top, [..., 1] each.
+
+    Less than e^-40 of the largest is taken for that: it weighs nothing, and numbers too small for fp32 are slow.
+    """
+    top = logits.detach().amax(-1, keepdim=True)
+    parts = (logits - top).clamp(min=-40).exp()
+    return parts, parts.sum(-1, keepdim=True), top
+
+
+def by_score(scores: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Scores [B, K] and values [B, K, ...] alike, high scores first, equal ones in the order they are in."""
+    found, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    images = torch.arange(len(order), device=order.device)[:, None]
+    return found, *(value[images, order] for value in values)
 
 
 _HALVINGS = 52

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,8 @@ class PyramidTopK(Allocator):
         weights: of the levels, finest first; as many levels as there are weights.
         split: patches of each level, coarsest first, such as (64, 128, 64, 17); they sum to the budget.
     """
+
+    monotone: ClassVar[bool] = True
 
     def __init__(
         self,

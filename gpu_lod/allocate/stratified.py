@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, places, register
+from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.tree_cut import tokens_at
 
 
 @register
@@ -20,6 +23,9 @@ class Stratified(Allocator):
         strata: (rows, columns); no more than the grid has.
     """
 
+    # A heavier stratum never loses a token by largest remainder while the others stay as they are.
+    monotone: ClassVar[bool] = True
+
     def __init__(
         self, budget: int = 273, patch: int = 14, pool: Pool = "mean", strata: tuple[int, int] = (4, 4)
     ) -> None:
@@ -30,10 +36,19 @@ class Stratified(Allocator):
         rows, columns = scene.grid
         self.enough(rows * columns)
         cut = [min(count, cells) for count, cells in zip(self.strata, scene.grid, strict=True)]
-        stratum_y = torch.arange(rows, device=scene.device) * cut[0] // rows
-        stratum_x = torch.arange(columns, device=scene.device) * cut[1] // columns
-        stratum = (stratum_y[:, None] * cut[1] + stratum_x).flatten().expand(scene.batch, -1)
+        stratum = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
         return best_of_each(scene, stratum, cut[0] * cut[1], self.budget)
+
+
+def strata_of(scene: Scene, cut: torch.Tensor) -> torch.Tensor:
+    """[B, Hg Wg], the stratum of each level-0 patch, row by row.
+
+    Args:
+        cut: [B, 2], the rows and columns of strata, no more than the grid has; or [1, 2] for all images.
+    """
+    rows, columns = cut[:, :, None].unbind(1)
+    y, x = (torch.arange(n, device=scene.device) * k // n for n, k in zip(scene.grid, (rows, columns), strict=True))
+    return (y[:, :, None] * columns[:, :, None] + x[:, None]).flatten(1)
 
 
 def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,38 +57,60 @@ def best_of_each(scene: Scene, stratum: torch.Tensor, count: int, budget: int) -
     Args:
         stratum: [B, Hg Wg], the stratum of each patch, from 0 to `count` - 1.
     """
-    rows, columns = scene.grid
-    ones = torch.ones_like(stratum)
-    room = torch.zeros(scene.batch, count, dtype=torch.long, device=scene.device).scatter_add(1, stratum, ones)
+    room, weight = held(scene, stratum, count)
+    taken = best_of(scene.relevance, stratum, room, shared_out(weight, room, budget))
+    return tokens_at(scene, [(0, taken)], [scene.relevance], budget)
+
+
+def held(scene: Scene, stratum: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many patches each stratum has, [B, S], and how much relevance, float64; arguments as in `best_of_each`."""
+    room = room_in(stratum, count)
     weight = torch.zeros(room.shape, dtype=torch.float64, device=scene.device).scatter_add(
         1, stratum, scene.amounts().flatten(1).double()
     )
-    counts = shared_out(weight, room, budget)
-    # The rank of each patch in its stratum: sorted by relevance, then stably by stratum.
-    order = torch.sort(scene.relevance.flatten(1), dim=1, descending=True, stable=True).indices
+    return room, weight
+
+
+def best_of(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Where the best `counts` [B, S] patches of each stratum are, bool [B, Hg, Wg]; equal ones by their place."""
+    return (ranks_within(values.flatten(1), stratum, room) < counts.gather(1, stratum)).view_as(values)
+
+
+def room_in(stratum: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, `count`], how many patches each stratum has, of [B, N]."""
+    return stratum.new_zeros(stratum.shape[0], count).scatter_add(1, stratum, torch.ones_like(stratum))
+
+
+def ranks_within(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """[B, N], how many of its stratum come before each: those of higher values, and equal ones by their place.
+
+    Args:
+        stratum: [B, N], of each value.
+        room: [B, S], how many values each stratum has.
+    """
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
     order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
-    sorted_strata = stratum.gather(1, order)
-    ranks = torch.arange(rows * columns, device=scene.device) - (room.cumsum(1) - room).gather(1, sorted_strata)
-    taken = torch.zeros_like(stratum, dtype=torch.bool).scatter(1, order, ranks < counts.gather(1, sorted_strata))
-    index = places(taken, budget)
-    scores, first = ordered(scene.relevance.flatten(1).gather(1, index), budget)
-    return scene.sites(0, index.gather(1, first)), scores
+    before = (room.cumsum(1) - room).gather(1, stratum.gather(1, order))
+    return torch.empty_like(stratum).scatter(1, order, torch.arange(values.shape[1], device=values.device) - before)
 
 
-def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Tensor:
-    """Whole shares [B, S] that sum to `total`: one for each (the heaviest, if there are not enough), the rest by
-    largest remainder, none above its room.
+def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tensor, least: int = 1) -> torch.Tensor:
+    """Whole shares [B, S] that sum to `total`: `least` for each (the heaviest first, if there are not enough), the rest
+    by largest remainder, none above its room.
 
     Args:
         weight: not negative; all 0 is all equal.
         room: sums to `total` at least.
+        total: of every image, or [B].
+        least: 1, or 0 for shares by weight alone.
     """
     strata = weight.shape[1]
+    wanted = torch.as_tensor(total, device=weight.device).expand(len(weight))[:, None]
     heaviest = torch.sort(weight.where(room > 0, -1.0), dim=1, descending=True, stable=True).indices
-    one_each = torch.arange(strata, device=weight.device) < total
-    counts = torch.zeros_like(room).scatter(1, heaviest, one_each.long().expand_as(heaviest)).minimum(room)
+    first = (torch.arange(strata, device=weight.device) < wanted).long() * least
+    counts = torch.zeros_like(room).scatter(1, heaviest, first).minimum(room)
     for _ in range(strata):  # each round fills a stratum, or is the last
-        rest = total - counts.sum(1, keepdim=True)
+        rest = wanted - counts.sum(1, keepdim=True)
         left = room - counts
         open_ = left > 0
         shares = weight * open_
@@ -88,6 +125,6 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int) -> torch.Te
             1, rank, ((torch.arange(strata, device=weight.device) < over) & (remainder.gather(1, rank) >= 0)).long()
         )
         counts = counts + given + torch.where(full, 0, extra)
-        if not bool((counts.sum(1) < total).any()):
+        if not bool((counts.sum(1, keepdim=True) < wanted).any()):
             break
     return counts

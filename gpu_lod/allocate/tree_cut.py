@@ -71,9 +71,9 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
             split_at[level] = part.unflatten(1, sizes[level])
     leaves = []
     for level, size in enumerate(sizes):
-        reached = torch.ones_like(split_at[level]) if level == top else _children(split_at[level + 1], size)
+        reached = torch.ones_like(split_at[level]) if level == top else children(split_at[level + 1], size)
         leaves.append(reached & ~split_at[level])
-    return Cut(tuple(leaves), _best(detail, ~leaves[0], left))
+    return Cut(tuple(leaves), best(detail, ~leaves[0], left))
 
 
 def _propagated(benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,12 +92,12 @@ def _costs(below: tuple[int, int], device: torch.device) -> torch.Tensor:
     return sides[0][:, None] * sides[1] - 1
 
 
-def _children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """What nodes have, on the nodes of the next finer level."""
     return split.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, : size[0], : size[1]]
 
 
-def _best(values: torch.Tensor, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def best(values: torch.Tensor, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """Where the best `count` [B] of the eligible cells are; equal ones by their place."""
     flat, open_ = values.flatten(1), eligible.flatten(1)
     by_value = torch.sort(flat, dim=1, descending=True, stable=True).indices
@@ -112,14 +112,32 @@ def tokens_of(scene: Scene, cut: Cut, values: Sequence[torch.Tensor], budget: in
     Args:
         values: the score of each node, [B, h_l, w_l] a level, finest first; detail cells have level 0's.
     """
-    nodes = [*enumerate(cut.leaves), (0, cut.detail)]
+    return tokens_at(scene, [*enumerate(cut.leaves), (0, cut.detail)], values, budget)
+
+
+def tokens_at(
+    scene: Scene,
+    nodes: Sequence[tuple[int, torch.Tensor]],
+    values: Sequence[torch.Tensor],
+    budget: int,
+    levels: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sites [B, K, 3] and scores [B, K] of nodes, high scores first; of equal ones in the order in which they come.
+
+    Args:
+        nodes: a level of the quadtree, and where it is taken, bool [B, h_l, w_l]; K for each image in all.
+        values: the score of each node, [B, h_l, w_l] a level, finest first.
+        levels: the level that each node is read at, [B, h_l, w_l] for each entry of `nodes`; None is its own.
+    """
     taken = torch.cat([mask.flatten(1) for _, mask in nodes], dim=1)
     index = places(taken, budget)
     scores, order = ordered(torch.cat([values[level].flatten(1) for level, _ in nodes], dim=1).gather(1, index), budget)
     index = index.gather(1, order)
-    sites, first = scores.new_zeros(*index.shape, 3), 0
+    sites, first = scene.relevance.new_zeros(*index.shape, 3), 0
     for level, mask in nodes:
         here = (index >= first) & (index < first + mask[0].numel())
         sites = torch.where(here[..., None], scene.sites(level, (index - first).clamp(min=0)), sites)
         first += mask[0].numel()
+    if levels is not None:
+        sites[..., 2] = torch.cat([level.flatten(1) for level in levels], dim=1).gather(1, index)
     return sites, scores

@@ -1,0 +1,115 @@
+"""Something of every direction that the picture varies in: budgets for bands of orientation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
+from gpu_lod.allocate.energy import ROUNDING, checked, luma, relevances
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.allocate.tree_cut import tokens_at
+from gpu_lod.errors import InputError
+from gpu_lod.gaussian import gaussian
+from gpu_lod.oriented_energy import oriented_energy
+
+_OF = 273
+"""The budget that the counts of `split` are for."""
+
+
+@register
+class FrequencyAware(Allocator):
+    """Level-0 patches, so many for each band of orientation (0, 45, 90 and 135 degrees as in `oriented_energy`: 0 are
+    vertical edges), and the best of each band; no patch for two.
+
+    The four counts of `split` go to the bands by rank, the strongest first, and what is left of the budget is shared
+    by largest remainder on the bands' weights. Both are for a budget of 273; for another one the sum of the four is
+    scaled to it, rounded down, and shared by largest remainder on them. A band's weight is the relevance times the
+    energy that it holds, or what the query says.
+
+    What a patch is worth to a band is relevance times energy. Patches are given away as if the best pair of band and
+    patch, among bands with tokens left and patches not taken, were served again and again; so no band is first to
+    choose, and a patch that several bands want goes to the one that it is worth most to. Of equal pairs the band of
+    the smaller angle comes first, then the patch row by row. No band can run out: there are as many patches as tokens.
+
+    Energy is measured on level 1 of the Gaussian pyramid of the luma, at half the resolution, in a quarter of the
+    time: strokes finer than two pixels count as what is left of them there. Each patch has the mean over its pixels.
+    Scores are the relevance of the patches.
+
+    Args:
+        split: four counts that sum to 273 at most.
+        A query [B, 4] gives weights of the bands, 0 or more; one of zeros alone gives none, and energy speaks.
+
+    Source: Freeman and Adelson (1991) for the energy; Gale and Shapley (1962) for giving away in rounds of offers,
+        which ends where the greedy order does, since both sides rank a pair by the same number.
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("image", "relevance")
+    takes: ClassVar[tuple[Need, ...]] = ("query",)
+    query_width = 4
+
+    def __init__(
+        self,
+        budget: int = 273,
+        patch: int = 14,
+        pool: Pool = "mean",
+        split: Sequence[int] = (128, 32, 32, 32),
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.split = tuple(split)
+        if len(self.split) != 4 or not all(isinstance(n, int) and n >= 0 for n in self.split) or sum(self.split) > _OF:
+            raise InputError(
+                f"split is {split!r}; expected four counts of 0 or more, the strongest band's first, that sum to {_OF} "
+                "at most."
+            )
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        self.enough(scene.grid[0] * scene.grid[1])
+        [relevance] = relevances(scene, 0)
+        worth = (relevance[:, None] * (energies(scene) + ROUNDING)).flatten(2)
+        taken = given_away(worth, self._counts(scene, worth.double().sum(2)))
+        return tokens_at(scene, [(0, taken.view_as(relevance))], [scene.relevance], self.budget)
+
+    def _counts(self, scene: Scene, weight: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, 4] of each band."""
+        if scene.query is not None:
+            if (scene.query < 0).any():
+                raise InputError("query holds negative weights; expected 0 or more for each of the four bands.")
+            weight = torch.where((scene.query > 0).any(1, keepdim=True), scene.query.double(), weight)
+        anything = torch.full_like(weight, self.budget, dtype=torch.long)
+        fixed = self.budget * sum(self.split) // _OF
+        by_rank = shared_out(weight.new_tensor(self.split).expand_as(weight), anything, fixed, least=0)
+        order = torch.sort(weight, dim=1, descending=True, stable=True).indices
+        counts = torch.zeros_like(by_rank).scatter(1, order, by_rank)
+        return counts + shared_out(weight, anything, self.budget - fixed, least=0)
+
+
+def energies(scene: Scene) -> torch.Tensor:
+    """Mean oriented energy of each patch, [B, 4, Hg, Wg], at 0, 45, 90 and 135 degrees."""
+    values = luma(scene, scene.patch)[:, None]
+    half = gaussian(values, 2 if max(values.shape[-2:]) > 1 else 1).levels[-1]
+    [found] = oriented_energy(half, 1)
+    # A patch of an odd side shares samples with its neighbours.
+    return F.adaptive_avg_pool2d(checked(found[:, 0]), scene.grid)
+
+
+def given_away(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Where [B, N] the patches are that bands get: `counts` [B, S] each, by `worth` [B, S, N], no patch twice.
+
+    Args:
+        counts: no more than N together.
+    """
+    order = torch.sort(worth, dim=2, descending=True, stable=True).indices
+    open_ = torch.ones_like(worth, dtype=torch.bool)  # who was not turned down, in the order of the band's wishes
+    bands = torch.arange(worth.shape[1], device=worth.device)[:, None]
+    while True:
+        asked = open_ & (open_.cumsum(2) <= counts[..., None])
+        offers = torch.zeros_like(asked).scatter(2, order, asked)
+        best = torch.where(offers, worth, -1.0).argmax(1, keepdim=True)
+        refused = offers & (best != bands)
+        if not bool(refused.any()):
+            return offers.any(1)
+        open_ = open_ & ~refused.gather(2, order)

@@ -1,0 +1,111 @@
+"""Sites about the fixation as the visual cortex magnifies, with a share of them in the fovea."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
+from gpu_lod.allocate.fixations import find_fixations
+from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, magnified, reach, sites_about
+from gpu_lod.errors import InputError
+
+E0_RANGE = 1e-3, 1e3
+"""Eccentricities of half magnification that are tried, in units of the fovea's radius: from a density of nearly
+1 / e^2 to one that is all but even."""
+
+_TRIED, _ROUNDS = 32, 3
+"""How many of them at once, and how often, each time between the two that the number asked for lies between. In the
+end they are 13.8 / 32^3 of their logarithm apart: among thousands of sites, one at most crosses the fovea's border."""
+
+
+@register
+class LogPolar(Allocator):
+    """`cortical_sites` about the fixation, with the e0 at which the fovea holds its share of the tokens.
+
+    The density of sites falls with the square of magnification, M(e) = e0 / (e + e0): the smaller e0 is, the more of
+    them are near the fixation. So e0 is found for each image, by search: the one at which round(fovea K) of the K sites
+    are within the radius, exactly (within one, if K is ten thousand and more), wherever the fixation is, a corner too.
+    No e0 gives a share beyond what is possible: less than the fovea's part of the picture's area (e0 is then the
+    largest there is, and sites are even) or, with the default radius, more than about three quarters (the smallest);
+    the nearest share is taken.
+    Levels are those of `cortical_sites`: patches cover the distance between neighbours. Scores are the relevance of the
+    level-0 patch that a site is in, times M there.
+
+    Units: radius and e0 in units of the longer side.
+
+    Args:
+        fovea: the share of the tokens that are in the fovea, in [0, 1].
+        radius: of the fovea.
+        Without a fixation, the peak of relevance is one (`find_fixations`).
+
+    Source: Schwartz (1980) for M; Vogel (1979) for the spiral; see `cortical_sites`.
+    """
+
+    takes: ClassVar[tuple[Need, ...]] = ("fixation",)
+
+    def __init__(
+        self, budget: int = 273, patch: int = 14, pool: Pool = "mean", fovea: float = 0.3, radius: float = 0.1
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.fovea = checks.number(fovea, "fovea")
+        self.radius = checks.number(radius, "radius")
+        if not 0 <= self.fovea <= 1:
+            raise InputError(f"fovea is {fovea}; expected a share of the tokens, in [0, 1].")
+        if self.radius <= 0:
+            raise InputError(f"radius is {radius}; expected a positive part of the longer side.")
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        fixation = find_fixations(scene.relevance)[:, 0] if scene.fixation is None else scene.fixation
+        points = fixation.double()
+        e0 = foveal_e0(points.detach(), scene.size, self.budget, round(self.fovea * self.budget), self.radius)
+        sites = sites_about(points, self.budget, scene.size, self.patch, e0)
+        away = ((sites[..., :2] - points[:, None]) * box_of(points, scene.size)).norm(dim=-1)
+        relevance = at_sites(scene, scene.amounts(), sites)
+        scores, order = ordered(relevance * (e0 / (away + e0)).float(), self.budget)
+        return sites.gather(1, order[..., None].expand(-1, -1, 3)).float(), scores
+
+
+def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: int, radius: float) -> torch.Tensor:
+    """[B, 1] the e0 at which `count` of the sites about points [B, 2], in float64, are within the radius.
+
+    Convention: with e0 the density changes continuously, so that sites enter and leave the fovea one by one: where one
+        end of the range has fewer than wanted, and the other as many or more, there is an e0 between with the number.
+    """
+    box = box_of(points, size)
+    farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1)[:, None, None]
+    # Of an even density, as many sites are in the circle about the picture; any other needs fewer candidates.
+    circle = math.pi * float(farthest.max()) ** 2 / float(box.prod())
+    index, edge = _candidates(points, box, math.ceil(1.1 * budget * circle) + 16)
+    border = edge.new_tensor(radius)
+    tried = edge.new_tensor([math.log(end * radius) for end in E0_RANGE]).expand(len(points), 2)
+    part = torch.linspace(0, 1, _TRIED, dtype=edge.dtype, device=edge.device)
+    for _ in range(_ROUNDS):
+        tried = torch.lerp(tried[:, :1], tried[:, -1:], part)
+        e0 = tried.exp()[..., None]
+        while True:
+            enters = (index + 0.5) / magnified(edge[:, None], e0)
+            density = enters.topk(budget + 1, largest=False).values[..., -2:].mean(-1, keepdim=True)
+            # With a few sites in a long picture, chance may ask for more of them.
+            if float((density * magnified(farthest, e0)).max()) + 1 <= len(index):
+                break
+            index, edge = _candidates(points, box, 2 * len(index))
+        within = ((enters <= density) & (index + 0.5 <= density * magnified(border, e0))).sum(-1)
+        ends = [(within > count).sum(1) - 1, _TRIED - (within < count).sum(1)]
+        error = (within - count).abs()
+        best = error == error.amin(1, keepdim=True)
+        # The middle of those that do, so that no site is at the border itself.
+        middle = (best.cumsum(1) >= (best.sum(1, keepdim=True) + 1) // 2).byte().argmax(1, keepdim=True)
+        found = tried.gather(1, middle)
+        tried = tried.gather(1, torch.stack(ends, dim=1).clamp(0, _TRIED - 1))
+    return found.exp()
+
+
+def _candidates(points: torch.Tensor, box: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sites of the spiral [N], and how far it is to the picture's edge in the direction of each, [B, N]."""
+    index = torch.arange(count, dtype=torch.float64, device=points.device)
+    angle = index * GOLDEN_ANGLE
+    return index, reach(points, torch.stack([angle.cos(), angle.sin()], dim=-1)[None], box)

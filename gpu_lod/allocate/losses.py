@@ -1,0 +1,83 @@
+"""Losses that keep learned allocators from collapsing: onto one place, onto each other, onto nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.errors import InputError
+
+
+def coverage_loss(
+    sites: torch.Tensor, weights: torch.Tensor | None = None, bins: tuple[int, int] = (8, 8)
+) -> torch.Tensor:
+    """How unevenly tokens are spread over the picture: 0 if every bin holds as much, rows x columns - 1 if one holds
+    all. The mean over the batch.
+
+    Shape: sites [B, K, 2 or more] (x, y, ...), weights [B, K]; or both without B.
+    Convention: a soft histogram: a site's weight is shared between the two bins along each side whose centres it lies
+        between, in proportion, and beyond the outermost centres goes to the outermost bin. So the loss has gradients in
+        sites and weights, and evenly spread sites are even. It is n sum h^2 - 1 over the n bins' shares h.
+
+    Args:
+        weights: how much each token counts, not negative, such as the scores of a soft top-k; None is all alike.
+        bins: (rows, columns).
+
+    Raises:
+        InputError: shapes that do not fit.
+    """
+    rows, columns = checks.size(bins)
+    weights = torch.ones_like(sites[..., 0]) if weights is None else weights
+    if sites.ndim not in (2, 3) or sites.shape[-1] < 2 or weights.shape != sites.shape[:-1]:
+        raise InputError(
+            f"sites are {tuple(sites.shape)} and weights {tuple(weights.shape)}; expected [B, K, 3] and [B, K]."
+        )
+    by_column, by_row = (_shares(sites[..., axis], n) for axis, n in ((0, columns), (1, rows)))
+    held = torch.einsum("...k,...kj,...ki->...ji", weights, by_row, by_column).flatten(-2)
+    held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
+    return (rows * columns * held.square().sum(-1) - 1).mean()
+
+
+def _shares(place: torch.Tensor, count: int) -> torch.Tensor:
+    """[..., count]: of places in [0, 1], how much goes to each bin along a side."""
+    at = (place * count - 0.5).clamp(0, count - 1)
+    centres = torch.arange(count, dtype=place.dtype, device=place.device)
+    return (1 - (at[..., None] - centres).abs()).clamp(min=0)
+
+
+def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor:
+    """How close centres come to each other: the sum over pairs of (1 - d / distance)^2 where d is below the distance, a
+    centre. The mean over the batch; 0 if all keep the distance.
+
+    Shape: [B, V, 2] or [V, 2].
+    Units: of the centres; multiply normalised ones by (W, H) / max(W, H) for units of the longer side.
+
+    Raises:
+        InputError: another shape, or a distance that is not positive.
+    """
+    distance = checks.number(distance, "distance")
+    if centres.ndim not in (2, 3) or centres.shape[-1] != 2 or distance <= 0:
+        raise InputError(
+            f"centres are {tuple(centres.shape)} and the distance {distance}; expected [B, V, 2] and a positive number."
+        )
+    # cdist has a gradient of 0, not NaN, where two centres meet.
+    apart = torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
+    close = (1 - apart / distance).clamp(min=0).square()
+    return torch.triu(close, diagonal=1).sum((-2, -1)).mean() / centres.shape[-2]
+
+
+def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
+    """How many tokens hold next to nothing: the mean of (1 - mass / (least x mean mass))^2 where the mass is below
+    `least` of the mean. 0 if it is for none, and 1 - 1/K if one token holds all.
+
+    Shape: [B, K] or [K], not negative: how much is assigned to each token.
+    Convention: the gradient in a token's mass grows with how little it holds, so that dead ones come back.
+
+    Raises:
+        InputError: a `least` outside (0, 1].
+    """
+    least = checks.number(least, "least")
+    if not 0 < least <= 1:
+        raise InputError(f"least is {least}; expected a part of the mean mass, above 0 and at most 1.")
+    mean = mass.mean(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+    return (1 - mass / (least * mean)).clamp(min=0).square().mean()

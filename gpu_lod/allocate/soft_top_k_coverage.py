@@ -1,0 +1,94 @@
+"""The most relevant patches that are not all in one place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Pool, Scene, ordered, register
+from gpu_lod.allocate.learned import Learned, soft_top_k
+from gpu_lod.allocate.stratified import ranks_within, room_in, strata_of
+from gpu_lod.errors import InputError
+
+
+@register
+class SoftTopKCoverage(Learned):
+    """The K level-0 patches that together have the most relevance less a penalty on crowded bins.
+
+    Relevance counts in units of its spread (the mean distance from the mean of the finite values). The penalty is
+    strength x share / 2 x sum over the bins of (tokens / share)^2, the share being the K / (rows x columns) tokens that
+    a bin has if all have as many; it is least where the coverage is even. The n-th token of a bin, n = 0, 1, ..., adds
+    strength x (n + 1/2) / share to it. So what each patch is worth is its relevance less what it adds when it comes
+    after the better ones of its bin, and the K best by worth are the optimum, exactly: no iteration. Strength 0 is
+    GridTopK.
+
+    (The penalty's gradient at a soft mask, which the rule may also be built on, is the same for all patches of a bin:
+    where relevance ties, it takes bins whole or not at all.)
+
+    Scores are the soft top-k of worth, in [0, 1]; over all patches they sum to K, over the chosen ones to nearly that.
+    They have gradients in the relevance, the strength and the temperature; how patches rank in their bin is constant
+    between two swaps and has none. `soft_mask` has those of all patches, to train on what was not chosen too.
+
+    Args:
+        bins: (rows, columns); no more than the grid has.
+        strength: of the penalty, in spreads of relevance for a bin that has its share. A parameter; below 0 it is 0.
+        temperature: of the soft top-k, in spreads of relevance. A parameter, as its logarithm.
+    """
+
+    def __init__(
+        self,
+        budget: int = 273,
+        patch: int = 14,
+        pool: Pool = "mean",
+        bins: tuple[int, int] = (8, 8),
+        strength: float = 1.0,
+        temperature: float = 0.1,
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.bins = checks.size(bins)
+        strength, temperature = checks.number(strength, "strength"), checks.number(temperature, "temperature")
+        if strength < 0 or temperature <= 0:
+            raise InputError(
+                f"strength is {strength} and temperature {temperature}; expected 0 or more, and a positive number."
+            )
+        self.strength = nn.Parameter(torch.tensor(strength))
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        worth, soft = self._soft(scene)
+        index = ordered(worth, self.budget)[1]
+        return scene.sites(0, index), soft.gather(1, index).float()
+
+    def soft_mask(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
+        """[B, Hg, Wg]: the soft top-k of all patches, those that are not chosen too; in sum K for each image."""
+        scene, _ = self._scene(image, relevance, None, None, None)
+        return self._soft(scene)[1].float().unflatten(1, scene.grid)
+
+    def _soft(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each patch is worth, and the soft top-k of it: [B, Hg Wg], float64."""
+        self.enough(scene.grid[0] * scene.grid[1])
+        relevance = scene.relevance.flatten(1)
+        cut = [min(count, cells) for count, cells in zip(self.bins, scene.grid, strict=True)]
+        count = cut[0] * cut[1]
+        bin_ = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
+        before = ranks_within(relevance, bin_, room_in(bin_, count))
+        added = (before + 0.5) * count / self.budget
+        # The gradient passes as if the strength were not held at 0, so that it can come back.
+        strength = (self.strength + (self.strength.clamp(min=0) - self.strength).detach()).double()
+        worth = in_spreads(relevance) - strength * added
+        return worth, soft_top_k(worth / self.log_temperature.double().exp(), self.budget, 1.0)
+
+
+def in_spreads(values: torch.Tensor) -> torch.Tensor:
+    """[B, N] in units of the mean distance from the mean, float64; infinities are very large and do not count in it."""
+    values = values.double()
+    finite = torch.isfinite(values)
+    count = finite.sum(1, keepdim=True).clamp(min=1)
+    some = torch.where(finite, values, 0.0)
+    away = torch.where(finite, some - some.sum(1, keepdim=True) / count, 0.0)
+    spread = away.abs().sum(1, keepdim=True) / count
+    return torch.where(finite, some / torch.where(spread > 0, spread, 1.0), values.sign() * 1e300)

@@ -1,0 +1,103 @@
+"""Virtual tokens along vortices: each a blend of the patches about its place."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Pool, Scene, register
+from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance
+from gpu_lod.allocate.voronoi import distances
+from gpu_lod.errors import InputError
+
+INNERMOST = 0.05
+"""Where a spiral begins, in units of the vortex's radius."""
+
+
+@register
+class SoftVortex(Learned):
+    """K virtual tokens, each a convex blend of level-0 patches at its depth along a vortex.
+
+    A vortex is a logarithmic spiral about its centre, from 1/20 of its radius out to the radius: at depth t in (0, 1)
+    it is at r = radius 20^(t - 1) and has turned `twist` t times. Tokens are dealt to the vortices in turn and stand at
+    depths (j + 1/2) / n, so there are exactly K. A token weighs the patches by
+    relevance^strength exp(-distance^2 / (2 s^2)), in sum 1, with s = `width` r, and no less than half a patch: the
+    deeper, the wider.
+
+    A token's site is the mean position of what it blends, its level half the log2 of the effective number of patches,
+    1 / sum w^2, and its score the relevance that it gathers, sum w x relevance. All are differentiable in the relevance
+    and the parameters; `TokenSet.blend` does the same to features of patches. Two tokens may stand at the same site.
+
+    Parameters: centres as the logits of (x, y), the logarithms of radii, strengths, and twists in turns.
+
+    Args:
+        vortices: how many; spread evenly to begin with.
+        radius: to begin with, in units of the longer side.
+        twist: to begin with.
+        width: s over r.
+    """
+
+    blends: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        budget: int = 273,
+        patch: int = 14,
+        pool: Pool = "mean",
+        vortices: int = 8,
+        radius: float = 0.3,
+        twist: float = 3.0,
+        width: float = 0.25,
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        checks.integer(vortices, "vortices", at_least=1, at_most=1024)
+        radius, twist, self.width = (
+            checks.number(value, name) for value, name in ((radius, "radius"), (twist, "twist"), (width, "width"))
+        )
+        if radius <= 0 or self.width <= 0:
+            raise InputError(f"radius is {radius} and width {self.width}; expected positive numbers.")
+        self.centre_logits = nn.Parameter(even_points(vortices).logit().float())
+        self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius)))
+        self.strengths = nn.Parameter(torch.ones(vortices))
+        self.twists = nn.Parameter(torch.full((vortices,), twist))
+
+    @property
+    def centres(self) -> torch.Tensor:
+        """[V, 2], (x, y) in [0, 1]."""
+        return self.centre_logits.sigmoid()
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        height, width = scene.size
+        longer = max(height, width)
+        box = torch.tensor([width, height], dtype=torch.float32, device=scene.device) / longer
+        anchors, radii, vortex = self._anchors(box)
+        squares = (self.width * radii).square() + (0.5 * scene.patch / longer) ** 2
+        near = distances(scene, anchors[None]) / (-2 * squares[:, None])
+        strengths = self.strengths.float()[vortex, None]
+        parts, total, _ = convex(strengths * log_relevance(scene).float()[:, None] + near)
+        amounts = scene.amounts().flatten(1)[:, None]
+        least = amounts.amin(-1, keepdim=True)
+        # From the least on, so that equal relevance gives equal scores to the last bit, and an order of its own.
+        relevance = ((parts * (amounts - least)).sum(-1, keepdim=True) / total + least)[..., 0]
+        scores, weights = by_score(relevance, parts / total)
+        places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
+        centre = (weights @ places).clamp(0, 1)  # rounding may step over the edge
+        levels = -0.5 * weights.square().sum(-1, keepdim=True).log2()
+        return torch.cat([centre, levels.clamp(min=0)], dim=-1), scores, weights
+
+    def _anchors(self, box: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where tokens stand [K, 2], (x, y) in parts of width and height; how far from the centre [K], in units of the
+        longer side; and their vortex [K]."""
+        index = torch.arange(self.budget, device=box.device)
+        count = len(self.log_radii)
+        vortex = index % count
+        members = (self.budget - 1 - vortex) // count + 1
+        depth = (index // count + 0.5) / members
+        radii = (self.log_radii.float()[vortex] + (1 - depth) * math.log(INNERMOST)).exp()
+        angle = 2 * math.pi * self.twists.float()[vortex] * depth
+        direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
+        return self.centres.float()[vortex] + radii[:, None] * direction / box, radii, vortex

@@ -1,0 +1,153 @@
+"""Detail where the picture has it, by error bounds that grow towards the root: a tree cut after Nanite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, cells_of, coarser, register
+from gpu_lod.allocate.energy import ROUNDING, checked, relevances
+from gpu_lod.allocate.tree_cut import Cut, children, tokens_at, tree_cut
+
+_MOST = 1 - 2**-16
+"""How much of a level a token rises at most: a whole one could, by ties, bring it onto a token of the next level."""
+
+
+@register
+class TokenDAG(Allocator):
+    """The budgeted tree cut with benefit = relevance x error: no token has a higher one than any node that was split.
+
+    What a node of level l loses against its children is the Laplacian energy of mip level l - 1 over its pixels
+    (`losses`); its error is what it loses and what its children lose in turn. The benefit is the same sum with every
+    loss times the mean relevance of its node, so it never falls towards the root, and the cut is the one at a
+    threshold: all that was split has a higher benefit than all that was not. (Propagating the largest loss alone would
+    also keep cuts consistent, but gives parent and child the same bound, and no room to change between them.)
+
+    Continuous: a token of level l, benefit g, parent's benefit G, is read at level l + (t - g) / (G - g), t being the
+    threshold, the highest benefit that was not split. It is at its own level when it is about to be split (t = g), and
+    at its parent's when its parent is about to be put back (t = G), where its siblings are too. So as a picture, or
+    relevance, changes, tokens come and go at the level of those that they replace, and no level pops.
+    Positions stay those of the nodes; so footprints of tokens that rose overlap their neighbours, and near the border
+    reach past it, by half a node at most.
+
+    Tokens cover the picture exactly once, but for what rose and for the few detail cells that what is left of the
+    budget goes to. Scores are the mean relevance of what a token covers, 1 being the highest of the picture.
+
+    Args:
+        continuous: False reads every token at the level of its node.
+        max_level: level of the coarsest tokens; None lets a single token be the whole picture.
+
+    Source: Karis et al., "Nanite: A Deep Dive" (SIGGRAPH 2021) for bounds that grow towards the root; Hoppe,
+        "Smooth View-Dependent Level-of-Detail Control" (1998) for geomorphs.
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("image", "relevance")
+
+    def __init__(
+        self,
+        budget: int = 273,
+        patch: int = 14,
+        pool: Pool = "mean",
+        continuous: bool = True,
+        max_level: int | None = None,
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.continuous = bool(continuous)
+        self.max_level = None if max_level is None else checks.integer(max_level, "max_level", at_least=0)
+
+    def errors(self, image: Any) -> tuple[torch.Tensor, ...]:
+        """The error of every node, [B, h_l, w_l] a level, finest first: no parent's is below its child's.
+
+        Units: the picture's squared (uint8 over 255), times pixels, over all channels: exactly the sum of squares that
+        is lost if the node's pixels are replaced by their means over blocks of 2^l x 2^l. Level 0 loses nothing.
+        """
+        top = checks.mean_source(image, type(self).__name__)
+        grid = cells_of((top.shape[-2], top.shape[-1]), self.patch)
+        scene, batched = self._scene(image, torch.ones(*top.shape[:-3], *grid, device=top.device), None, None, None)
+        errors = _bounds(losses(scene), scene)
+        return tuple(level if batched else level[0] for level in errors)
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        lost = losses(scene)
+        relevance = relevances(scene, len(lost))
+        rounding = 3 * self.patch**2 * ROUNDING
+        weighted = [(loss + rounding) * share for loss, share in zip(lost, relevance[1:], strict=True)]
+        benefits = _bounds(weighted, scene)
+        cut = tree_cut(benefits[1:], relevance[0], self.budget, self.max_level)
+        nodes = [*enumerate(cut.leaves), (0, cut.detail)]
+        levels = [*_risen(cut, benefits), torch.zeros_like(relevance[0])] if self.continuous else None
+        return tokens_at(scene, nodes, relevance, self.budget, levels)
+
+
+def _bounds(lost: Sequence[torch.Tensor], scene: Scene) -> list[torch.Tensor]:
+    """From losses of levels 1, 2, ... the sums over all that is below each node, level 0 first."""
+    bounds = [torch.zeros_like(scene.relevance)]
+    for level in lost:
+        bounds.append(level + coarser(bounds[-1], "sum"))
+    return bounds
+
+
+def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The continuous level of each node of each level, for those that are leaves."""
+    unsplit = [(gain * leaves).amax((1, 2)) for gain, leaves in zip(benefits, cut.leaves, strict=False)]
+    threshold = torch.stack(unsplit).amax(0)[:, None, None]
+    levels = []
+    for level, leaves in enumerate(cut.leaves):
+        own = benefits[level]
+        if level == len(cut.leaves) - 1:  # roots have no parent
+            levels.append(torch.full_like(own, level))
+            continue
+        parent = children(benefits[level + 1], (leaves.shape[1], leaves.shape[2]))
+        room = parent - own
+        share = torch.where(room > 0, (threshold - own) / torch.where(room > 0, room, 1.0), 0.0)
+        levels.append(level + share.clamp(0, _MOST))
+    return levels
+
+
+def losses(scene: Scene) -> list[torch.Tensor]:
+    """What the nodes of levels 1, 2, ... up to the root lose against their children, [B, h_l, w_l] each.
+
+    It is the Laplacian energy of mip level l - 1: the squared differences of its texels from the texel of level l that
+    they are averaged to, summed over channels and the node's texels, each times the pixels that it stands for. That is
+    what the sum of squares falls by. The chain is the mean mip chain on the nodes' own grid, P x P texels a node, that
+    is what the tokens see; a `Pyramid`'s levels are those wherever its sides halve evenly, and elsewhere do not end
+    where nodes do. Texels that reach over the edge average what is inside.
+    """
+    means, patch = scene.pixels(), scene.patch
+    means = means - means[..., :1, :1]  # so that differences of squares lose no digits where the picture is flat
+    sides = scene.grid
+    # Pixels that a texel stands for are rows x columns. All have as many until one reaches over the edge.
+    rows, columns = (torch.ones(n, device=means.device) for n in means.shape[-2:])
+    whole, held, found = True, torch.empty(0), []
+    for level in range((max(sides) - 1).bit_length() + 1):
+        if level:
+            (row_share, rows), (column_share, columns) = _pairs(rows), _pairs(columns)
+            if whole:
+                means = F.interpolate(means, scale_factor=0.5, mode="bilinear")
+            else:
+                means = torch.lerp(means[..., 0::2, :], means[..., 1::2, :], row_share[:, None])
+                means = torch.lerp(means[..., 0::2], means[..., 1::2], column_share)
+            sides = -(-sides[0] // 2), -(-sides[1] // 2)
+        bottom, right = (n * patch - there for n, there in zip(sides, means.shape[-2:], strict=True))
+        squares = means.square() if whole else means.square().mul_(rows[:, None] * columns)
+        pooled = F.avg_pool2d(F.pad(squares, (0, right, 0, bottom)), patch).sum(1)
+        now = pooled * (patch**2 * (4**level if whole else 1))
+        if level:
+            found.append(checked(coarser(held, "sum") - now).clamp(min=0))
+        held = now
+        # Nodes of the next level up have two of these along each side.
+        bottom, right = (2 * -(-n // 2) * patch - there for n, there in zip(sides, means.shape[-2:], strict=True))
+        if bottom or right:
+            means, whole = F.pad(means, (0, right, 0, bottom)), False
+            rows, columns = F.pad(rows, (0, bottom)), F.pad(columns, (0, right))
+    return found
+
+
+def _pairs(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of pairs of weights p, q: q / (p + q), and p + q."""
+    total = weights[0::2] + weights[1::2]
+    return weights[1::2] / total.clamp(min=1), total

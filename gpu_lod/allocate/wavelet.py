@@ -1,0 +1,95 @@
+"""Tokens of each level where the picture has what only that level shows: budgets by wavelet energy."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
+from gpu_lod.allocate.energy import ROUNDING, checked, luma, relevances
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.allocate.tree_cut import best, tokens_at
+from gpu_lod.errors import InputError, UnsupportedError
+
+
+@register
+class Wavelet(Allocator):
+    """The budget shared out among levels by the energy of their wavelet bands, and the best nodes of each level.
+
+    Band l = 0, 1, ... of the discrete wavelet transform of the luma, three orientations together, holds frequencies
+    from 1/4 to 1/2 of a cycle in 2^l pixels: what tokens of level l, 2^l pixels between samples, still show, and those
+    of the next level do not. So a node of level l is worth its mean relevance times the energy of band l in it. Levels
+    share the budget by largest remainder on the sums of that; none gets more than it has nodes, and one whose band is
+    empty gets none. Coarse and fine nodes may cover the same pixels: what they show of them differs.
+
+    The transform is ptwt's, on the device of the picture, whose last row and column go on past the edge. Scores are the
+    mean relevance of what a token covers, 1 being the highest of the picture.
+
+    Args:
+        levels: how many, from level 0; no more are used than it takes for one node to cover the picture.
+        wavelet: a discrete one that PyWavelets knows. "haar" has its coefficients on the nodes exactly; those of longer
+            filters reach past them, and their middle is taken.
+
+    Raises:
+        UnsupportedError: ptwt is not installed.
+
+    Source: Mallat, "A Theory for Multiresolution Signal Decomposition" (1989).
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("image", "relevance")
+
+    def __init__(
+        self, budget: int = 273, patch: int = 14, pool: Pool = "mean", levels: int = 4, wavelet: str = "haar"
+    ) -> None:
+        super().__init__(budget, patch, pool)
+        self.levels = checks.integer(levels, "levels", at_least=1, at_most=20)
+        if not isinstance(wavelet, str):
+            raise InputError(f"wavelet is {wavelet!r}; expected the name of a discrete one, such as 'haar' or 'db2'.")
+        self.wavelet = wavelet
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        top = min(self.levels - 1, (max(scene.grid) - 1).bit_length())
+        relevance = relevances(scene, top)
+        there = [level[0].numel() for level in relevance]
+        self.enough(sum(there), f"patches of {len(there)} levels")
+        rounding = 3 * (scene.patch / 2) ** 2 * ROUNDING
+        bands = band_energies(scene, top + 1, self.wavelet)
+        worth = [share * (energy + rounding) for share, energy in zip(relevance, bands, strict=True)]
+        weight = torch.stack([level.double().sum((1, 2)) for level in worth], dim=1)
+        room = torch.tensor(there, device=scene.device).expand_as(weight)
+        counts = shared_out(weight, room, self.budget, least=0)
+        nodes = [
+            (level, best(values, torch.ones_like(values, dtype=torch.bool), counts[:, level]))
+            for level, values in enumerate(worth)
+        ]
+        return tokens_at(scene, nodes, relevance, self.budget)
+
+
+def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torch.Tensor]:
+    """Energy of bands 0, 1, ... over the nodes of the same level, [B, h_l, w_l] each."""
+    try:
+        import pywt
+        from ptwt.conv_transform_2 import wavedec2
+    except ImportError as error:
+        raise UnsupportedError(f"wavelets need ptwt ({error}). Install it: pip install 'gpu-lod[allocate]'") from None
+    if wavelet not in pywt.wavelist(kind="discrete"):
+        raise InputError(f"wavelet is {wavelet!r}; expected a discrete one of PyWavelets, such as 'haar' or 'db2'.")
+    values = luma(scene, scene.patch * 2 ** (levels - 1) * (1 + scene.patch % 2))
+    height, width = values.shape[-2:]
+    _, *details = wavedec2(values, wavelet, mode="constant", level=levels)
+    found = []
+    for level, bands in enumerate(reversed(details)):
+        energy = checked(torch.stack(bands).square().sum(0))
+        rows, columns = height >> (level + 1), width >> (level + 1)
+        top, left = (energy.shape[1] - rows) // 2, (energy.shape[2] - columns) // 2
+        side = scene.patch * 2**level
+        # Nodes of an odd side share coefficients with their neighbours.
+        means = F.adaptive_avg_pool2d(
+            energy[:, None, top : top + rows, left : left + columns], (height // side, width // side)
+        )
+        across, down = (-(-cells // 2**level) for cells in reversed(scene.grid))
+        found.append(means[:, 0, :down, :across] * (scene.patch / 2) ** 2)
+    return found

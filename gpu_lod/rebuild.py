@@ -1,0 +1,175 @@
+"""Tokens back to a picture: what an allocation kept of it, and where it looked at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.errors import InputError
+from gpu_lod.gather_patches import PER_PIXEL, centres_of
+from gpu_lod.mipmap import stored
+from gpu_lod.token_set import TokenSet
+
+AT_ONCE = 2**21
+"""Pixels worked on at a time, so that memory does not grow with how much tokens overlap."""
+
+
+class Rebuilt(NamedTuple):
+    """A picture made of tokens."""
+
+    image: torch.Tensor
+    """[B, C, H, W], of the patches' dtype."""
+    covered: torch.Tensor
+    """bool [B, H, W]: which pixels some token covers."""
+
+    @property
+    def coverage(self) -> torch.Tensor:
+        """The covered part of each image, [B], in [0, 1]."""
+        return self.covered.double().mean((-2, -1)).float()
+
+
+def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None = None) -> Rebuilt:
+    """Paint tokens where they came from, coarse ones first and finer ones over them.
+
+    Shape: tokens with patches [B, K, C, P, P] give an image [B, C, H, W] and a mask [B, H, W]; without B for unbatched
+        tokens.
+    Units: those of the patches. uint8 is rounded.
+    Convention: a token covers the pixels whose centres lie in the square of P 2^level px round its site, left and top
+        edges included, clipped to the image. A pixel shows one token, the finest that covers it, and of equally fine
+        ones the first in the token order, that is the most relevant. It is the inverse of `gather_patches`: a pixel
+        centre becomes a place in the patch, which is read bilinear, sample u at u + 0.5 and clamped to the outermost
+        samples. Level-0 patches on the pixel grid give back their exact pixels. Edges are rounded to 1/256 px, so that
+        tokens that tile leave no seam. Differentiable in the patches.
+
+    Args:
+        size: (H, W) of the picture in pixels.
+        fill: what no token covers, a number or one a channel; None is the mean of the image's tokens.
+
+    Raises:
+        InputError: tokens without patches, sites outside the image, or a bad size or fill.
+    """
+    height, width = checks.size(size)
+    patches, sites, batched = _parts(tokens)
+    batch, _, channels, patch, _ = patches.shape
+    work = torch.float64 if patches.dtype == torch.float64 else torch.float32
+    values = patches.to(work)
+    if fill is None:
+        rest = values.mean((1, 3, 4))
+    else:
+        one_each = checks.numbers(fill, "fill", channels) if isinstance(fill, Sequence) else checks.number(fill, "fill")
+        rest = values.new_tensor(one_each).expand(batch, channels)
+    winners, covered = _winners(sites, patch, (height, width))
+    painted = torch.cat(list(_painted(values, sites, winners))).view(batch, height, width, channels)
+    image = torch.where(covered[..., None], painted, rest[:, None, None]).movedim(-1, 1).contiguous()
+    image = stored(image, patches.dtype)
+    return Rebuilt(image, covered) if batched else Rebuilt(image[0], covered[0])
+
+
+def psnr(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Peak signal-to-noise ratio of [B, C, H, W] in dB, [B]: inf where they are equal. uint8 peaks at 255, others at 1.
+
+    Raises:
+        InputError: two shapes or dtypes.
+    """
+    if image.shape != other.shape or image.dtype != other.dtype:
+        raise InputError(
+            f"the images are {image.dtype} {tuple(image.shape)} and {other.dtype} {tuple(other.shape)}; expected two "
+            "alike."
+        )
+    peak = 255.0 if image.dtype == torch.uint8 else 1.0
+    error = ((image.double() - other.double()) / peak).square().mean((-3, -2, -1))
+    return (-10 * error.log10()).float()
+
+
+def _parts(tokens: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Patches [B, K, C, P, P], sites [B, K, 3], and whether there was a batch."""
+    if not isinstance(tokens, TokenSet):
+        raise InputError(f"tokens are {type(tokens).__name__}; expected a TokenSet, which allocators return.")
+    patches, sites = tokens.patches, tokens.sites.detach()
+    if patches is None:
+        raise InputError("these tokens have no patches to paint with; give the allocator an image=.")
+    shape = (*sites.shape[:-1], patches.shape[-3], tokens.patch, tokens.patch)
+    if tuple(patches.shape) != shape or not patches.numel():
+        raise InputError(f"patches are {tuple(patches.shape)}; expected {shape}, a patch of each site.")
+    checks.highest_level(sites)  # raises where sites are outside the image
+    return (patches, sites, True) if sites.ndim == 3 else (patches[None], sites[None], False)
+
+
+def _winners(sites: torch.Tensor, patch: int, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, H, W] which token each pixel shows (any where none covers it), and whether one does."""
+    batch, budget = sites.shape[:2]
+    height, width = size
+    device = sites.device
+    begin, end = _footprints(sites, patch, size)
+    order = torch.sort(sites[..., 2], dim=1, stable=True).indices
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(budget, device=device).expand_as(order))
+    # Footprints are cut into spans, a row of one token each, and spans into pixels. The lowest rank stays.
+    columns, rows = (end - begin).flatten(0, 1).unbind(-1)
+    span = torch.repeat_interleave(rows)
+    row = torch.arange(len(span), device=device) - _starts(rows)[span]
+    left, top = begin.flatten(0, 1).unbind(-1)
+    first = (torch.div(span, budget, rounding_mode="floor") * height + top[span] + row) * width + left[span]
+    length = columns[span]
+    ranks = rank.flatten().int()[span]
+    lowest = torch.full((batch * height * width,), budget, dtype=torch.int32, device=device)
+    for part in _parcels(length):
+        offset = first[part] - _starts(length[part])
+        of = torch.repeat_interleave(length[part])
+        pixels = offset[of] + torch.arange(len(of), device=device)
+        lowest.scatter_reduce_(0, pixels, ranks[part][of], "amin")
+    lowest = lowest.view(batch, -1)
+    winners = order.gather(1, lowest.long().clamp(max=budget - 1))
+    return winners.view(batch, height, width), (lowest < budget).view(batch, height, width)
+
+
+def _footprints(sites: torch.Tensor, patch: int, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, K, 2] (x, y): the first pixels that tokens cover along each side, and those after the last."""
+    sides = torch.tensor([size[1], size[0]], dtype=torch.float64, device=sites.device)
+    centres = sites[..., :2].double() * sides
+    half = patch * torch.exp2(sites[..., 2:].double()) / 2
+    edges = ((at * PER_PIXEL).round() / PER_PIXEL for at in (centres - half, centres + half))
+    begin, end = ((edge - 0.5).ceil().clamp(min=0).minimum(sides).long() for edge in edges)
+    return begin, end
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    return counts.cumsum(0) - counts
+
+
+def _parcels(lengths: torch.Tensor) -> list[slice]:
+    """Successive spans that hold about as many pixels as are worked on at a time."""
+    if not len(lengths):
+        return []
+    ends = lengths.cumsum(0)
+    cuts = AT_ONCE * torch.arange(1, max(1, -(-int(ends[-1]) // AT_ONCE)), device=lengths.device)
+    bounds = [0, *torch.searchsorted(ends, cuts, right=True).tolist(), len(lengths)]
+    return [slice(a, b) for a, b in pairwise(bounds) if a < b]
+
+
+def _painted(values: torch.Tensor, sites: torch.Tensor, winners: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Every pixel as its token shows it, [N, W, C], some rows of the batch after the other."""
+    batch, height, width = winners.shape
+    budget, patch = values.shape[1], values.shape[-1]
+    texels = values.movedim(2, -1).flatten(0, -2)
+    centres = centres_of(sites, (height, width), torch.float32).to(values.dtype).flatten(0, 1)
+    step = torch.exp2(sites[..., 2].to(values.dtype)).flatten()
+    x = torch.arange(width, dtype=values.dtype, device=values.device) + 0.5
+    y = (torch.arange(height, dtype=values.dtype, device=values.device) + 0.5).repeat(batch)
+    tokens = winners + budget * torch.arange(batch, device=winners.device)[:, None, None]
+    for rows in torch.arange(batch * height, device=winners.device).split(max(1, AT_ONCE // width)):
+        token = tokens.flatten(0, 1)[rows]
+        low, high, share = [], [], []
+        for pixel, centre in ((x, centres[:, 0]), (y[rows, None], centres[:, 1])):
+            at = ((pixel - centre[token]) / step[token] + (patch - 1) / 2).clamp(0, patch - 1)
+            low.append(at.floor().long())
+            high.append((low[-1] + 1).clamp(max=patch - 1))
+            share.append((at - low[-1])[..., None])
+        lines = []
+        for line in (low[1], high[1]):
+            index = (token * patch + line) * patch
+            lines.append(torch.lerp(texels[index + low[0]], texels[index + high[0]], share[0]))
+        yield torch.lerp(lines[0], lines[1], share[1])

@@ -1,0 +1,141 @@
+"""Files about tokens: sites to JSON or safetensors, and the labels and queries that allocators take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from gpu_lod.errors import FileError
+from gpu_lod.token_set import TokenSet
+
+CONVENTION = (
+    "A site is (x, y, level): x and y in [0, 1] of width and height, y down; patch x patch samples 2^level pixels "
+    "apart, centred on it. Scores are high first. size is (H, W)."
+)
+_LABEL_MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+def check_sites_path(path: Path, patches: bool) -> None:
+    """Raises FileError where `write_sites` would, before any work."""
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".safetensors"):
+        raise FileError(f"{path}: unknown extension {path.suffix!r}; sites are written to .json or .safetensors.")
+    if patches and suffix == ".json":
+        raise FileError(f"{path}: JSON holds no patches. Write .safetensors, or leave --patches out.")
+
+
+def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bool = False) -> None:
+    """Sites [K, 3] and scores [K] of unbatched tokens, with what is known about them. Makes the parent folder.
+
+    Args:
+        about: allocator, image, size and so on; strings or what JSON holds. safetensors keeps it as metadata, in JSON.
+        patches: [K, C, P, P] too, in safetensors.
+
+    Raises:
+        FileError: an unknown extension, patches in JSON, or the file cannot be written.
+    """
+    check_sites_path(path, patches)
+    about = about | {"budget": tokens.budget, "patch": tokens.patch, "convention": CONVENTION}
+    if path.suffix.lower() == ".json":
+        data = json.dumps(about | {"sites": tokens.sites.tolist(), "scores": tokens.scores.tolist()}, indent=1).encode()
+    else:
+        from safetensors.torch import save
+
+        tensors = {"sites": tokens.sites, "scores": tokens.scores}
+        if patches:
+            assert tokens.patches is not None
+            tensors["patches"] = tokens.patches
+        metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+        # Copies, for tensors that share memory are refused.
+        data = save(
+            {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, metadata
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def read_labels(path: Path) -> torch.Tensor:
+    """A label map, int64 [H, W]: a .npy of integers, or a picture of one integer a pixel (palettes give their indices).
+
+    Raises:
+        FileError: missing, unreadable, or no such map.
+    """
+    if path.suffix.lower() == ".npy":
+        values = _numpy(path)
+    else:
+        _look(path)
+        try:
+            with Image.open(path) as picture:
+                picture.load()
+                mode, values = picture.mode, np.array(picture)
+        except Exception as error:  # Pillow raises many kinds
+            raise FileError(f"{path} is no picture that can be read: {' '.join(str(error).split())}") from None
+        if mode not in _LABEL_MODES:
+            raise FileError(
+                f"{path} is a picture of mode {mode}; expected labels, one integer a pixel: a grey PNG of 8 or 16 "
+                "bits, one with a palette, or a .npy of integers."
+            )
+    if values.ndim != 2 or values.dtype.kind not in "iub":
+        raise FileError(f"{path} holds {values.dtype} {values.shape}; expected labels: integers of shape (H, W).")
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def read_query(path: Path) -> torch.Tensor:
+    """A query embedding, fp32 [D]: a .npy, or a .safetensors with one tensor, or one named query.
+
+    Raises:
+        FileError: missing, unreadable, or no such thing.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        values = _numpy(path)
+        if values.dtype.kind not in "fiu":
+            raise FileError(f"{path} holds {values.dtype} {values.shape}; expected a query: numbers of shape (D,).")
+        query = torch.from_numpy(values.astype(np.float32))
+    elif suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            tensors = load(_look(path))
+        except SafetensorError as error:
+            raise FileError(f"{path} is no safetensors file that can be read: {error}.") from None
+        if len(tensors) != 1 and "query" not in tensors:
+            raise FileError(f"{path} holds {', '.join(sorted(tensors)) or 'nothing'}; expected a tensor named query.")
+        query = tensors.get("query", next(iter(tensors.values()))).float()
+    else:
+        raise FileError(f"{path}: unknown extension {path.suffix!r}; a query is a .npy or .safetensors file.")
+    if query.ndim == 2 and query.shape[0] == 1:
+        query = query[0]
+    if query.ndim != 1 or not query.numel():
+        raise FileError(f"{path} holds a tensor of shape {tuple(query.shape)}; expected a query of shape (D,).")
+    return query
+
+
+def _look(path: Path) -> bytes:
+    """The file's bytes."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise FileError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _numpy(path: Path) -> np.ndarray[Any, Any]:
+    _look(path)
+    try:
+        values = np.load(path, allow_pickle=False)
+    except Exception as error:  # a damaged header raises many kinds
+        raise FileError(f"{path} is no .npy file that can be read: {' '.join(str(error).split())}") from None
+    if not isinstance(values, np.ndarray):
+        raise FileError(f"{path} is an archive of arrays; expected a single one, as numpy.save writes it.")
+    return values

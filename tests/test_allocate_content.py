@@ -1,0 +1,474 @@
+"""Allocators that look at the picture: TokenDAG, FrequencyAware, Wavelet, HybridAtlas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpu_lod as lod
+from gpu_lod.allocate.base import Scene, cells_of
+from gpu_lod.allocate.energy import ROUNDING
+from gpu_lod.allocate.frequency_aware import energies, given_away
+from gpu_lod.allocate.hybrid_atlas import majority, spread
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.allocate.wavelet import band_energies
+from gpu_lod.errors import InputError, UnsupportedError
+
+LOOKING = ["TokenDAG", "FrequencyAware", "Wavelet", "HybridAtlas"]
+
+
+def scene_of(image: torch.Tensor, patch: int, labels: torch.Tensor | None = None) -> Scene:
+    size = image.shape[-2], image.shape[-1]
+    return Scene(size, patch, torch.ones(len(image), *cells_of(size, patch)), None, image, None, labels)
+
+
+def stripes(angle: float, size: int, wavelength: float = 6.0) -> torch.Tensor:
+    """Varying along (cos, sin) of the angle, y down."""
+    y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+    phase = x * math.cos(math.radians(angle)) + y * math.sin(math.radians(angle))
+    return 0.5 + 0.4 * torch.cos(2 * math.pi * phase / wavelength)
+
+
+def checks_of(block: int, rows: int, columns: int, amplitude: float) -> torch.Tensor:
+    """A chequerboard of blocks: all of its energy is in one band of the Haar transform."""
+    y, x = torch.meshgrid(torch.arange(rows) // block, torch.arange(columns) // block, indexing="ij")
+    return 0.5 + amplitude * (1 - 2.0 * ((x + y) % 2))
+
+
+# -- TokenDAG ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("height", "width", "patch"), [(50, 61, 4), (64, 64, 4), (1, 9, 2), (5, 13, 14), (23, 40, 1)])
+def test_errors_are_what_block_means_lose(height: int, width: int, patch: int) -> None:
+    """Counted in float64, block by block; and no parent has less than its children together."""
+    image = torch.rand(2, 3, height, width)
+    errors = lod.allocate.TokenDAG(1, patch).errors(image)
+    rows, columns = cells_of((height, width), patch)
+    assert len(errors) == 1 + (max(rows, columns) - 1).bit_length()
+    for level, found in enumerate(errors):
+        step, side = 2**level, 2**level * patch
+        assert found.shape == (2, -(-rows // step), -(-columns // step))
+        for y in range(found.shape[1]):
+            for x in range(found.shape[2]):
+                node = image[0, :, y * side : (y + 1) * side, x * side : (x + 1) * side].double()
+                blocks = [rest for part in node.split(step, 1) for rest in part.split(step, 2)]
+                lost = sum(float((block - block.mean((1, 2), keepdim=True)).square().sum()) for block in blocks)
+                assert float(found[0, y, x]) == pytest.approx(lost, rel=1e-5, abs=1e-9)
+        if level:
+            padded = torch.nn.functional.pad(errors[level - 1], (0, found.shape[2] * 2, 0, found.shape[1] * 2))
+            below = padded.unfold(1, 2, 2).unfold(2, 2, 2).sum((3, 4))[:, : found.shape[1], : found.shape[2]]
+            assert (found >= below * (1 - 1e-6)).all()
+
+
+def test_errors_of_pyramids_and_single_images(photo: torch.Tensor) -> None:
+    allocator = lod.allocate.TokenDAG(1)
+    errors = allocator.errors(photo[None, :, :200, :99])
+    for other in (allocator.errors(photo[:, :200, :99]), allocator.errors(lod.mipmap(photo[:, :200, :99]))):
+        assert all(torch.equal(level, single[None]) for level, single in zip(errors, other, strict=True))
+    assert float(allocator.errors(torch.full((3, 91, 77), 0.3))[-1]) == 0, "what is flat loses nothing"
+
+
+def field(sites: torch.Tensor, nodes: torch.Tensor, cells: int) -> torch.Tensor:
+    """The level of the token over each cell of a square grid whose side is a power of two."""
+    result = torch.full((cells, cells), -1.0)
+    for (x, y, level), node in zip(sites.tolist(), nodes.long().tolist(), strict=True):
+        side = 2**node
+        left, top = round(x * cells - side / 2), round(y * cells - side / 2)
+        result[top : top + side, left : left + side] = level
+    assert (result >= 0).all(), "the cover has a hole"
+    return result
+
+
+def test_the_cut_is_at_a_threshold_of_the_error(photo: torch.Tensor) -> None:
+    """All that was split had a larger error than all that was not."""
+    image = photo[None, :, :256, :256].float() / 255
+    relevance = torch.ones(1, 32, 32)
+    allocator = lod.allocate.TokenDAG(1 + 3 * 50, 8, continuous=False)
+    sites = allocator(image, relevance).sites[0]
+    levels = field(sites, sites[:, 2], 32)
+    errors = allocator.errors(image)
+    kept, split = [], []
+    for level in range(1, 6):
+        coarse = levels.view(32 // 2**level, 2**level, 32 // 2**level, 2**level).amax((1, 3))
+        finest = levels.view(32 // 2**level, 2**level, 32 // 2**level, 2**level).amin((1, 3))
+        kept += errors[level][0][(coarse == level) & (finest == level)].tolist()
+        split += errors[level][0][coarse < level].tolist()
+    slack = 3 * 8**2 * ROUNDING * 341  # what rounding to 8 bits adds, at the root
+    assert split and kept and min(split) > max(kept) - slack > slack
+
+
+def test_a_cut_by_error_loses_less_than_an_even_one(photo: torch.Tensor) -> None:
+    image = photo[None, :, :256, :256]
+    allocator = lod.allocate.TokenDAG(256, 8, continuous=False)
+    errors = allocator.errors(image)
+    sites = allocator(image, torch.ones(1, 32, 32)).sites[0]
+    lost = 0.0
+    for x, y, level in sites.tolist():
+        side = 2 ** int(level)
+        lost += float(errors[int(level)][0, round(y * 32 - side / 2) // side, round(x * 32 - side / 2) // side])
+    assert lost < 0.7 * float(errors[1].sum())
+
+
+def test_levels_move_without_a_pop(photo: torch.Tensor) -> None:
+    """From one picture to another in small steps: the level over every cell moves in small steps, while tokens split
+    and merge; twice the steps, half as far."""
+    first, last = (part.float() / 255 for part in (photo[:, :128, :128], photo[:, 100:228, 100:228]))
+    allocator = lod.allocate.TokenDAG(1 + 3 * 20, 8)
+    whole = lod.allocate.TokenDAG(1 + 3 * 20, 8, continuous=False)
+
+    def jumps(steps: int) -> tuple[float, int]:
+        fields, swaps = [], set()
+        for share in torch.linspace(0, 0.5, steps):
+            image = torch.lerp(first, last, float(share))[None]
+            nodes, sites = (one.choose(scene_of(image, 8))[0][0] for one in (whole, allocator))
+            assert torch.equal(sites[:, :2], nodes[:, :2]) and torch.equal(sites[:, 2].floor(), nodes[:, 2])
+            fields.append(field(sites, nodes[:, 2], 16))
+            swaps.add(tuple(nodes.flatten().tolist()))
+        moves = [float((a - b).abs().max()) for a, b in itertools.pairwise(fields)]
+        return max(moves), len(swaps)
+
+    coarse, _ = jumps(20)
+    fine, swaps = jumps(40)
+    assert swaps > 2, "nothing split, so nothing could pop"
+    assert fine < 0.6 * coarse < 0.3
+
+
+def test_levels_stay_below_the_next_by_ties_too() -> None:
+    """Half of a level is split, and all of it is worth the same."""
+    image, relevance = torch.full((1, 1, 64, 64), 0.5), torch.ones(1, 8, 8)
+    nodes = lod.allocate.TokenDAG(10, 8, continuous=False)(image, relevance).sites
+    sites = lod.allocate.TokenDAG(10, 8)(image, relevance).sites
+    assert torch.equal(sites[..., 2].floor(), nodes[..., 2])
+    assert (sites[..., 2] > nodes[..., 2] + 0.99).any()
+
+
+def test_detail_and_relevance_decide_where_tokens_go() -> None:
+    image = torch.full((2, 3, 128, 128), 0.5)
+    image[:, :, :64] += torch.rand(2, 3, 64, 128) / 4
+    relevance = torch.ones(2, 16, 16)
+    relevance[1, :, :8] = 0.01
+    sites = lod.allocate.TokenDAG(60, 8, continuous=False)(image, relevance).sites
+    for (x, y, level), wanted in ((sites[0].T, lambda x, y: y < 0.5), (sites[1].T, lambda x, y: (y < 0.5) & (x > 0.5))):
+        assert wanted(x, y)[level == 0].all() and (level == 0).sum() >= 30
+    flat = lod.allocate.TokenDAG(60, 8, continuous=False)(torch.ones(1, 1, 128, 128), relevance[1:]).sites[0]
+    assert (flat[:, 2] == 0).sum() >= 30
+    assert (flat[flat[:, 2] == 0, 0] > 0.5).all(), "where there is nothing to see, relevance alone decides"
+
+
+# -- FrequencyAware ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(1, 30), st.booleans(), st.integers(0, 2**20))
+def test_patches_are_given_away_by_the_best_pair(bands: int, patches: int, ties: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    worth = torch.rand(2, bands, patches)
+    worth = (worth * 3).round() if ties else worth
+    total = seed % (patches + 1)
+    anything = torch.full((2, bands), patches)
+    counts = shared_out(torch.rand(2, bands).double(), anything, total, least=0)
+    taken = given_away(worth, counts)
+    for image in range(2):
+        pairs = sorted((-float(worth[image, b, p]), b, p) for b in range(bands) for p in range(patches))
+        left: list[int] = counts[image].tolist()
+        expected: set[int] = set()
+        for _, b, p in pairs:
+            if left[b] and p not in expected:
+                left[b] -= 1
+                expected.add(p)
+        assert set(taken[image].nonzero()[:, 0].tolist()) == expected and len(expected) == total
+
+
+def four_quadrants() -> torch.Tensor:
+    """0 and 45 degrees above, 90 and 135 below."""
+    top, bottom = (torch.cat([stripes(a, 160), stripes(a + 45, 160)], dim=1) for a in (0, 90))
+    return torch.cat([top, bottom])[None, None]
+
+
+def quadrants(sites: torch.Tensor) -> list[int]:
+    return torch.bincount((sites[:, 1] > 0.5).long() * 2 + (sites[:, 0] > 0.5), minlength=4).tolist()
+
+
+@pytest.mark.parametrize("band", range(4))
+def test_the_query_names_the_band(band: int) -> None:
+    """128 / 32 / 32 / 32, and the rest for what the query names: each from the quadrant with stripes of that angle."""
+    image, relevance = four_quadrants(), torch.ones(1, 40, 40)
+    hint = torch.nn.functional.one_hot(torch.tensor(band), 4).float()
+    sites = lod.allocate.FrequencyAware(273, 8)(image, relevance, hint).sites[0]
+    assert quadrants(sites) == [128 + 49 if k == band else 32 for k in range(4)]
+    sites = lod.allocate.FrequencyAware(100, 8)(image, relevance, hint).sites[0]
+    found = quadrants(sites)  # 82 of 100 by 128 : 32 : 32 : 32 are 46.9 and 11.7 each, and 18 by the query
+    assert found.pop(band) == 47 + 18 and sorted(found) == [11, 12, 12]
+
+
+def test_energy_speaks_where_no_query_does() -> None:
+    """Of each image, also in one batch with a query."""
+    strong = torch.stack([four_quadrants()[0], four_quadrants()[0]])
+    strong[:, :, 160:, :160] = 0.5 + (strong[:, :, 160:, :160] - 0.5) * 1.2
+    query = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    allocator = lod.allocate.FrequencyAware(273, 8, split=(128, 48, 48, 49))
+    relevance = torch.ones(2, 40, 40)
+    hinted = allocator(strong, relevance, query).sites
+    assert torch.equal(hinted[0], allocator(strong, relevance).sites[0])
+    assert quadrants(hinted[0])[2] == 128 and quadrants(hinted[1])[0] == 128
+
+
+def test_energies_of_patches_on_every_grid(photo: torch.Tensor) -> None:
+    """About the mean of full resolution's, where there is no finer detail: stripes 12 pixels apart, whatever P."""
+    for patch in (1, 5, 8, 15):
+        image = torch.stack([stripes(a, 63, 12.0) for a in (0, 45, 90, 135)])[:, None]
+        found = energies(scene_of(image, patch))
+        assert found.shape[2:] == cells_of((63, 63), patch)
+        inner = found[:, :, 1:-1, 1:-1].mean((2, 3))
+        assert (inner.argmax(1) == torch.arange(4)).all()
+        assert torch.allclose(inner.diagonal().mean() / inner.diagonal(), torch.ones(4), atol=0.1)
+    one = energies(scene_of(photo[None, :, :1, :1], 14))
+    assert one.shape == (1, 4, 1, 1)
+
+
+# -- Wavelet -----------------------------------------------------------------------------------------------------------
+
+
+def test_band_energies_are_those_of_pywavelets(photo: torch.Tensor) -> None:
+    import pywt
+
+    image = photo[None, :1, :128, :192].float() / 255
+    found = band_energies(scene_of(image, 8), 4)
+    details = pywt.wavedec2(image[0, 0].double().numpy(), "haar", level=4)[:0:-1]
+    for level, bands in enumerate(details):
+        energy = torch.from_numpy(sum(np.square(band) for band in bands))
+        nodes = energy.unfold(0, 4, 4).unfold(1, 4, 4).sum((2, 3))
+        assert torch.allclose(found[level][0].double(), nodes, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wavelet", ["haar", "db2", "bior4.4"])
+def test_band_energies_stay_in_place(wavelet: str) -> None:
+    """A spot of noise in the middle of a node, at sides that are no multiples of anything."""
+    for patch, level in ((14, 0), (15, 0), (14, 1), (5, 2)):
+        image = torch.full((1, 1, 20 * patch + 3, 17 * patch + 1), 0.5)
+        side = patch * 2**level
+        image[..., 2 * side + side // 4 : 3 * side - side // 4, side + side // 4 : 2 * side - side // 4] += 0.3
+        image = image + 0.1 * (torch.rand_like(image) - 0.5) * (image > 0.6)
+        found = band_energies(scene_of(image, patch), 3, wavelet)
+        assert [tuple(band.shape[1:]) for band in found] == [(-(-21 // 2**k), -(-18 // 2**k)) for k in range(3)]
+        assert int(found[level][0].flatten().argmax()) == 2 * found[level].shape[2] + 1
+
+
+def test_coefficients_between_the_nodes_of_an_odd_side() -> None:
+    """Of patches of one pixel, two share each coefficient along each side."""
+    found = band_energies(scene_of(torch.rand(1, 1, 4, 4), 1), 3)
+    assert [tuple(band.shape) for band in found] == [(1, 4, 4), (1, 2, 2), (1, 1, 1)]
+    assert torch.equal(found[0][:, ::2, ::2], found[0][:, 1::2, 1::2]) and float(found[2]) > 0
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_tokens_go_to_the_level_that_shows_it(level: int) -> None:
+    image = checks_of(2**level, 128, 128, 0.2)[None, None]
+    sites = lod.allocate.Wavelet(4, 8)(image, torch.ones(1, 16, 16)).sites[0]
+    assert (sites[:, 2] == level).all()
+
+
+def test_levels_share_by_energy_and_relevance() -> None:
+    """Fine detail on the left, coarse detail of twice the amplitude, four times the energy, on the right."""
+    image = torch.cat([checks_of(1, 128, 64, 0.1), checks_of(4, 128, 64, 0.2)], dim=1)[None, None]
+    relevance = torch.ones(1, 16, 16)
+    allocator = lod.allocate.Wavelet(10, 8)
+    x, _, level = allocator(image, relevance).sites[0].T
+    assert (level == 2).sum() == 8 and (level == 0).sum() == 2
+    assert (x[level == 2] > 0.5).all() and (x[level == 0] < 0.5).all()
+    relevance[..., :8] = 16
+    x, _, level = allocator(image, relevance).sites[0].T
+    assert (level == 2).sum() == 2 and (level == 0).sum() == 8
+    full = lod.allocate.Wavelet(9 + 120, 8)(image, torch.ones(1, 16, 16)).sites[0]
+    assert (full[:, 2] == 2).sum() == 16, "no more than there are; the rest goes on"
+
+
+def test_wavelets_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.rand(1, 3, 32, 32)
+    with pytest.raises(InputError, match="'db2'"):
+        lod.allocate.Wavelet(4, 8, wavelet="wave")(image)
+    with pytest.raises(InputError, match="budget is 22, and there are 21 patches of 3 levels"):
+        lod.allocate.Wavelet(22, 8)(image)
+    monkeypatch.setitem(sys.modules, "pywt", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'gpu-lod\[allocate\]'"):
+        lod.allocate.Wavelet(4, 8)(image)
+
+
+# -- HybridAtlas -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("height", "width", "patch"), [(50, 61, 8), (64, 32, 16), (3, 40, 14), (9, 9, 1)])
+def test_labels_of_patches_are_those_of_most_pixels(height: int, width: int, patch: int) -> None:
+    """Counted one by one, patches at the far edges shifted inward; the smallest of equally frequent ones."""
+    labels = torch.randint(-1, 3, (2, height, width))
+    scene = scene_of(torch.zeros(2, 1, height, width), patch, labels)
+    found = majority(labels, scene)
+    for y in range(scene.grid[0]):
+        for x in range(scene.grid[1]):
+            top, left = max(min(y * patch, height - patch), 0), max(min(x * patch, width - patch), 0)
+            for image in range(2):
+                part = labels[image, top : top + patch, left : left + patch]
+                values, counts = part.unique(return_counts=True)
+                assert int(found[image, y, x]) == int(values[counts == counts.max()].min())
+
+
+def test_regions_share_by_the_relevance_that_they_hold() -> None:
+    labels = torch.zeros(1, 20, 30, dtype=torch.long)
+    labels[0, 2:8, 2:8] = 7
+    labels[0, 10:18, 20:29] = -3
+    relevance = torch.ones(1, 20, 30)
+    relevance[0, 2:8, 2:8] = 4  # holds 144, the other region 72
+    sites = lod.allocate.HybridAtlas(30, background=0.1)(relevance=relevance, labels=labels).sites[0]
+    cells = [(int(y * 20), int(x * 30)) for x, y, _ in sites.tolist()]
+    found = [int(labels[0, y, x]) for y, x in cells]
+    assert (found.count(7), found.count(-3), found.count(0)) == (18, 9, 3)
+    behind = int((labels == 0).sum())
+    for level, label in zip(sites[:, 2].tolist(), found, strict=True):
+        assert level == pytest.approx(0 if label else math.log2(behind / 3) / 2, abs=1e-5)
+    # Pixels say the same as patches do.
+    pixels = labels.repeat_interleave(4, 1).repeat_interleave(4, 2)
+    image = torch.rand(1, 3, 80, 120)
+    again = lod.allocate.HybridAtlas(30, patch=4)(image, relevance, labels=pixels)
+    assert torch.equal(again.sites, sites[None])
+
+
+def test_what_one_side_cannot_take_goes_to_the_other() -> None:
+    labels = torch.zeros(2, 6, 6, dtype=torch.long)
+    labels[0, 0, :4] = 1
+    labels[1, :, 1:] = 1
+    sites = lod.allocate.HybridAtlas(20, background=0.5)(relevance=torch.rand(2, 6, 6), labels=labels).sites
+    ahead = [sum(int(labels[b, int(y * 6), int(x * 6)]) for x, y, _ in sites[b].tolist()) for b in range(2)]
+    assert ahead == [4, 14], "4 of 4, and 20 less the 6 of the background"
+    levels = sites[..., 2].sort(dim=1).values
+    assert levels[0].tolist() == [0.0] * 4 + [0.5] * 16 and not levels[1].any(), "16 tokens stand for 32 patches"
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**20))
+def test_spreading_takes_as_many_as_are_asked_for(rows: int, columns: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    eligible = torch.rand(3, rows, columns) < torch.rand(3, 1, 1)
+    count = (torch.rand(3) * (eligible.sum((1, 2)) + 1)).long().clamp(max=rows * columns)
+    taken = spread(eligible, count)
+    assert not (taken & ~eligible).any() and torch.equal(taken.sum((1, 2)), count)
+
+
+def test_spreading_is_even() -> None:
+    """One in every quarter, sixteenth and so on; and no large hole in a background of any shape."""
+    taken = spread(torch.ones(1, 32, 32, dtype=torch.bool), torch.tensor([64]))
+    assert (taken.view(8, 4, 8, 4).sum((1, 3)) == 1).all()
+    row = spread(torch.ones(1, 1, 8, dtype=torch.bool), torch.tensor([2]))
+    assert row.nonzero()[:, 2].tolist() == [1, 5], "in the middle of what they stand for"
+    eligible = torch.ones(1, 32, 32, dtype=torch.bool)
+    eligible[:, 8:20, 5:25] = False
+    places = spread(eligible, torch.tensor([49]))[0].nonzero().double()
+    away = torch.cdist(eligible[0].nonzero().double(), places).amin(1)
+    assert float(away.max()) < 2 * math.sqrt(784 / 49)
+
+
+def test_superpixels_find_what_stands_out(photo: torch.Tensor) -> None:
+    """A square that looks and matters differently gets the tokens, and the background is covered all the same."""
+    image = torch.full((1, 3, 160, 160), 0.4)
+    image[..., 32:80, 80:128] = torch.tensor([0.9, 0.2, 0.1]).view(3, 1, 1)
+    relevance = torch.full((1, 20, 20), 0.1)
+    relevance[:, 4:10, 10:16] = 1
+    allocator = lod.allocate.HybridAtlas(40, 8)
+    x, y, level = allocator(image, relevance).sites[0].T
+    inside = (x > 0.5) & (x < 0.8) & (y > 0.2) & (y < 0.5)
+    assert inside.sum() == 36 and (level[inside] == 0).all() and (level[~inside] > 1).all()
+    x, y, _ = allocator(image, torch.ones(1, 20, 20)).sites[0].T
+    assert quadrants(torch.stack([x, y], dim=1)) == [pytest.approx(10, abs=3)] * 4, (
+        "nothing matters more: all is behind"
+    )
+    for source in (photo[None], photo[None, :1], lod.mipmap(photo[None])):
+        tokens = lod.allocate.HybridAtlas(100, 16)(source)
+        assert (tokens.sites[..., 2] > 0).sum() == 10
+
+
+def test_superpixels_of_relevance_where_there_is_no_picture() -> None:
+    relevance = torch.zeros(1, 20, 20)
+    relevance[:, 4:10, 10:16] = 5
+    x, y, _ = lod.allocate.HybridAtlas(36, background=0.0)(relevance=relevance).sites[0].T
+    assert ((x > 0.5) & (x < 0.8) & (y > 0.2) & (y < 0.5)).all()
+
+
+def test_smaller_masks_lie_on_top() -> None:
+    masks = torch.zeros(4, 8, 8, dtype=torch.bool)
+    masks[0, 2:4, 2:4] = True
+    masks[1, 1:7, 1:7] = True
+    masks[2, 3:5, 3:5] = True  # as large as the first
+    expected = torch.zeros(8, 8, dtype=torch.long)
+    expected[1:7, 1:7] = 2
+    expected[3:5, 3:5] = 3
+    expected[2:4, 2:4] = 1
+    assert torch.equal(lod.allocate.labels_of(masks), expected)
+    found = lod.allocate.labels_of(torch.stack([masks, masks.flip(0)]))
+    assert torch.equal(found[0], expected) and int(found[1, 2, 2]) == 4 and int(found[1, 3, 3]) == 2
+    sam = [{"segmentation": mask.numpy(), "area": int(mask.sum()), "predicted_iou": 1.0} for mask in masks]
+    assert torch.equal(lod.allocate.labels_of(sam), expected)
+    assert not lod.allocate.labels_of(torch.zeros(0, 3, 5, dtype=torch.bool)).any()
+    tokens = lod.allocate.HybridAtlas(9, 1)(torch.rand(3, 8, 8), labels=found[0])
+    assert tokens.sites.shape == (9, 3)
+
+
+@pytest.mark.parametrize(
+    ("masks", "hint"),
+    [
+        ([], r"torch.zeros\(0, H, W"),
+        ([{"segmentation": {"size": [2, 2], "counts": "x"}}], "binary_mask"),
+        ([{"area": 3}], "segmentation"),
+        ([{"segmentation": np.zeros((2, 2), bool)}, {"segmentation": np.zeros((2, 3), bool)}], "a single one"),
+        (torch.rand(3, 4, 4), "Threshold"),
+        (torch.zeros(4, 4, dtype=torch.bool), r"\[M, H, W\]"),
+        (7, "DLPack"),
+    ],
+)
+def test_masks_that_are_none(masks: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        lod.allocate.labels_of(masks)
+
+
+def test_no_superpixels_without_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "skimage.segmentation", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'gpu-lod\[allocate\]'. Or pass labels="):
+        lod.allocate.HybridAtlas(4, 8)(torch.rand(1, 3, 32, 32))
+    labels = torch.zeros(1, 4, 4, dtype=torch.long)
+    assert lod.allocate.HybridAtlas(4, 8)(torch.rand(1, 3, 32, 32), labels=labels).budget == 4
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_no_picture_of_nothing(name: str) -> None:
+    for value in (math.nan, math.inf):
+        image = torch.rand(1, 3, 32, 32)
+        image[0, 1, 20, 7] = value
+        with pytest.raises(InputError, match="nan_to_num"):
+            lod.allocate.make(name, 4, 8)(image, torch.rand(1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: lod.allocate.TokenDAG(9, max_level=-1), "max_level"),
+        (lambda: lod.allocate.FrequencyAware(9, split=(128, 32, 32)), "four counts"),
+        (lambda: lod.allocate.FrequencyAware(9, split=(200, 32, 32, 32)), "273 at most"),
+        (lambda: lod.allocate.FrequencyAware(9, 8)(torch.rand(3, 32, 32), query=torch.tensor([1, -1, 0, 0.0])), "0 or"),
+        (lambda: lod.allocate.FrequencyAware(9, 8)(torch.rand(3, 32, 32), query=torch.ones(5)), r"\[4\]"),
+        (lambda: lod.allocate.Wavelet(9, levels=0), "levels"),
+        (lambda: lod.allocate.Wavelet(9, wavelet=2), "'haar'"),  # type: ignore[arg-type]
+        (lambda: lod.allocate.HybridAtlas(9, background=1.5), "from 0 to 1"),
+        (lambda: lod.allocate.HybridAtlas(9, segments=0), "segments"),
+        (lambda: lod.allocate.HybridAtlas(9, compactness=0.0), "positive"),
+    ],
+)
+def test_bad_settings(make: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        make()

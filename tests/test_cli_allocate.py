@@ -1,0 +1,388 @@
+"""`gpu-lod allocate`: what it writes, draws and prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from command_line import done, refused, serving
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import gpu_lod as lod
+from gpu_lod import allocate as allocators
+from gpu_lod import allocation, token_files, token_sheet
+from gpu_lod.allocate import base
+from gpu_lod.errors import FileError, InputError
+from gpu_lod.images import load
+from gpu_lod.rebuild import psnr
+
+SMALL = ("--budget", "20", "--patch", "4")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with serving(tmp_path_factory.mktemp("server")):
+        yield
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """An RGB picture of 37 x 26."""
+    values = torch.rand(26, 37, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
+    path = tmp_path / "cat.png"
+    Image.fromarray(values.numpy()).save(path)
+    return path
+
+
+def test_one_allocator(tmp_path: Path, picture: Path) -> None:
+    files = ("--sites", "a/s.json", "--rebuilt", "r.png")
+    found = json.loads(done(tmp_path, "allocate", "cat.png", "--fixation", "0.2,0.7", *SMALL, *files, "--json"))
+    image = load(picture)
+    tokens = lod.allocate.FoveatedPyramid(20, 4)(image, fixation=(0.2, 0.7))
+    rebuilt = lod.rebuild(tokens, (26, 37))
+    assert found["output"] == ["out/cat.allocate.png", "a/s.json", "r.png"]
+    [one] = found["allocators"]
+    assert one["name"] == "FoveatedPyramid" and one["untrained"] is False
+    assert one["coverage"] == 1 and one["psnr"] == pytest.approx(float(psnr(rebuilt.image, image)))
+    levels = tokens.sites[:, 2].tolist()
+    assert one["levels"] == {str(int(level)): levels.count(level) for level in sorted(set(levels))}
+
+    written = json.loads((tmp_path / "a" / "s.json").read_text())
+    assert torch.equal(torch.tensor(written["sites"]), tokens.sites)
+    assert torch.equal(torch.tensor(written["scores"]), tokens.scores)
+    assert (written["allocator"], written["image"], written["size"]) == ("FoveatedPyramid", "cat.png", [26, 37])
+    assert (written["budget"], written["patch"]) == (20, 4) and "y down" in written["convention"]
+    assert torch.equal(load(tmp_path / "r.png"), rebuilt.image)
+    with Image.open(tmp_path / "out" / "cat.allocate.png") as sheet:
+        assert sheet.mode == "RGB" and min(sheet.size) > 900
+
+
+def test_the_table(tmp_path: Path, picture: Path) -> None:
+    text = done(tmp_path, "allocate", "cat.png", "--with", "GridTopK", "--budget", "35", "--patch", "4")
+    tokens = lod.allocate.GridTopK(35, 4)(load(picture))
+    rebuilt = lod.rebuild(tokens, (26, 37))
+    row = next(line for line in text.splitlines() if "GridTopK" in line).split()
+    noise = float(psnr(rebuilt.image, load(picture)))
+    assert row == ["GridTopK", "35", "35", f"{100 * float(rebuilt.coverage):.1f}%", f"{noise:.2f}"]
+    assert "level 0" in text and "level 1" not in text and text.endswith("wrote out/cat.allocate.png\n")
+
+
+def test_an_exact_picture_has_no_psnr_in_json(tmp_path: Path, picture: Path) -> None:
+    options = ("--with", "GridTopK", "--budget", "70", "--patch", "4")
+    [one] = json.loads(done(tmp_path, "allocate", "cat.png", *options, "--json"))["allocators"]
+    assert one["psnr"] is None and one["coverage"] == 1
+    assert "exact" in done(tmp_path, "allocate", "cat.png", *options)
+
+
+def test_safetensors(tmp_path: Path, picture: Path) -> None:
+    tokens = lod.allocate.GridTopK(20, 4)(load(picture))
+    for options, names in (((), {"sites", "scores"}), (("--patches",), {"sites", "scores", "patches"})):
+        done(tmp_path, "allocate", "cat.png", "--with", "GridTopK", *SMALL, "--sites", "s.safetensors", *options)
+        with safe_open(tmp_path / "s.safetensors", "pt") as file:
+            assert set(file.keys()) == names
+            for name in names:
+                assert torch.equal(file.get_tensor(name), getattr(tokens, name))
+            about = file.metadata()
+        assert about["allocator"] == "GridTopK" and json.loads(about["size"]) == [26, 37] and about["patch"] == "4"
+
+
+def test_all(tmp_path: Path, picture: Path) -> None:
+    files = ("--sites", "s.json", "--rebuilt", "r.png")
+    options = ("--with", "all", "--budget", "71", "--patch", "4", "--fixation", "0.2,0.7", "-o", "sheet.png")
+    found = json.loads(done(tmp_path, "allocate", "cat.png", *options, *files, "--json"))
+    results = {one["name"]: one for one in found["allocators"]}
+    assert list(results) == allocators.names()
+    # 70 patches are too few for those that take whole ones.
+    assert results["GridTopK"]["skipped"].startswith("the budget is 71, and there are 70")
+    made = [name for name, one in results.items() if "skipped" not in one]
+    assert {"Downsample", "Hexagonal", "PyramidTopK"} <= set(made) and "GridTopK" not in made
+    assert found["output"] == [
+        "sheet.png",
+        *(f"{f}.{name}.{e}" for name in made for f, e in (("s", "json"), ("r", "png"))),
+    ]
+    for path in found["output"]:
+        assert (tmp_path / path).exists()
+    written = json.loads((tmp_path / "s.Downsample.json").read_text())
+    assert written["allocator"] == "Downsample" and len(written["sites"]) == 71
+
+    before = (tmp_path / "sheet.png").read_bytes()
+    text = done(tmp_path, "allocate", "cat.png", *options)
+    assert (tmp_path / "sheet.png").read_bytes() == before
+    assert all(name in text for name in results)
+    assert "skipped GridTopK: the budget is 71, and there are 70" in text
+
+
+# -- what no allocator of the package may need ------------------------------------------------------------------------
+
+
+class Asking(base.Allocator):
+    """Needs a query and labels; scores tell what came."""
+
+    needs: ClassVar[tuple[base.Need, ...]] = ("query", "labels")
+
+    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        assert scene.query is not None and scene.labels is not None
+        scores = torch.stack([scene.query.sum(), scene.labels.sum().float()])[None]
+        return torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 1.0]]]), scores
+
+
+class Hinted(Asking):
+    """Does without a query, and takes those of four numbers."""
+
+    needs: ClassVar[tuple[base.Need, ...]] = ()
+    takes: ClassVar[tuple[base.Need, ...]] = ("query",)
+    query_width = 4
+
+    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros(1) if scene.query is None else scene.query.sum(1)
+        return torch.tensor([[[0.5, 0.5, 0.0]]]), total[None]
+
+
+class Drawn(allocators.Learned):
+    """A learned one, whose score is its parameter."""
+
+    def __init__(self, budget: int = 1, patch: int = 14) -> None:
+        super().__init__(budget, patch)
+        self.weight = torch.nn.Parameter(torch.rand(1))
+
+    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        score = self.weight + self.training
+        return torch.full((1, self.budget, 3), 0.5), score.expand(1, self.budget)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {name: base._registry[name] for name in ("Downsample", "FoveatedPyramid")}
+    monkeypatch.setattr(base, "_registry", chosen | {"Asking": Asking, "Drawn": Drawn})
+
+
+def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry: None) -> None:
+    image = torch.rand(3, 16, 24)
+    said: list[str] = []
+    asking, downsample, drawn, foveated = allocation.run_all(image, 4, 4, {"fixation": (0.1, 0.1)}, said.append)
+    assert said == ["Asking", "Downsample", "Drawn", "FoveatedPyramid"]
+    assert asking == allocation.Skipped("Asking", "Asking needs query; pass query=.")
+    assert isinstance(downsample, allocation.Allocation) and not downsample.untrained
+    assert isinstance(foveated, allocation.Allocation)
+    assert torch.equal(foveated.tokens.sites, lod.allocate.FoveatedPyramid(4, 4)(image, fixation=(0.1, 0.1)).sites)
+    # Learned ones are the same at each call, do not train, and leave torch's generator alone.
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    again = allocation.run("Drawn", image, 4, 4, {})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(drawn, allocation.Allocation) and drawn.untrained and drawn.tokens.scores[0] < 1
+    assert torch.equal(drawn.tokens.scores, again.tokens.scores) and not again.tokens.scores.requires_grad
+    labels = torch.ones(16, 24, dtype=torch.int64)
+    inputs = {"query": torch.tensor([2.0, 3.0]), "labels": labels, "fixation": None}
+    given = allocation.run("Asking", image, 2, 4, inputs)
+    assert given.tokens.scores.tolist() == [5.0, 384.0]
+    # A query of another width goes to those that need one, and to nobody who can do without.
+    base._registry["Hinted"] = Hinted
+    for width, expected in ((4, 4.0), (3, 0.0)):
+        *_, hinted = allocation.run_all(image, 1, 4, inputs | {"query": torch.ones(width)})
+        assert isinstance(hinted, allocation.Allocation) and hinted.tokens.scores.tolist() == [expected]
+    with pytest.raises(InputError, match=r"expected floats \[1, 4\]"):
+        allocation.run("Hinted", image, 1, 4, {"query": torch.ones(3)})
+    with pytest.raises(InputError, match="Downsample takes no query"):
+        allocation.run("Downsample", image, 4, 4, inputs)
+
+
+def test_none_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_registry", {"Asking": Asking})
+    with pytest.raises(InputError, match=r"no allocator can do that\. Asking: Asking needs query"):
+        allocation.run_all(torch.rand(3, 16, 24), 4, 4, {})
+
+
+def test_blends_of_counts_are_compared_in_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Blended(allocators.GridTopK):
+        blends: ClassVar[bool] = True
+
+        def choose(self, scene: base.Scene) -> Any:
+            index = torch.arange(self.budget)
+            weights = torch.eye(scene.grid[0] * scene.grid[1])[None, : self.budget]
+            return scene.sites(0, index)[None], torch.ones(1, self.budget), weights
+
+    monkeypatch.setattr(base, "_registry", {"Blended": Blended})
+    image = torch.rand(3, 16, 24).mul(255).byte()
+    assert allocation.run("Blended", image, 24, 4, {}).psnr > 100
+
+
+# -- the sheet --------------------------------------------------------------------------------------------------------
+
+TOP = token_sheet._MARGIN + token_sheet._HEADER + token_sheet._CAPTION
+
+
+def drawn(image: torch.Tensor, sites: list[tuple[float, float, float]], patch: int) -> torch.Tensor:
+    """The panel of tokens alone, of an image of 96 x 96: ten times as large."""
+    places = torch.tensor(sites)
+    tokens = lod.TokenSet(places, torch.ones(len(sites)), torch.zeros(len(sites), 3, patch, patch), patch)
+    one = allocation.Allocation("Mine", tokens, lod.rebuild(tokens, (96, 96)), 10.0, False)
+    sheet = token_sheet.sheet(image, [one], len(sites), patch, "cat")
+    left = token_sheet._MARGIN
+    return sheet[:, TOP : TOP + 960, left : left + 960].int()
+
+
+def test_convention_footprints_have_their_true_size() -> None:
+    # So many that they carry no numbers.
+    fine = [(0.25, 0.5, 0.0)] * token_sheet.NUMBERED
+    panel = drawn(torch.zeros(3, 96, 96), [*fine, (0.75, 0.5, 1.0)], 16)
+    assert panel.shape == (3, 960, 960)
+    row = panel[:, 480].sum(0)
+    (filled,) = (row > 30).nonzero(as_tuple=True)
+    # 16 px about 24, and 32 px about 72, ten times as large.
+    assert filled.tolist() == [*range(160, 320), *range(560, 880)]
+    (high,) = (panel[:, :, 240].sum(0) > 30).nonzero(as_tuple=True)
+    assert high.tolist() == [*range(400, 560)]
+    inner, outer = panel[:, 480, 240], panel[:, 480, 720]
+    assert (inner - outer).abs().max() > 30  # levels have colours
+    assert panel[:, 480, 160].sum() > 2 * inner.sum()  # the outline
+
+
+def test_finer_tokens_lie_over_coarser_ones_and_few_are_numbered() -> None:
+    image = torch.zeros(3, 96, 96)
+    both = [(0.5, 0.5, 0.0), (0.5, 0.5, 2.0)]
+    panel, turned = drawn(image, both, 16), drawn(image, both[::-1], 16)
+    edge = 960 // 2 - 80
+    assert torch.equal(panel[:, edge : edge + 40], turned[:, edge : edge + 40])
+    blue, red = panel[2], panel[0]
+    assert blue[edge + 4, 480] > red[edge + 4, 480] and red[edge - 40, 480] > blue[edge - 40, 480]
+    assert (panel.amin(0) == 255).any()  # white figures
+    for sites, patch in ((both * token_sheet.NUMBERED, 16), ([(0.5, 0.5, 0.0)], 1)):  # too many, too small
+        assert not (drawn(image, sites, patch).amin(0) == 255).any()
+
+
+def test_the_sheet_says_who_was_skipped_and_untrained(registry: None) -> None:
+    image = torch.rand(3, 48, 64)
+    results = allocation.run_all(image, 4, 8, {})
+    whole = token_sheet.sheet(image, results, 4, 8, "cat")
+    assert whole.dtype == torch.uint8 and whole.shape[0] == 3
+    for number in (0, 2):  # Asking and Drawn
+        one: Any = results[number]
+        other: Any = (
+            allocation.Skipped(one.name, "for another reason")
+            if isinstance(one, allocation.Skipped)
+            else allocation.Allocation(one.name, one.tokens, one.rebuilt, one.psnr, False)
+        )
+        changed = token_sheet.sheet(image, [*results[:number], other, *results[number + 1 :]], 4, 8, "cat")
+        assert not torch.equal(changed, whole)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 400), (400, 3), (20, 70)])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_any_picture_fits_the_sheet(size: tuple[int, int], channels: int) -> None:
+    image = torch.rand(channels, *size)
+    results = [allocation.run("Downsample", image, 5, 14, {}), allocation.Skipped("Other", "it " + "cannot " * 200)]
+    for some in (results, results[:1]):
+        sheet = token_sheet.sheet(image, some, 5, 14, "a name that is long " * 20)
+        assert sheet.shape[1] < 3000 and sheet.shape[2] < 3000
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_labels(tmp_path: Path) -> None:
+    values = np.arange(12).reshape(3, 4)
+    Image.fromarray(values.astype(np.uint8)).save(tmp_path / "8.png")
+    Image.fromarray((values * 5000).astype(np.uint16)).save(tmp_path / "16.png")
+    palette = Image.fromarray(values.astype(np.uint8))
+    palette.putpalette([255 - n // 3 for n in range(768)])
+    palette.save(tmp_path / "palette.png")
+    np.save(tmp_path / "a.npy", values.astype(np.int16) - 5)
+    np.save(tmp_path / "b.npy", values > 3)
+    cases = {"8.png": values, "palette.png": values, "16.png": values * 5000, "a.npy": values - 5, "b.npy": values > 3}
+    for name, expected in cases.items():
+        found = token_files.read_labels(tmp_path / name)
+        assert found.dtype == torch.int64 and np.array_equal(found.numpy(), expected), name
+
+
+def test_bad_labels(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((3, 4, 3), np.uint8)).save(tmp_path / "rgb.png")
+    np.save(tmp_path / "floats.npy", np.zeros((3, 4)))
+    np.save(tmp_path / "flat.npy", np.zeros(4, np.int64))
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    np.savez(tmp_path / "z", np.zeros(3))
+    (tmp_path / "z.npz").rename(tmp_path / "z.npy")
+    (tmp_path / "text.png").write_text("no picture")
+    for name, message in (
+        ("rgb.png", "is a picture of mode RGB; expected labels"),
+        ("floats.npy", r"holds float64 \(3, 4\); expected labels"),
+        ("flat.npy", r"holds int64 \(4,\)"),
+        ("objects.npy", r"is no \.npy file"),
+        ("z.npy", "an archive"),
+        ("text.png", "is no picture"),
+        ("none.png", "does not exist"),
+        (".", "cannot be read"),
+    ):
+        with pytest.raises(FileError, match=message):
+            token_files.read_labels(tmp_path / name)
+
+
+def test_queries(tmp_path: Path) -> None:
+    expected = torch.tensor([1.0, -2.0, 0.5])
+    np.save(tmp_path / "a.npy", expected.double().numpy())
+    save_file({"any": expected[None].half()}, tmp_path / "b.safetensors")
+    save_file({"query": expected, "other": torch.zeros(2)}, tmp_path / "c.safetensors")
+    for name in ("a.npy", "b.safetensors", "c.safetensors"):
+        found = token_files.read_query(tmp_path / name)
+        assert found.dtype == torch.float32 and torch.equal(found, expected), name
+    save_file({"a": expected, "b": expected.clone()}, tmp_path / "two.safetensors")
+    save_file({"query": expected.expand(2, 3).contiguous()}, tmp_path / "wide.safetensors")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    np.save(tmp_path / "words.npy", np.array(["a"]))
+    for name, message in (
+        ("two.safetensors", "holds a, b; expected a tensor named query"),
+        ("wide.safetensors", r"shape \(2, 3\); expected a query"),
+        ("text.safetensors", "is no safetensors file"),
+        ("none.safetensors", "does not exist"),
+        ("words.npy", "expected a query: numbers"),
+        ("query.pt", "unknown extension '.pt'"),
+    ):
+        with pytest.raises(FileError, match=message):
+            token_files.read_query(tmp_path / name)
+
+
+# -- how it fails -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
+    np.save(tmp_path / "labels.npy", np.zeros((26, 37), np.int64))
+    np.save(tmp_path / "q.npy", np.zeros(3))
+    (tmp_path / "file").write_text("")
+    choices = ", ".join(map(repr, [*allocators.names(), "all"]))
+    refused(
+        tmp_path,
+        ("allocate cat.png --with Nobody", 2, f"--with is 'Nobody'; expected one of {choices}."),
+        ("allocate cat.png --with GridTopK --patch 4 --budget 71", 2, "the budget is 71, and there are 70 patches"),
+        ("allocate cat.png --with GridTopK --fixation 0,0", 2, "GridTopK takes no fixation"),
+        ("allocate cat.png --with GridTopK --labels labels.npy", 2, "GridTopK takes no labels"),
+        ("allocate cat.png --with GridTopK --query q.npy", 2, "GridTopK takes no query"),
+        ("allocate cat.png --fixation 2,0", 2, "'--fixation': '2,0'"),
+        ("allocate cat.png --budget 0", 2, "'--budget'"),
+        ("allocate cat.png --patch 5000", 2, "patch is 5000"),
+        ("allocate none.png", 1, "none.png does not exist"),
+        ("allocate cat.png --labels none.npy", 1, "none.npy does not exist"),
+        ("allocate cat.png --sites s.txt", 1, "sites are written to .json or .safetensors"),
+        ("allocate cat.png --sites s.json --patches", 1, "JSON holds no patches"),
+        ("allocate cat.png --patches", 2, "--sites names"),
+        ("allocate cat.png --rebuilt r.gif", 1, "the choices are .png"),
+    )
+    assert not (tmp_path / "out").exists()
+    refused(tmp_path, ("allocate cat.png --patch 4 --budget 9 --sites file/s.json", 1, "file/s.json cannot be written"))
+
+
+def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Path) -> None:
+    arguments = ("allocate", "cat.png", *SMALL, "--sites", "s.safetensors")
+    code = f"import sys; sys.modules['safetensors'] = None; sys.argv[1:] = {arguments!r}"
+    code += "; from gpu_lod.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr == "gpu-lod: the command line needs extra packages: pip install 'gpu-lod[cli]'\n"

@@ -1,0 +1,201 @@
+"""Tokens back to a picture, against a loop over pixels."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError
+from gpu_lod.rebuild import psnr
+
+Site = tuple[float, float, float]
+
+
+def token_set(sites: Sequence[Any], patches: torch.Tensor) -> lod.TokenSet:
+    places = torch.tensor(sites, dtype=torch.float32)
+    return lod.TokenSet(places, torch.zeros(places.shape[:-1]), patches, patches.shape[-1])
+
+
+def slow(tokens: lod.TokenSet, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One image, pixel by pixel, token by token, in double precision; the image and which token each pixel shows."""
+    assert tokens.patches is not None
+    patches, patch, (height, width) = tokens.patches.double(), tokens.patch, size
+    image = patches.mean((0, 2, 3))[:, None, None].repeat(1, height, width)
+    shown = torch.full(size, -1)
+    for y in range(height):
+        for x in range(width):
+            finest = math.inf
+            for number, (cx, cy, level) in enumerate(tokens.sites.double().tolist()):
+                step = 2**level
+                places, inside = [], True
+                for pixel, n, at in ((x, width, cx), (y, height, cy)):
+                    edge = [round((at * n + side * patch * step / 2) * 256) / 256 for side in (-1, 1)]
+                    inside &= edge[0] <= pixel + 0.5 < edge[1]
+                    place = (pixel + 0.5 - round(at * n * 256) / 256) / step + (patch - 1) / 2
+                    places.append(min(max(place, 0.0), patch - 1.0))
+                if not inside or level >= finest:
+                    continue
+                finest, shown[y, x] = level, number
+                u, v = places
+                (u0, fu), (v0, fv) = ((int(place), place - int(place)) for place in (u, v))
+                u1, v1 = min(u0 + 1, patch - 1), min(v0 + 1, patch - 1)
+                p = patches[number]
+                upper = p[:, v0, u0] * (1 - fu) + p[:, v0, u1] * fu
+                lower = p[:, v1, u0] * (1 - fu) + p[:, v1, u1] * fu
+                image[:, y, x] = upper * (1 - fv) + lower * fv
+    return image, shown
+
+
+@pytest.mark.parametrize(
+    ("size", "patch", "dtype"),
+    [((56, 70), 14, torch.uint8), ((37, 51), 7, torch.float32), ((1, 9), 4, torch.float16), ((6, 4), 8, torch.uint8)],
+)
+def test_level_0_patches_give_back_exact_pixels(size: tuple[int, int], patch: int, dtype: torch.dtype) -> None:
+    image = torch.rand(2, 3, *size).mul(255).to(dtype)
+    cells = -(-size[0] // patch) * -(-size[1] // patch)
+    tokens = lod.allocate.GridTopK(cells, patch)(image)
+    found = lod.rebuild(tokens, size)
+    assert found.image.dtype == dtype and found.image.is_contiguous()
+    assert torch.equal(found.image, image)
+    assert found.covered.all() and found.coverage.tolist() == [1.0, 1.0]
+
+
+def test_a_coarse_token_is_enlarged_and_finer_ones_are_painted_over_it() -> None:
+    coarse = torch.tensor([[0.0, 4.0], [8.0, 12.0]])
+    patches = torch.stack([coarse, torch.full((2, 2), 99.0)])[:, None]
+    found = lod.rebuild(token_set([(0.5, 0.5, 1), (0.25, 0.75, 0)], patches), (4, 4))
+    expected = torch.tensor([[0, 1, 3, 4], [2, 3, 5, 6], [99, 99, 9, 10], [99, 99, 11, 12]], dtype=torch.float32)
+    assert torch.equal(found.image[0], expected)
+    # Whatever their order.
+    turned = lod.rebuild(token_set([(0.25, 0.75, 0), (0.5, 0.5, 1)], patches.flip(0)), (4, 4))
+    assert torch.equal(turned.image[0], expected)
+
+
+def test_of_equally_fine_tokens_the_first_is_shown() -> None:
+    patches = torch.tensor([1.0, 2.0, 3.0])[:, None, None, None].expand(3, 1, 2, 2)
+    found = lod.rebuild(token_set([(0.25, 0.5, 0), (0.5, 0.5, 0), (0.25, 0.5, 0)], patches), (2, 4))
+    assert found.image[0].tolist() == [[1, 1, 2, 0 + 2]] * 2  # the last pixel is no token's: the mean, 2
+    assert found.covered.tolist() == [[True, True, True, False]] * 2
+
+
+def test_what_no_token_covers_is_filled() -> None:
+    patches = torch.stack([torch.full((2, 2, 2), 10.0), torch.full((2, 2, 2), 30.0)])
+    patches[:, 1] += 5
+    tokens = token_set([(0.25, 0.25, 0), (0.75, 0.25, 0)], patches)
+    for fill, expected in ((None, [20.0, 25.0]), (7, [7.0, 7.0]), ((1.0, 2.0), [1.0, 2.0])):
+        found = lod.rebuild(tokens, (4, 4), fill)
+        assert found.image[:, 2:].flatten(1).unique(dim=1).flatten().tolist() == expected
+        assert found.image[:, 0, 0].tolist() == [10.0, 15.0]
+        assert found.coverage == 0.5
+    counts = lod.rebuild(
+        replace(tokens, patches=torch.tensor([1, 2]).byte()[:, None, None, None].expand(2, 1, 2, 2)), (4, 4)
+    )
+    assert counts.image[0, 3].tolist() == [2, 2, 2, 2]  # 1.5, rounded
+
+
+@given(st.data())
+def test_any_sites_against_a_loop_over_pixels(data: st.DataObject) -> None:
+    size = data.draw(st.tuples(st.integers(1, 13), st.integers(1, 13)))
+    patch, count = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    part = st.one_of(st.floats(0, 1, width=32), st.integers(0, 26).map(lambda n: n / 26))
+    level = st.one_of(st.floats(0, 6, width=32), st.sampled_from([0.0, 1.0, 2.0, 200.0]))
+    sites = [[data.draw(st.lists(st.tuples(part, part, level), min_size=count, max_size=count))] for _ in range(2)]
+    patches = torch.rand(2, count, 2, patch, patch)
+    tokens = token_set([one[0] for one in sites], patches)
+    found = lod.rebuild(tokens, size)
+    for b in range(2):
+        image, shown = slow(token_set(sites[b][0], patches[b]), size)
+        assert torch.equal(found.covered[b], shown >= 0)
+        assert (found.image[b].double() - image).abs().max() < 1e-4
+
+
+def test_pieces_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pixels are worked on at a time."""
+    image = torch.rand(2, 1, 23, 31)
+    tokens = lod.allocate.PyramidTopK(12, 3)(image)
+    whole = lod.rebuild(tokens, (23, 31))
+    for at_once in (1, 7, 31, 100):
+        monkeypatch.setattr(sys.modules["gpu_lod.rebuild"], "AT_ONCE", at_once)
+        assert all(torch.equal(a, b) for a, b in zip(lod.rebuild(tokens, (23, 31)), whole, strict=True))
+
+
+@pytest.mark.parametrize(("size", "budget"), [((75, 75), 100), ((61, 97), 37), ((512, 375), 273)])
+def test_tokens_that_tile_leave_no_seam(size: tuple[int, int], budget: int) -> None:
+    """Edges of fractional levels meet in pixel centres: 75 px in 10 columns, each of 7.5."""
+    image = torch.rand(1, 1, *size)
+    for allocator in (lod.allocate.Downsample(budget, 3), lod.allocate.FoveatedPyramid(budget, 3)):
+        assert lod.rebuild(allocator(image), size).covered.all(), allocator
+
+
+def test_a_smooth_picture_survives_coarse_tokens() -> None:
+    """That levels and centres mean to `rebuild` what they mean to `gather_patches`."""
+    x, y = torch.meshgrid(torch.arange(128.0), torch.arange(128.0), indexing="xy")
+    image = (0.2 + 0.004 * x + 0.002 * y)[None, None]
+    tokens = lod.allocate.Downsample(30, 8)(image)
+    assert (tokens.sites[..., 2] > 1).all()
+    inner = (slice(None), slice(None), slice(8, 120), slice(8, 120))  # mips are flat at the edges
+    found = lod.rebuild(tokens, (128, 128))
+    # Half a step of the outermost samples, at 2^1.6 px each and 0.004 + 0.002 a pixel, is the most that clamping takes.
+    assert (found.image - image)[inner].abs().max() <= 0.006 * 2**1.6 / 2
+
+
+def test_images_of_a_batch_are_on_their_own() -> None:
+    image = torch.rand(3, 3, 40, 33)
+    tokens = lod.allocate.FoveatedPyramid(20, 6)(image, fixation=torch.tensor([[0.1, 0.2], [0.9, 0.9], [0.5, 0.5]]))
+    found = lod.rebuild(tokens, (40, 33))
+    assert tokens.patches is not None
+    for b in range(3):
+        one = lod.TokenSet(tokens.sites[b], tokens.scores[b], tokens.patches[b], 6)
+        alone = lod.rebuild(one, (40, 33))
+        assert torch.equal(alone.image, found.image[b]) and torch.equal(alone.covered, found.covered[b])
+        assert alone.coverage == found.coverage[b]
+
+
+def test_gradients_in_the_patches() -> None:
+    patches = torch.rand(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    sites = [(0.3, 0.4, 0.0), (0.6, 0.6, 0.7), (0.5, 0.2, 1.5)]
+    assert torch.autograd.gradcheck(lambda values: lod.rebuild(token_set(sites, values), (7, 9)).image, [patches])
+
+
+def test_a_token_may_cover_no_pixel_centre() -> None:
+    for site in ((0, 0, 0), (0, 0.5, 0), (0.5, 0, 0)):  # left of the first, or above it
+        found = lod.rebuild(token_set([site], torch.full((1, 1, 1, 1), 3.0)), (3, 3))
+        assert not found.covered.any() and found.coverage == 0
+        assert torch.equal(found.image, torch.full((1, 3, 3), 3.0))
+
+
+def test_psnr() -> None:
+    image = torch.zeros(2, 1, 4, 4)
+    image[1] = 0.1
+    assert psnr(image, torch.zeros_like(image)).tolist() == [math.inf, pytest.approx(20)]
+    counts = torch.full((1, 1, 2, 2), 51, dtype=torch.uint8)
+    assert psnr(counts, torch.zeros_like(counts)).item() == pytest.approx(20 * math.log10(5))
+    with pytest.raises(InputError, match="two alike"):
+        psnr(image, counts)
+
+
+def test_bad_input_says_what_came() -> None:
+    good = token_set([(0.5, 0.5, 0)], torch.zeros(1, 1, 2, 2))
+    cases: list[tuple[Any, Any, Any, str]] = [
+        (replace(good, patches=None), (4, 4), None, "give the allocator an image="),
+        (replace(good, patches=torch.zeros(2, 1, 2, 2)), (4, 4), None, r"patches are \(2, 1, 2, 2\); expected \(1, 1"),
+        (good.sites, (4, 4), None, "expected a TokenSet"),
+        (good, (4, 0), None, "width is 0"),
+        (good, 4, None, "size is 4"),
+        (good, (4, 4), (1.0, 2.0), "expected 1 numbers"),
+        (good, (4, 4), math.nan, "fill is nan"),
+        (token_set([(0.5, 1.5, 0)], torch.zeros(1, 1, 2, 2)), (4, 4), None, "sites have y from"),
+        (token_set([(0.5, 0.5, math.nan)], torch.zeros(1, 1, 2, 2)), (4, 4), None, "sites have levels"),
+    ]
+    for tokens, size, fill, message in cases:
+        with pytest.raises(InputError, match=message):
+            lod.rebuild(tokens, size, fill)
