@@ -59,6 +59,15 @@ def seeded() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small models: on a busy machine threads wait for each other far longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the user's measured times: empty, and the test's own. `times.fastest` fills it."""
     folder = tmp_path / "cache"

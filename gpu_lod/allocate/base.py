@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -133,6 +134,8 @@ class Allocator(ABC):
         query: torch.Tensor | None = None,
         fixation: Any = None,
         labels: torch.Tensor | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> TokenSet:
         """Choose sites, and read the patches there.
 
@@ -144,6 +147,7 @@ class Allocator(ABC):
         Args:
             image: None gives sites alone, of a picture of Hg P x Wg P pixels.
             relevance: None is the saliency of the image (channel 5 of `feature_maps`).
+            mean, std: a number a channel, of the image; patches are then (value - mean) / std, as in `gather_patches`.
 
         Raises:
             InputError: something that the allocator needs is missing, is not taken, or does not fit; NaN in the
@@ -157,15 +161,21 @@ class Allocator(ABC):
         tokens = TokenSet(sites, scores, None, self.patch, weights)
         if scene.image is None:
             return tokens
-        return replace(tokens, patches=self._patches(scene, tokens))
+        return replace(tokens, patches=self._patches(scene, tokens, mean, std))
 
-    def _patches(self, scene: Scene, tokens: TokenSet) -> torch.Tensor:
+    def _patches(
+        self,
+        scene: Scene,
+        tokens: TokenSet,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> torch.Tensor:
         assert scene.image is not None
         if not self.blends:
-            return gather_patches(scene.image, tokens.sites, self.patch)
+            return gather_patches(scene.image, tokens.sites, self.patch, mean=mean, std=std)
         every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
         kind = torch.float32 if scene.pixels_dtype == torch.uint8 else scene.pixels_dtype
-        grid = gather_patches(scene.image, every, self.patch, dtype=kind)
+        grid = gather_patches(scene.image, every, self.patch, mean=mean, std=std, dtype=kind)
         return tokens.blend(grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
 
     # -- what it is given -------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gpu_lod.allocate.base import Allocator, Need, Scene, register
+from gpu_lod import checks
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
 
 
 @register
@@ -16,13 +17,20 @@ class Downsample(Allocator):
     largest remainder, so exactly K. Each is read at the level at which its P samples span the longer side of its cell.
 
     Scores are all 1, and the order is row by row.
+
+    Args:
+        rows: how many; None makes the cells as square as may be.
     """
 
     needs: ClassVar[tuple[Need, ...]] = ()
 
+    def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", rows: int | None = None) -> None:
+        super().__init__(budget, patch, pool)
+        self.rows = None if rows is None else checks.integer(rows, "rows", at_least=1, at_most=self.budget)
+
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         height, width = scene.size
-        rows = min(max(1, round(math.sqrt(self.budget * height / width))), self.budget)
+        rows = self.rows or min(max(1, round(math.sqrt(self.budget * height / width))), self.budget)
         # Equal shares: floor of the cumulated share, which is largest remainder spread over the rows.
         ends = [self.budget * (row + 1) // rows for row in range(rows)]
         sites = []

@@ -1,3 +1,33 @@
-"""From a picture to the tokens of a vision encoder, and what tells which tokens to take."""
+"""From a picture to the tokens of a vision encoder, and what tells which tokens to take.
 
-__all__: list[str] = []
+    saccades = lod.vlm.Saccades(lod.allocate.FoveatedPyramid(273, patch=16))   # 256 over the whole picture, 273 closer
+    encoded = lod.vlm.encode(model, image, saccades, processor=processor)      # SigLIP, CLIP, Qwen-VL, timm
+    encoded.features, encoded.tokens.sites                                     # [B, 529, D], [B, 529, 3]
+
+`adapters()` lists the models, `register_adapter` adds one of your own. Nothing here imports transformers or timm.
+"""
+
+from gpu_lod.vlm.adapters import Adapter, Encoded, adapter_for, adapters, register_adapter
+from gpu_lod.vlm.encode import encode
+from gpu_lod.vlm.generate import generate, inputs_for
+from gpu_lod.vlm.position_table import sample_position_table
+from gpu_lod.vlm.positions import axial_frequencies, grid_positions, mrope_extent, mrope_positions, rotary_embedding
+from gpu_lod.vlm.saccades import Saccades
+
+__all__ = [
+    "Adapter",
+    "Encoded",
+    "Saccades",
+    "adapter_for",
+    "adapters",
+    "axial_frequencies",
+    "encode",
+    "generate",
+    "grid_positions",
+    "inputs_for",
+    "mrope_extent",
+    "mrope_positions",
+    "register_adapter",
+    "rotary_embedding",
+    "sample_position_table",
+]

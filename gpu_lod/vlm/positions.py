@@ -1,0 +1,121 @@
+"""Where tokens came from, as encoders and language models take it: grid positions, rotary embeddings, M-RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import cells_of
+from gpu_lod.errors import InputError
+from gpu_lod.gather_patches import PER_PIXEL
+
+Layout = Literal["half", "interleaved"]
+
+
+def grid_positions(sites: torch.Tensor, size: tuple[int, int], patch: int) -> torch.Tensor:
+    """Sites as positions on the grid of level-0 patches, fractional between its cells.
+
+    Shape: sites [..., K, 3] as (x, y, level) give [..., K, 3] as (level, y, x), fp32 (float64 sites: float64).
+    Units: cells of P x P pixels, whatever the level.
+    Convention: the position of cell (j, i)'s own patch is (0, j, i) exactly, so a centre p pixels from the edge is at
+        p / P - 1/2. A patch that was shifted inward at a far edge is where it is: at n / P - 1 for n pixels, between
+        the last two cells. A level-1 patch over cells 0 and 1 is at 1/2. Centres are rounded to 1/256 px, as
+        `gather_patches` rounds them; gradients pass as if they were not.
+
+    Args:
+        size: (height, width) of the picture in pixels.
+        patch: P.
+
+    Raises:
+        InputError: bad shapes.
+    """
+    height, width = checks.size(size)
+    checks.integer(patch, "patch", at_least=1)
+    if not isinstance(sites, torch.Tensor) or sites.shape[-1:] != (3,) or not sites.is_floating_point():
+        what = tuple(sites.shape) if isinstance(sites, torch.Tensor) else type(sites).__name__
+        raise InputError(f"sites are {what}; expected a floating-point tensor [..., K, 3]: (x, y, level).")
+    work = sites if sites.dtype == torch.float64 else sites.float()
+    pixels = work[..., :2] * work.new_tensor([width, height])
+    pixels = pixels + ((pixels.detach() * PER_PIXEL).round() / PER_PIXEL - pixels.detach())
+    x, y = (pixels / patch - 0.5).unbind(-1)
+    return torch.stack([work[..., 2], y, x], dim=-1)
+
+
+def axial_frequencies(dim: int, axes: int = 2, theta: float = 10000.0) -> torch.Tensor:
+    """Frequencies [dim / (2 axes)] of an axis: theta^(-i / n), i of n. Each axis turns dim / axes of a head's channels.
+
+    With two axes they are those of Qwen2.5-VL's and Qwen3-VL's vision towers and of timm's axial RoPE.
+
+    Raises:
+        InputError: a dim that the axes cannot share.
+
+    Source: Su et al., "RoFormer" (2021); Heo et al., "Rotary Position Embedding for Vision Transformer" (2024).
+    """
+    checks.integer(axes, "axes", at_least=1)
+    checks.integer(dim, "dim", at_least=1)
+    theta = checks.number(theta, "theta")
+    if dim % (2 * axes) or theta <= 0:
+        raise InputError(f"dim is {dim}, theta {theta}; expected a multiple of {2 * axes} and a positive number.")
+    count = dim // (2 * axes)
+    return theta ** (-torch.arange(count, dtype=torch.float32) / count)
+
+
+def rotary_embedding(
+    positions: torch.Tensor, frequencies: torch.Tensor | Sequence[torch.Tensor], layout: Layout = "half"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of an axial rotary embedding, at any positions: fractional ones lie between the trained.
+
+    Shape: positions [..., A] and frequencies [F], the same for each axis, or A tensors, [F_a] each, give two tensors
+        [..., 2 sum F_a], fp32.
+    Convention: the angles of the first axis come first. "half": the angles twice over, for rotations of the first half
+        of the channels with the second (Qwen2.5-VL, Qwen3-VL). "interleaved": each angle twice in a row, for rotations
+        of neighbouring channels (timm). Positions (y, x) are `grid_positions(...)[..., 1:]`; with the level before
+        them they have three axes, which no published encoder was trained with.
+
+    Raises:
+        InputError: another number of axes, or an unknown layout.
+    """
+    checks.choice(layout, "layout", ("half", "interleaved"))
+    axes = positions.shape[-1]
+    each = [frequencies] * axes if isinstance(frequencies, torch.Tensor) else list(frequencies)
+    if len(each) != axes:
+        raise InputError(f"positions are {tuple(positions.shape)}, {axes} axes; expected {len(each)}, one a frequency.")
+    angles = torch.cat(
+        [positions[..., axis, None].float() * each[axis].to(positions.device, torch.float32) for axis in range(axes)],
+        dim=-1,
+    )
+    angles = torch.cat([angles, angles], dim=-1) if layout == "half" else angles.repeat_interleave(2, dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def mrope_positions(
+    sites: torch.Tensor, size: tuple[int, int], patch: int, start: int | torch.Tensor = 0, rounded: bool = True
+) -> torch.Tensor:
+    """Position ids (t, h, w) of a still picture's tokens in a language model with M-RoPE (Qwen2-VL and later).
+
+    Shape: sites [B, K, 3] give [3, B, K]; [K, 3] give [3, K].
+    Units: merge units, so `patch` is the side of one: 2 P for P x P patches that are merged 2 x 2.
+    Convention: t is start; h and w are start plus the position on the grid, so that the full grid has the model's own
+        ids. Rounded ones are whole, halves up, as a level-1 unit over 0 and 1 goes to 1: int64. Unrounded ones are
+        fp32, which the models' rotary embeddings take. Text goes on at start + `mrope_extent`.
+
+    Args:
+        start: of the picture; one for all, or [B].
+
+    Source: Wang et al., "Qwen2-VL" (2024).
+    """
+    _, y, x = grid_positions(sites, size, patch).unbind(-1)
+    begin = torch.as_tensor(start, device=sites.device)
+    begin = begin[..., None].to(y.dtype)
+    ids = torch.stack([torch.zeros_like(y), y, x])
+    if rounded:
+        return (torch.floor(ids + 0.5) + begin).long()
+    return ids + begin
+
+
+def mrope_extent(size: tuple[int, int], patch: int) -> int:
+    """How many position ids a picture takes: merge units along its longer side, as in the model."""
+    return max(cells_of(checks.size(size), patch))

@@ -1,0 +1,340 @@
+"""Adapters: the full grid is the untouched model, and any other set is its patches at its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from images import noise
+from scripts import succeed
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+import gpu_lod as lod
+from gpu_lod.allocate.base import Scene
+from gpu_lod.errors import InputError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+NATIVE = 56
+
+
+class Whole(lod.allocate.Allocator):
+    """Every whole level-0 patch, in some order: row by row, or shuffled."""
+
+    needs = ()
+
+    def __init__(self, size: tuple[int, int], patch: int, shuffled: bool = False) -> None:
+        self.rows, self.columns = size[0] // patch, size[1] // patch
+        super().__init__(self.rows * self.columns, patch)
+        order = torch.arange(self.budget)
+        self.order = order[torch.randperm(self.budget)] if shuffled else order
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        cell = self.order // self.columns * scene.grid[1] + self.order % self.columns
+        sites = scene.sites(0, cell.expand(scene.batch, -1))
+        return sites, torch.ones(sites.shape[:2])
+
+
+def siglip(attention: str = "sdpa") -> Any:
+    config = SiglipVisionConfig(**SMALL, image_size=NATIVE, patch_size=14, attn_implementation=attention)
+    return SiglipVisionModel(config).eval()
+
+
+def siglip2(attention: str = "sdpa") -> Any:
+    config = Siglip2VisionConfig(**SMALL, num_patches=16, patch_size=14, attn_implementation=attention)
+    return Siglip2VisionModel(config).eval()
+
+
+def clip(attention: str = "sdpa") -> Any:
+    config = CLIPVisionConfig(**SMALL, image_size=NATIVE, patch_size=14, attn_implementation=attention)
+    return CLIPVisionModel(config).eval()
+
+
+def vit(**how: Any) -> Any:
+    how = {"class_token": True, "global_pool": "token" if how.get("class_token", True) else "avg", **how}
+    model = timm.models.VisionTransformer(
+        img_size=NATIVE, patch_size=14, embed_dim=32, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True, **how
+    )
+    return shaken(model)
+
+
+def eva(**how: Any) -> Any:
+    model = timm.models.Eva(
+        img_size=NATIVE, patch_size=14, embed_dim=32, depth=2, num_heads=2, num_classes=5, dynamic_img_size=True,
+        use_rot_pos_emb=True, **how,
+    )  # fmt: skip
+    return shaken(model)
+
+
+def shaken(model: Any) -> Any:
+    """timm's own start is too near zero to tell anything."""
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.2 * torch.randn_like(value))
+    return model.eval()
+
+
+def naflex(model: Any, image: torch.Tensor) -> Any:
+    rows, columns = image.shape[-2] // 14, image.shape[-1] // 14
+    whole = image[..., : rows * 14, : columns * 14]
+    patches = whole.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+    shapes = torch.tensor([[rows, columns]] * len(image))
+    found = model(patches, torch.ones(patches.shape[:2], dtype=torch.long), shapes)
+    return found.last_hidden_state, found.pooler_output
+
+
+def interpolated(model: Any, image: torch.Tensor) -> Any:
+    found = model(image, interpolate_pos_encoding=image.shape[-2:] != (NATIVE, NATIVE))
+    return found.last_hidden_state, found.pooler_output
+
+
+def features(model: Any, image: torch.Tensor) -> Any:
+    hidden = model.forward_features(image)
+    return hidden, model.forward_head(hidden, pre_logits=True)
+
+
+ROPE = {"ref_feat_shape": (4, 4), "attn_type": "rope"}
+FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[Any, torch.Tensor], Any]]] = {
+    "SigLIP": (siglip, interpolated),
+    "SigLIP 2": (siglip2, naflex),
+    "CLIP": (clip, interpolated),
+    "timm, class token": (vit, features),
+    "timm, no class token": (lambda: vit(class_token=False), features),
+    "timm, registers, class apart": (lambda: vit(reg_tokens=3, no_embed_class=True, pre_norm=True), features),
+    "timm, registers with positions": (lambda: vit(reg_tokens=2, global_pool="map"), features),
+    "timm, no table": (lambda: vit(pos_embed="none", class_token=False, embed_norm_layer="layernorm"), features),
+    "Eva": (lambda: eva(rope_grid_offset=1.0, rope_grid_indexing="xy", **ROPE), features),
+    "Eva, halves": (lambda: eva(rope_rotate_half=True, use_abs_pos_emb=False, num_reg_tokens=2, **ROPE), features),
+    "DINOv3": (lambda: eva(rope_type="dinov3", rope_rotate_half=True, attn_type="rope"), features),
+}
+
+
+def same(found: lod.vlm.Encoded, expected: Any, order: torch.Tensor | None = None) -> None:
+    hidden, pooled = expected
+    if order is not None:
+        hidden = torch.cat([hidden[:, : found.prefix], hidden[:, found.prefix :][:, order]], dim=1)
+    assert found.hidden.shape == hidden.shape and torch.allclose(found.hidden, hidden, atol=1e-4)
+    assert found.pooled is not None and torch.allclose(found.pooled, pooled, atol=1e-4)
+    assert float(hidden.std()) > 0.1, "too flat to tell anything"
+
+
+@pytest.mark.parametrize("size", [(56, 56), (84, 126), (28, 70)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_full_grid_is_the_untouched_model(family: str, size: tuple[int, int]) -> None:
+    """At its native size, at a larger, and at a smaller one."""
+    make, run = FAMILIES[family]
+    model, image = make(), torch.randn(2, 3, *size)
+    with torch.no_grad():
+        expected = run(model, image)
+        same(lod.vlm.encode(model, image, Whole(size, 14)), expected)
+        if size == (84, 126):
+            shuffled = Whole(size, 14, shuffled=True)
+            same(lod.vlm.encode(model, image, shuffled), expected, shuffled.order)
+
+
+@pytest.mark.parametrize("family", ["SigLIP", "SigLIP 2", "CLIP"])
+def test_sizes_that_patches_do_not_divide(family: str) -> None:
+    """The encoder leaves out the rest, and its table lies over the whole patches."""
+    make, run = FAMILIES[family]
+    model, image = make(), torch.randn(1, 3, 65, 97)
+    with torch.no_grad():
+        same(lod.vlm.encode(model, image, Whole((65, 97), 14)), run(model, image))
+
+
+@pytest.mark.parametrize("make", [siglip, siglip2, clip])
+def test_either_attention(make: Callable[..., Any]) -> None:
+    eager = make("eager")
+    fused = make("sdpa")
+    fused.load_state_dict(eager.state_dict())
+    image = torch.randn(2, 3, 84, 84)
+    with torch.no_grad():
+        one, other = (lod.vlm.encode(model, image, lod.allocate.FoveatedPyramid(20)).hidden for model in (eager, fused))
+    assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_token_is_its_patch_at_its_position() -> None:
+    """A coarse token alone: the embedding of its averaged pixels, and the table's mean of the four cells it covers,
+    which is what bilinear reading in the middle gives."""
+    model = siglip2()
+    image = torch.randn(1, 3, NATIVE, NATIVE)
+    sites = torch.tensor([[[0.25, 0.75, 1.0]]])
+    tokens = lod.TokenSet(sites, torch.ones(1, 1), lod.gather_patches(image, sites, 14), 14)
+    seen = []
+    handle = model.encoder.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        lod.vlm.adapter_for(model)(tokens, (NATIVE, NATIVE))
+        handle.remove()
+        small = torch.nn.functional.avg_pool2d(image[..., 28:, :28], 2)[0].permute(1, 2, 0).flatten()
+        rows = model.embeddings.position_embedding.weight.view(4, 4, -1)[2:, :2].mean((0, 1))
+        expected = model.embeddings.patch_embedding(small) + rows
+    assert torch.allclose(seen[0][0, 0], expected, atol=1e-5)
+
+
+def test_gradients_reach_the_pixels_and_the_sites() -> None:
+    model = vit()
+    image = torch.randn(1, 3, 70, 70, requires_grad=True)
+    sites = torch.rand(1, 5, 3).requires_grad_()
+    patches = lod.gather_patches(image, sites, 14, backend="torch")
+    tokens = lod.TokenSet(sites, torch.ones(1, 5), patches, 14)
+    lod.vlm.adapter_for(model)(tokens, (70, 70)).hidden.square().sum().backward()
+    assert image.grad is not None and sites.grad is not None
+    assert float(image.grad.abs().max()) > 0 and (sites.grad[..., :2].abs().amax((0, 1)) > 0).all()
+    assert torch.isfinite(image.grad).all() and torch.isfinite(sites.grad).all()
+
+
+def test_one_image_without_a_batch_and_pyramids() -> None:
+    model, image = clip(), torch.randn(2, 3, 90, 120)
+    allocator = lod.vlm.Saccades(lod.allocate.FoveatedPyramid(12), base=9, budget=12)
+    with torch.no_grad():
+        both = lod.vlm.encode(model, image, allocator, fixation=(0.3, 0.4))
+        alone = lod.vlm.encode(model, image[1], allocator, fixation=(0.3, 0.4))
+        again = lod.vlm.encode(lod.vlm.adapter_for(model), lod.mipmap(image), allocator, fixation=(0.3, 0.4))
+    assert both.hidden.shape == (2, 22, 32) and both.features.shape == (2, 21, 32) and both.size == (90, 120)
+    assert alone.hidden.shape == (22, 32) and alone.pooled is not None and alone.pooled.shape == (32,)
+    assert torch.allclose(alone.hidden, both.hidden[1], atol=1e-5)
+    assert torch.allclose(again.hidden, both.hidden, atol=1e-5)
+
+
+# -- normalisation -----------------------------------------------------------------------------------------------------
+
+
+class Processor:
+    image_mean = (0.4, 0.5, 0.6)
+    image_std = (0.2, 0.3, 0.25)
+    rescale_factor = 1 / 127.5
+    do_rescale = True
+    do_normalize = True
+
+
+def test_pixels_are_normalised_as_the_processor_does() -> None:
+    model, image = siglip(), noise(1, 3, NATIVE, NATIVE, dtype=torch.uint8)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (Processor.image_mean, Processor.image_std))
+    whole = Whole((NATIVE, NATIVE), 14)
+
+    def close(given: Any, **how: Any) -> bool:
+        found = lod.vlm.encode(model, image, whole, **how).tokens.patches
+        expected = given.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
+        return torch.allclose(found, expected, atol=1e-5)
+
+    class Holder:
+        image_processor = Processor()
+
+    with torch.no_grad():
+        assert close((image / 127.5 - mean) / std, processor=Processor())
+        assert close((image / 127.5 - mean) / std, processor=Holder())
+        assert close((image / 255 - mean) / std, mean=Processor.image_mean, std=Processor.image_std)
+        assert close(image / 255)
+        plain = type("Plain", (Processor,), {"do_normalize": False})
+        raw = type("Raw", (plain,), {"do_rescale": False})
+        assert close(image / 127.5, processor=plain()) and close(image.float(), processor=raw())
+
+
+def test_blends_are_normalised() -> None:
+    class Blend(lod.allocate.Allocator):
+        blends = True
+
+        def choose(self, scene: Scene) -> tuple[torch.Tensor, ...]:
+            cells = scene.grid[0] * scene.grid[1]
+            weights = torch.full((scene.batch, self.budget, cells), 1 / cells)
+            return scene.sites(0, torch.zeros(scene.batch, 1).long()), torch.ones(scene.batch, 1), weights
+
+    image = noise(1, 3, NATIVE, NATIVE, dtype=torch.uint8)
+    blended = Blend(1)(image, mean=(0.5,) * 3, std=(0.25,) * 3).patches
+    mean = (image / 255).unfold(2, 14, 14).unfold(3, 14, 14).mean((2, 3))
+    assert blended is not None and torch.allclose(blended[:, 0], (mean - 0.5) / 0.25, atol=1e-5)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ({"model": torch.nn.Linear(2, 2)}, "no adapter for Linear.*timm.Eva.*register_adapter"),
+        ({"model": None}, "no adapter for NoneType"),
+        ({"allocator": lod.allocate.GridTopK(4, patch=16)}, "patch=14"),
+        ({"allocator": "GridTopK"}, "expected one of gpu_lod.allocate"),
+        ({"image": torch.rand(1, 1, 56, 56)}, "1 channels"),
+        ({"image": "photo.png"}, "torch tensor"),
+        ({"allocator": lod.allocate.GridTopK(40)}, "budget is 40"),
+        ({"processor": Processor(), "mean": (0.0,) * 3}, "one of them"),
+        ({"processor": torch.nn.Identity()}, "image_mean"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
+    given = {"model": siglip(), "image": torch.rand(1, 3, 56, 56), "allocator": lod.allocate.GridTopK(4), **arguments}
+    with pytest.raises(InputError, match=hint):
+        lod.vlm.encode(**given)
+
+
+def test_tokens_that_do_not_fit() -> None:
+    adapter = lod.vlm.adapter_for(siglip())
+    image = noise(1, 3, 56, 56, dtype=torch.uint8)
+    for tokens, hint in (
+        (lod.allocate.GridTopK(4)(relevance=torch.rand(1, 4, 4)), "no patches"),
+        (lod.allocate.GridTopK(4)(image), "uint8"),
+        (lod.allocate.GridTopK(4, patch=7)(image.float()), "patch=14"),
+    ):
+        with pytest.raises(InputError, match=hint):
+            adapter(tokens, (56, 56))
+    adapter.model.train()
+    with pytest.raises(InputError, match="eval"):
+        adapter(lod.allocate.GridTopK(4)(image.float()), (56, 56))
+
+
+def test_models_that_compute_something_else() -> None:
+    stem = vit(embed_layer=lambda **how: timm.layers.HybridEmbed(torch.nn.Conv2d(3, 8, 1), **how), class_token=False)
+    with pytest.raises(UnsupportedError, match="HybridEmbed"):
+        lod.vlm.adapter_for(stem)
+    with pytest.raises(UnsupportedError, match="rope_type"):
+        lod.vlm.adapter_for(eva(rope_type="mixed", attn_type="rope"))
+    derived = type("Derived", (timm.models.VisionTransformer,), {})
+    with pytest.raises(InputError, match="no adapter for Derived"):
+        lod.vlm.adapter_for(derived(img_size=28, patch_size=14, embed_dim=8, depth=1, num_heads=1))
+
+
+def test_an_adapter_of_ones_own() -> None:
+    succeed(
+        """
+        import sys, torch, gpu_lod as lod
+        assert "gpu_lod.vlm" not in sys.modules and "gpu_lod.allocate" not in sys.modules
+
+        class MyViT(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed = torch.nn.Sequential(torch.nn.Flatten(2), torch.nn.Linear(3 * 64, 6))
+
+        @lod.vlm.register_adapter("MyViT")
+        class MyAdapter(lod.vlm.Adapter):
+            def __init__(self, model):
+                super().__init__(model)
+                self.patch, self.channels = 8, 3
+
+            def run(self, tokens, size):
+                where = lod.vlm.grid_positions(tokens.sites, size, self.patch)[..., 1:]
+                return lod.vlm.Encoded(torch.cat([self.model.embed(tokens.patches), where], -1), tokens, size)
+
+        assert "MyViT" in lod.vlm.adapters()
+        found = lod.vlm.encode(MyViT().eval(), torch.rand(2, 3, 40, 40), lod.allocate.GridTopK(5, patch=8))
+        assert found.features.shape == (2, 5, 8)
+        for bad in (int, lod.vlm.Encoded):
+            try:
+                lod.vlm.register_adapter("Other")(bad)
+            except lod.GpuLodError as error:
+                assert "Adapter" in str(error)
+            else:
+                raise SystemExit("registered")
+        assert "transformers" not in sys.modules and "timm" not in sys.modules
+        """
+    )

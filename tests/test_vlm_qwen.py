@@ -1,0 +1,278 @@
+"""Qwen2.5-VL and Qwen3-VL: tokens are merge units, the full grid is the untouched model, and any set generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+import gpu_lod as lod
+from gpu_lod.allocate.base import Scene
+from gpu_lod.errors import InputError, LimitError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IMAGE, PAD, WORDS = 90, 91, 80
+SIDE = 8
+"""Of a patch; a unit is 16."""
+
+
+def language(**more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    return {
+        "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "rope_parameters": rope,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD, **more,
+    }  # fmt: skip
+
+
+def qwen25(attention: str = "sdpa") -> Any:
+    vision = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": SIDE, "window_size": 32,
+        "fullatt_block_indexes": [1], "out_hidden_size": 32,
+    }  # fmt: skip
+    return started(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, vision, attention)
+
+
+def qwen3(attention: str = "sdpa") -> Any:
+    vision = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": SIDE,
+        "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2], "out_hidden_size": 32,
+    }  # fmt: skip
+    return started(Qwen3VLForConditionalGeneration, Qwen3VLConfig, vision, attention)
+
+
+def started(model: Any, config: Any, vision: Any, attention: str) -> Any:
+    tokens = {"image_token_id": IMAGE, "video_token_id": 92, "vision_start_token_id": 93, "vision_end_token_id": 94}
+    made = model(config(text_config=language(), vision_config=vision, attn_implementation=attention, **tokens))
+    torch.manual_seed(1)
+    with torch.no_grad():  # its own start is too near zero to tell anything
+        for value in made.parameters():
+            value.add_(0.15 * torch.randn_like(value))
+    return made.eval()
+
+
+MODELS = {"Qwen2.5-VL": qwen25, "Qwen3-VL": qwen3}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+class Whole(lod.allocate.Allocator):
+    """Every unit, in some order: row by row, or shuffled."""
+
+    needs = ()
+
+    def __init__(self, units: int, shuffled: bool = False) -> None:
+        super().__init__(units, 2 * SIDE)
+        self.order = torch.randperm(units) if shuffled else torch.arange(units)
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        return scene.sites(0, self.order.expand(scene.batch, -1)), torch.ones(scene.batch, self.budget)
+
+
+def pixel_values(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches in the order of merge units, each twice in time, as the image processor lays them out."""
+    batch, channels, height, width = image.shape
+    rows, columns = height // SIDE, width // SIDE
+    cut = image.view(batch, channels, rows // 2, 2, SIDE, columns // 2, 2, SIDE).permute(0, 2, 5, 3, 6, 1, 4, 7)
+    twice = cut.unsqueeze(6).expand(*cut.shape[:6], 2, SIDE, SIDE)
+    return twice.reshape(batch * rows * columns, -1), torch.tensor([[1, rows, columns]] * batch)
+
+
+def prompt(count: int, batch: int) -> torch.Tensor:
+    words = torch.randint(WORDS, (batch, 9))
+    return torch.cat([words[:, :4], torch.full((batch, count), IMAGE), words[:, 4:]], dim=1)
+
+
+# -- the towers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(80, 80), (48, 112)], ids=str)
+@each_model
+def test_the_full_grid_is_the_untouched_tower(make: Any, size: tuple[int, int]) -> None:
+    """In any order of the units, with windows that the picture does not fill."""
+    tower = make().model.visual
+    image = torch.randn(2, 3, *size)
+    pixels, grid = pixel_values(image)
+    units = size[0] * size[1] // 256
+    with torch.no_grad():
+        expected = tower(pixels, grid)
+        for shuffled in (False, True):
+            allocator = Whole(units, shuffled)
+            found = lod.vlm.encode(tower, image, allocator)
+            merged = expected.pooler_output.view(2, units, 32)[:, allocator.order]
+            assert found.merged is not None and torch.allclose(found.merged, merged, atol=1e-4)
+            assert torch.equal(found.features, found.merged) and found.hidden.shape == (2, 4 * units, 32)
+            for own, other in zip(getattr(expected, "deepstack_features", []), found.deepstack, strict=True):
+                assert torch.allclose(other, own.view(2, units, 32)[:, allocator.order], atol=1e-4)
+    assert float(merged.std()) > 0.1, "too flat to tell anything"
+
+
+@each_model
+def test_hidden_states_are_in_the_order_of_the_tokens(make: Any) -> None:
+    tower = make().model.visual
+    with torch.no_grad():
+        found = lod.vlm.encode(tower, torch.randn(2, 3, 48, 80), Whole(15, shuffled=True))
+        merged = tower.merger(found.hidden.flatten(0, 1)).view(2, 15, 32)
+    assert found.merged is not None and torch.allclose(merged, found.merged, atol=1e-5)
+
+
+def test_windows_are_left_out_but_for_the_full_grid() -> None:
+    """In a tower of windows alone: a unit sees its window; with one unit less, or one of them coarse, it sees all."""
+    tower, image = qwen25().model.visual, torch.randn(1, 3, 80, 80)
+    tower.fullatt_block_indexes = []
+    whole = Whole(25)(image)
+    coarse = whole.sites.clone()
+    coarse[0, 7, 2] = 1
+    seen = []
+    for sites in (whole.sites, whole.sites[:, :24], coarse):
+        patches = lod.gather_patches(image, sites, 16).requires_grad_()
+        tokens = lod.TokenSet(sites, torch.ones(sites.shape[:2]), patches, 16)
+        lod.vlm.adapter_for(tower)(tokens, (80, 80)).features[0, 0].sum().backward()
+        assert patches.grad is not None
+        seen.append((patches.grad[0].abs().amax((1, 2, 3)) > 0).nonzero()[:, 0].tolist())
+    assert seen == [[0, 1, 5, 6], list(range(24)), list(range(25))]  # windows are 2 x 2 units
+
+
+@each_model
+def test_either_attention_and_a_free_set(make: Any) -> None:
+    eager, fused = make("eager"), make("sdpa")
+    fused.load_state_dict(eager.state_dict())
+    image = torch.randn(2, 3, 96, 128)
+    saccades = lod.vlm.Saccades(lod.allocate.FoveatedPyramid(10, patch=16), base=4, budget=10)
+    with torch.no_grad():
+        one, other = (lod.vlm.encode(model, image, saccades) for model in (eager, fused))
+    assert one.merged is not None and other.merged is not None and one.merged.shape == (2, 14, 32)
+    assert torch.allclose(one.merged, other.merged, atol=1e-4)
+
+
+@each_model
+def test_a_batch_is_its_images(make: Any) -> None:
+    """No token sees another picture's."""
+    model, image = make(), torch.randn(2, 3, 96, 128)
+    allocator = lod.allocate.FoveatedPyramid(10, patch=16)
+    with torch.no_grad():
+        both = lod.vlm.encode(model, image, allocator)
+        alone = lod.vlm.encode(model, image[1], allocator)
+    assert both.merged is not None and alone.merged is not None and alone.merged.shape == (10, 32)
+    assert torch.allclose(both.merged[1], alone.merged, atol=1e-5)
+    assert all(torch.allclose(a[1], b, atol=1e-5) for a, b in zip(both.deepstack, alone.deepstack, strict=True))
+
+
+def test_convention_the_patches_of_a_coarse_unit() -> None:
+    """A unit of level 1 over units 0 and 1: its patches stand two patches apart, in the middle of 2 x 2 each."""
+    adapter = lod.vlm.adapter_for(qwen3())
+    at = adapter._positions(torch.tensor([[[0.25, 0.25, 1.0], [7 / 8, 1 / 8, 0.0]]]), (64, 64))
+    assert at.tolist() == [
+        [[0.5, 0.5], [0.5, 2.5], [2.5, 0.5], [2.5, 2.5], [0.0, 6.0], [0.0, 7.0], [1.0, 6.0], [1.0, 7.0]]
+    ]
+
+
+@each_model
+def test_gradients_reach_the_pixels(make: Any) -> None:
+    image = torch.randn(1, 3, 64, 64, requires_grad=True)
+    lod.vlm.encode(make(), image, lod.allocate.FoveatedPyramid(7, patch=16)).features.square().sum().backward()
+    assert image.grad is not None and torch.isfinite(image.grad).all() and float(image.grad.abs().max()) > 0
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@each_model
+def test_the_full_grid_gives_the_untouched_models_words(make: Any, padded: bool) -> None:
+    """Logits and generated tokens, with rows of unequal length, from any number of placeholders."""
+    model, image = make(), torch.randn(2, 3, 48, 112)
+    pixels, grid = pixel_values(image)
+    ids = prompt(21, 2)
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :2], mask[0, :2] = PAD, 0
+    kinds = (ids == IMAGE).int()
+    own = {
+        "input_ids": ids, "attention_mask": mask, "pixel_values": pixels, "image_grid_thw": grid,
+        "mm_token_type_ids": kinds,
+    }  # fmt: skip
+    short = torch.cat([ids[:, :4], ids[:, 24:]], dim=1), torch.cat([mask[:, :4], mask[:, 24:]], dim=1)
+    with torch.no_grad():
+        encoded = lod.vlm.encode(model, image, Whole(21))
+        expected = model(**own).logits
+        places, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=grid, attention_mask=mask)
+        for given, kept in ((ids, mask), short):
+            inputs = lod.vlm.inputs_for(model, given, encoded, kept)
+            logits = model(**inputs).logits
+            assert torch.equal(inputs["position_ids"][:, mask.bool()], places[:, mask.bool()])
+            assert torch.allclose(logits[mask.bool()], expected[mask.bool()], atol=1e-4)
+        words = model.generate(**own, max_new_tokens=5, do_sample=False)
+        assert torch.equal(
+            lod.vlm.generate(model, *short[:1], encoded, short[1], max_new_tokens=5, do_sample=False), words
+        )
+    assert float(expected.std()) > 0.1, "too flat to tell anything"
+
+
+@each_model
+def test_529_tokens_generate(make: Any) -> None:
+    """As many words with the cache as without it, sampled by beams too, at whole and at fractional positions."""
+    model, image = make(), torch.rand(1, 3, 400, 480)
+    saccades = lod.vlm.Saccades(lod.allocate.FoveatedPyramid(patch=16))
+    with torch.no_grad():
+        encoded = lod.vlm.encode(model, image, saccades, mean=(0.5,) * 3, std=(0.5,) * 3)
+        assert encoded.features.shape == (1, 529, 32)
+        for rounded in (True, False):
+            inputs = lod.vlm.inputs_for(model, prompt(1, 1), encoded, rounded=rounded)
+            length = inputs["input_ids"].shape[1]
+            assert length == 9 + 529 and inputs["position_ids"].is_floating_point() is not rounded
+            words = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            slow = model.generate(**inputs, max_new_tokens=4, do_sample=False, use_cache=False)
+            assert words.shape == (1, length + 4) and torch.equal(words, slow)
+    beams = lod.vlm.generate(model, prompt(1, 1), encoded, max_new_tokens=3, num_beams=2, do_sample=False)
+    assert beams.shape == (1, length + 3)
+
+
+def test_positions_of_text_and_sites() -> None:
+    model = qwen25()
+    image = torch.rand(1, 3, 64, 96)
+    with torch.no_grad():
+        encoded = lod.vlm.encode(model, image, lod.vlm.Saccades(lod.allocate.GridTopK(2, patch=16), base=1, budget=2))
+    inputs = lod.vlm.inputs_for(model, prompt(7, 1), encoded, rounded=False)
+    time, rows, columns = inputs["position_ids"][:, 0]
+    assert time.tolist() == [0, 1, 2, 3, 4, 4, 4, 10, 11, 12, 13, 14]  # the picture takes 6, its longer side
+    assert rows[4] == 4 + 1.5 and columns[4] == 4 + 2.5  # the whole picture, in its middle
+    assert torch.equal(rows[:4], time[:4]) and torch.equal(columns[7:], time[7:])
+
+
+def test_what_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = qwen25(), qwen3()
+    image = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        encoded = lod.vlm.encode(model, image, Whole(16))
+        deep = lod.vlm.encode(other, image, Whole(16))
+    ids = prompt(16, 2)
+    twice = torch.cat([ids, ids], dim=1)
+    ragged = ids.clone()
+    ragged[0, 4] = 5
+    for arguments, hint in (
+        ((model.model.visual, ids, encoded), "does not generate"),
+        ((model, ids, deep), "not of the tower"),
+        ((other, ids, encoded), "not of the tower"),
+        ((model, ids[:1], encoded), "1 rows of input_ids and 2 pictures"),
+        ((model, twice, encoded), "not in one run"),
+        ((model, torch.randint(WORDS, (2, 9)), encoded), "0 image tokens"),
+        ((model, ragged, encoded), "different lengths"),
+        ((model, ids.float(), encoded), "integers"),
+        ((model, ids, encoded, torch.ones(2, 3)), "attention_mask"),
+    ):
+        with pytest.raises(InputError, match=hint):
+            lod.vlm.inputs_for(*arguments)
+    model.config.text_config.max_position_embeddings = 20
+    with pytest.raises(LimitError, match="positions for 20"):
+        lod.vlm.inputs_for(model, ids, encoded)
+    monkeypatch.setattr(type(model), "forward", lambda self, input_ids: None)
+    with pytest.raises(UnsupportedError, match="pip install -U transformers"):
+        lod.vlm.inputs_for(model, ids, encoded)
