@@ -32,6 +32,15 @@ def optional(name: str) -> Any:
         return None
 
 
+def declare_vision_operators() -> None:
+    """The torchvision of the package index is built for CUDA builds of torch. Beside a CPU build it imports only, and
+    transformers with it, if these are declared; nothing here calls them."""
+    if torch.version.cuda is None:
+        for operator in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{operator}", schema)
+
+
 def generators_of(verb: Callable[..., object]) -> tuple[str, ...]:
     """What makes a verb's result on the GL backend, as its signature lists them."""
     annotation = get_type_hints(inspect.unwrap(verb))["generator"]
