@@ -1,3 +1,15 @@
 """From a picture to the tokens of a vision encoder, and what tells which tokens to take."""
 
-__all__: list[str] = []
+from gpu_lod.vlm.relevance import ContextualizedRelevance, Relevance, query_similarity, saliency_relevance
+from gpu_lod.vlm.selection import GumbelTopK, Selection, gumbel_top_k, straight_through_top_k
+
+__all__ = [
+    "ContextualizedRelevance",
+    "GumbelTopK",
+    "Relevance",
+    "Selection",
+    "gumbel_top_k",
+    "query_similarity",
+    "saliency_relevance",
+    "straight_through_top_k",
+]
