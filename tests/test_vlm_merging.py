@@ -41,7 +41,7 @@ def test_as_published(there: int, remove: int, protected: int) -> None:
         assert found.sizes[image].tolist() == [len(group) for group in members]
         for k, group in enumerate(members):
             assert torch.allclose(found.tokens[image, k], tokens[image, group].mean(0), atol=1e-6)
-            assert int(found.index[image, k]) in group
+            assert int(found.indices[image, k]) in group
     assert torch.equal(found.tokens[:, :protected], tokens[:, :protected])
 
 
@@ -57,9 +57,9 @@ def test_exact_counts_in_as_many_rounds_as_it_takes(
     left = there - remove
     assert found.tokens.shape == (batch, left, 4) and found.budget == left
     assert torch.equal(found.sizes.sum(1), torch.full((batch,), float(there)))
-    assert (found.index[:, 1:] > found.index[:, :-1]).all(), "in their order, none twice"
-    assert torch.equal(found.owner.gather(1, found.index), torch.arange(left).expand(batch, left))
-    assert torch.equal(found.index[:, :protected], torch.arange(protected).expand(batch, protected))
+    assert (found.indices[:, 1:] > found.indices[:, :-1]).all(), "in their order, none twice"
+    assert torch.equal(found.owner.gather(1, found.indices), torch.arange(left).expand(batch, left))
+    assert torch.equal(found.indices[:, :protected], torch.arange(protected).expand(batch, protected))
     total = (found.tokens * found.sizes[..., None].double()).sum(1)
     assert torch.allclose(total, tokens.sum(1)), "means weighted by sizes keep the sum"
 
@@ -93,7 +93,7 @@ def test_unmerge_is_the_inverse() -> None:
     alone = found.unmerge(found.sizes) == 1
     assert alone.any() and torch.equal(back[alone], tokens[alone])
     assert torch.allclose(found.merge(back), found.tokens, atol=1e-6)
-    assert torch.equal(found.merge(found.unmerge(found.index.float())), found.index.float())
+    assert torch.equal(found.merge(found.unmerge(found.indices.float())), found.indices.float())
     positions = found.merge(torch.arange(20).expand(2, 20))
     assert positions.shape == (2, 8) and float(positions.min()) >= 0 and float(positions.max()) <= 19
 

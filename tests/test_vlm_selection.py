@@ -28,7 +28,7 @@ def test_ones_forward(batch: int, there: int, count: int, ties: bool, seed: int)
     ):
         assert torch.equal(weights, torch.ones(batch, count)), "exactly"
         assert index.shape == (batch, count) and all(len(row.unique()) == count for row in index)
-    found = relevance.detach().gather(1, straight_through_top_k(relevance, count).index)
+    found = relevance.detach().gather(1, straight_through_top_k(relevance, count).indices)
     assert torch.equal(found, relevance.detach().sort(dim=1, descending=True).values[:, :count])
 
 
@@ -39,10 +39,10 @@ def test_the_soft_gradient_backward(temperature: float) -> None:
     selection = straight_through_top_k(relevance, 8, temperature)
     (selection.take(features) * cost).sum().backward()
     # By finite differences of the soft top-k, that of the chosen ones only.
-    slope = (features[torch.arange(2)[:, None], selection.index] * cost).sum(-1)
+    slope = (features[torch.arange(2)[:, None], selection.indices] * cost).sum(-1)
 
     def soft(values: torch.Tensor) -> torch.Tensor:
-        return (soft_top_k(values, 8, temperature).gather(1, selection.index) * slope).sum()
+        return (soft_top_k(values, 8, temperature).gather(1, selection.indices) * slope).sum()
 
     flat, step = relevance.detach().flatten(1), 1e-6
     expected = torch.zeros_like(flat)
@@ -86,17 +86,17 @@ def test_noise_has_a_seed_and_ends_with_training() -> None:
     select = GumbelTopK(16)
 
     def drawn(seed: int) -> torch.Tensor:
-        return select(relevance, torch.Generator().manual_seed(seed)).index
+        return select(relevance, torch.Generator().manual_seed(seed)).indices
 
     assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
     torch.manual_seed(3)
-    first = select(relevance).index
-    assert not torch.equal(first, select(relevance).index)
+    first = select(relevance).indices
+    assert not torch.equal(first, select(relevance).indices)
     torch.manual_seed(3)
-    assert torch.equal(first, select(relevance).index), "torch's own seed, if no generator is given"
+    assert torch.equal(first, select(relevance).indices), "torch's own seed, if no generator is given"
     select.eval()
     assert torch.equal(drawn(1), drawn(2))
-    assert torch.equal(drawn(1), straight_through_top_k(relevance, 16).index)
+    assert torch.equal(drawn(1), straight_through_top_k(relevance, 16).indices)
     select(relevance).weights.sum().backward()
     assert relevance.grad is not None
 

@@ -21,7 +21,7 @@ class Merged:
     sizes: torch.Tensor
     """fp32 [B, K]: how many tokens each stands for. Attention over merged tokens is proportional if log(sizes) is added
     to its logits, one for each key."""
-    index: torch.Tensor
+    indices: torch.Tensor
     """int64 [B, K]: where, of the N, each token stands: the one that the others were merged into."""
     owner: torch.Tensor
     """int64 [B, N]: which of the K each of the N went into; -1 for none."""

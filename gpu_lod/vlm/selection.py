@@ -16,15 +16,15 @@ from gpu_lod.errors import InputError
 class Selection(NamedTuple):
     """K of N, by relevance, high first."""
 
-    index: torch.Tensor
+    indices: torch.Tensor
     """int64 [B, K]; of a map [B, Hg, Wg] row by row"""
     weights: torch.Tensor
     """[B, K], exactly 1 each; their gradient is that of the soft top-k"""
 
     def take(self, features: torch.Tensor) -> torch.Tensor:
         """Of [B, N, D] those that were chosen, [B, K, D], times their weights: through it a loss reaches relevance."""
-        rows = torch.arange(len(self.index), device=self.index.device)[:, None]
-        return features[rows, self.index] * self.weights[..., None].to(features.dtype)
+        rows = torch.arange(len(self.indices), device=self.indices.device)[:, None]
+        return features[rows, self.indices] * self.weights[..., None].to(features.dtype)
 
 
 def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: float = 0.1) -> Selection:
