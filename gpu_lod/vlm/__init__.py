@@ -6,6 +6,7 @@ from gpu_lod.vlm.merging import Merged, bipartite_merge
 from gpu_lod.vlm.pruning import sparse_vlm, vision_zip
 from gpu_lod.vlm.relevance import ContextualizedRelevance, Relevance, query_similarity, saliency_relevance
 from gpu_lod.vlm.selection import GumbelTopK, Selection, gumbel_top_k, straight_through_top_k
+from gpu_lod.vlm.streaming import Streamed, TokenMemory
 
 __all__ = [
     "ContextualizedRelevance",
@@ -15,6 +16,8 @@ __all__ = [
     "Merged",
     "Relevance",
     "Selection",
+    "Streamed",
+    "TokenMemory",
     "VisionAttention",
     "attention_entropy",
     "attention_received",
