@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import succeed
 
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.vlm import attention_received, sparse_vlm, vision_attention, vision_zip
@@ -152,6 +153,13 @@ def test_attention_of_vision_models(kind: str, prefix: int, layer: int) -> None:
     received = attention_received(found.attention, prefix)
     zipped = vision_zip(found.hidden[:, prefix:], found.keys[:, prefix:], received, 6, 2)
     assert zipped.tokens.shape == (2, 8, 24)
+
+
+def test_importing_loads_no_transformers() -> None:
+    succeed(
+        "import sys, gpu_lod; assert 'gpu_lod.vlm' not in sys.modules; gpu_lod.vlm.sparse_vlm; "
+        "assert not {'transformers', 'timm', 'tensorboard'} & sys.modules.keys()"
+    )
 
 
 def test_models_without_attention_maps() -> None:

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 import gpu_lod as lod
 from gpu_lod.allocate import GridTopK
 from gpu_lod.errors import InputError
+from gpu_lod.feature_maps import motion_map
 from gpu_lod.vlm import Streamed, TokenMemory, saliency_relevance
 
 BLANK = torch.zeros(1, 3, 112, 112)  # 8 x 8 patches
 
 
-def panned(photo: torch.Tensor, frames: int, step: int = 2) -> list[torch.Tensor]:
-    return [photo[None, :, 100:324, 60 + step * t : 284 + step * t] for t in range(frames)]
+def panned(photo: torch.Tensor, frames: int, step: int) -> list[torch.Tensor]:
+    """Frames of 112 x 112 pixels, a patch of 7 having the detail that one of 14 has in the photograph."""
+    half = photo[None, :, 100:324:2, 60::2]
+    return [half[..., step * t : step * t + 112] for t in range(frames)]
 
 
 def cells(found: Streamed, columns: int) -> list[set[int]]:
@@ -31,13 +34,13 @@ def cells(found: Streamed, columns: int) -> list[set[int]]:
 
 def test_hysteresis_lessens_churn(photo: torch.Tensor) -> None:
     """Over a panned photograph, with a scorer's noise and without."""
-    frames = panned(photo, 8, 3)
-    saliency = [saliency_relevance(frame) for frame in frames]
-    for noise, share in ((0.0, 0.75), (0.5, 0.35)):
+    frames = panned(photo, 8, 2)
+    saliency = [saliency_relevance(frame, 7) for frame in frames]
+    for noise, share in ((0.0, 0.75), (0.5, 0.5)):
         churn = []
         for margin in (0.0, 1.0):
             torch.manual_seed(1)
-            memory, total = TokenMemory(64, margin=margin), 0.0
+            memory, total = TokenMemory(64, 7, margin=margin), 0.0
             for i, relevance in enumerate(saliency):
                 shaken = relevance + noise * relevance.std() * torch.randn_like(relevance)
                 found = memory.update(frames[i], shaken)
@@ -47,29 +50,29 @@ def test_hysteresis_lessens_churn(photo: torch.Tensor) -> None:
 
 
 def test_without_margin_it_is_grid_top_k(photo: torch.Tensor) -> None:
-    memory = TokenMemory(40, margin=0.0)
-    for frame in panned(photo, 5, 8):
+    memory = TokenMemory(40, 7, margin=0.0)
+    for frame in panned(photo, 5, 4):
         found = memory.update(frame)
-        sites = GridTopK(40)(frame).sites
+        sites = GridTopK(40, 7)(frame).sites
         assert torch.equal(found.tokens.sites[0].unique(dim=0), sites[0].unique(dim=0))
 
 
 def test_a_moving_object_is_followed(photo: torch.Tensor) -> None:
     """Of the 3 x 3 patches that it covers whole, all are resident in every frame, whatever the margin."""
-    memory = TokenMemory(25, margin=1.0)
-    background = photo[None, :, 100:324, 60:284].float() / 255
+    memory = TokenMemory(25, 7, margin=1.0)
+    background = photo[None, :, 100:212, 60:172]
     for t in range(14):
         frame = background.clone()
-        left, top = 8 * t, 60 + 4 * t
-        frame[..., top : top + 56, left : left + 56] = torch.tensor([1.0, 0.2, 0.1])[:, None, None]
-        object_ = torch.zeros(1, 224, 224)
-        object_[:, top : top + 56, left : left + 56] = 1
-        found = memory.update(frame, object_ + 0.1 * torch.rand(1, 224, 224))
+        left, top = 4 * t, 30 + 2 * t
+        frame[..., top : top + 28, left : left + 28] = torch.tensor([255, 50, 20], dtype=torch.uint8)[:, None, None]
+        thing = torch.zeros(1, 112, 112)
+        thing[:, top : top + 28, left : left + 28] = 1
+        found = memory.update(frame, thing + 0.1 * torch.rand(1, 112, 112))
         whole = {
             row * 16 + column
             for row in range(16)
             for column in range(16)
-            if top <= row * 14 and row * 14 + 14 <= top + 56 and left <= column * 14 and column * 14 + 14 <= left + 56
+            if top <= row * 7 <= top + 21 and left <= column * 7 <= left + 21
         }
         assert len(whole) >= 9 and whole <= cells(found, 16)[0]
 
@@ -81,8 +84,8 @@ def test_a_moving_object_is_followed(photo: torch.Tensor) -> None:
 )  # fmt: skip
 def test_exactly_k(batch: int, budget: int, margin: float, patience: int | None, kind: str, seed: int) -> None:
     torch.manual_seed(seed)
-    image = BLANK.expand(batch, -1, -1, -1)
-    one, other = (TokenMemory(budget, margin=margin, patience=patience) for _ in range(2))
+    image = torch.zeros(batch, 1, 32, 32)
+    one, other = (TokenMemory(budget, 4, margin=margin, patience=patience) for _ in range(2))
     before: list[set[int]] = []
     slots = torch.zeros(0)
     for t in range(4):
@@ -186,6 +189,24 @@ def test_patches_are_read_when_their_content_changed(photo: torch.Tensor) -> Non
     assert torch.equal(first.tokens.patches, lod.gather_patches(frame, first.tokens.sites, 14)), "old ones stay"
     asked = memory.update(changed, relevance, refresh=True)
     assert bool(asked.refreshed.all()) and not asked.replaced.any()
+
+
+def test_motion_is_channel_ten(photo: torch.Tensor) -> None:
+    image, before = (photo[None, :, y : y + 40, 200:251] for y in (100, 103))
+    for one, other in ((image, before), (image.half() / 255, before.half() / 255), (image[:, :1], before)):
+        found = motion_map(one, other)
+        assert found.shape == (1, 40, 51) and float(found.min()) < 0
+        assert torch.allclose(found, lod.feature_maps(one, previous=other)[:, 10], atol=1e-5)
+
+
+def test_nothing_is_kept_for_gradients() -> None:
+    memory = TokenMemory(4)
+    for _ in range(2):
+        relevance = torch.rand(1, 8, 8, requires_grad=True)
+        found = memory.update(BLANK.clone().requires_grad_(), relevance).tokens
+    assert found.patches is not None and not found.patches.requires_grad
+    found.scores.sum().backward()
+    assert relevance.grad is not None and float(relevance.grad.sum()) == 4
 
 
 def test_slow_change_adds_up() -> None:

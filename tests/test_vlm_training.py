@@ -23,35 +23,36 @@ import numpy as np
 import torch
 from gpu_lod.vlm import ContextualizedRelevance, GumbelTopK, Trainer
 
-folder, dies = os.environ["RUN"], int(os.environ["DIES"])
-torch.manual_seed(3); np.random.seed(4); random.seed(5)
 torch.set_num_threads(1)
-scorer, select = ContextualizedRelevance(4, patch=4, hidden=8), GumbelTopK(6)
-optimizer = torch.optim.AdamW(scorer.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
-def loss(step):
-    if step == dies:
-        os.kill(os.getpid(), signal.SIGKILL)
-    features = torch.randn(2, 16, 3) * (1 + random.random()) + float(np.random.rand())
-    relevance = scorer(torch.randn(2, 40, 16, 16), torch.randn(2, 4))
-    return select(relevance).take(features).mean(1).square().sum()
+def train(folder, dies):
+    torch.manual_seed(3); np.random.seed(4); random.seed(5)
+    scorer, select = ContextualizedRelevance(4, patch=4, hidden=8), GumbelTopK(6)
+    optimizer = torch.optim.AdamW(scorer.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
 
-trainer = Trainer(scorer, optimizer, folder, {"lr": 0.01}, scheduler, every=5)
-print(trainer.step)
-print([value.hex() for value in trainer.fit(loss, 16)])
-print([value.hex() for value in torch.cat([p.detach().flatten() for p in scorer.parameters()]).double().tolist()])
+    def loss(step):
+        if step == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        features = torch.randn(2, 16, 3) * (1 + random.random()) + float(np.random.rand())
+        relevance = scorer(torch.randn(2, 40, 16, 16), torch.randn(2, 4))
+        return select(relevance).take(features).mean(1).square().sum()
+
+    trainer = Trainer(scorer, optimizer, folder, {"lr": 0.01}, scheduler, every=5)
+    print(trainer.step)
+    print([value.hex() for value in trainer.fit(loss, 16)])
+    print([value.hex() for value in torch.cat([p.detach().flatten() for p in scorer.parameters()]).double().tolist()])
 """
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Killed at step 13, after the checkpoint of step 10: the same losses and weights to the last bit."""
-    whole = succeed(SCRIPT, RUN=str(tmp_path / "whole"), DIES="-1").splitlines()
-    killed = run(SCRIPT, RUN=str(tmp_path / "cut"), DIES="13")
-    assert killed.returncode == -9
-    resumed = succeed(SCRIPT, RUN=str(tmp_path / "cut"), DIES="-1").splitlines()
-    assert (whole[0], resumed[0]) == ("0", "10")
-    assert whole[1].count("0x") == 16 and resumed[1:] == whole[1:]
+    cut, whole = str(tmp_path / "cut"), str(tmp_path / "whole")
+    killed = run(f"{SCRIPT}\ntrain({cut!r}, 13)")
+    assert killed.returncode == -9, killed.stderr
+    lines = succeed(f"{SCRIPT}\ntrain({cut!r}, -1); train({whole!r}, -1)").splitlines()
+    assert lines[0] == "10" and lines[3] == "0"
+    assert lines[1].count("0x") == 16 and lines[1:3] == lines[4:]
 
 
 def little(folder: Path, config: Any = None, **how: Any) -> Trainer:
@@ -90,8 +91,9 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     random.gauss(0, 1), np.random.randn()  # both keep a second one for later
     trainer.save()
     expected = torch.rand(3).tolist(), np.random.randn(3).tolist(), [random.gauss(0, 1) for _ in range(3)]
+    again = little(tmp_path)
     torch.manual_seed(9), np.random.seed(9), random.seed(9)
-    little(tmp_path)
+    again.fit(loss_of(again), 0)
     assert (torch.rand(3).tolist(), np.random.randn(3).tolist(), [random.gauss(0, 1) for _ in range(3)]) == expected
 
 
@@ -164,7 +166,7 @@ def test_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.close()
     assert rows[-1][0] == "closed" and len(trainer.fit(loss_of(trainer), 4)) == 4
     little(tmp_path, log=True)
-    assert purged == [None, 4], "what came after the checkpoint is logged again"
+    assert purged == [0, 4], "what came after the checkpoint is logged again"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UnsupportedError, match="pip install tensorboard"):
         little(tmp_path, log=True)

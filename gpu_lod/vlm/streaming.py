@@ -89,7 +89,7 @@ class TokenMemory:
         image = checks.image(image)
         scene, batched = self._grid._scene(image, relevance, None, None, None)
         self._grid.enough(scene.grid[0] * scene.grid[1])
-        frame = image if batched else image[None]
+        frame = (image if batched else image[None]).detach()  # gradients through all frames would keep them all
         before = self._frame
         if before is None:
             self._cells = ordered(scene.relevance.flatten(1), self.budget)[1]
@@ -106,7 +106,7 @@ class TokenMemory:
         self._moved = self._moved.masked_fill(refreshed, 0)
         sites = scene.sites(0, self._cells)
         self._patches = self._read(frame, sites, refreshed)
-        self._frame = frame.detach().clone()  # a decoder may write the next frame into the same memory
+        self._frame = frame.clone()  # a decoder may write the next frame into the same memory
         scores = scene.relevance.flatten(1).gather(1, self._cells)
         found = (sites, scores, self._patches, replaced, refreshed, replaced.float().mean(1))
         sites, scores, patches, replaced, refreshed, churn = found if batched else (part[0] for part in found)

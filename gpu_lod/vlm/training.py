@@ -62,6 +62,7 @@ class Trainer:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.losses: list[float] = []
+        self._random: Mapping[str, Any] | None = None
         if self.path.exists():
             self._load()
         self._log = _writer(self.folder, self.step) if log else None
@@ -87,6 +88,9 @@ class Trainer:
             InputError: a loss that is no finite scalar: the last checkpoint is from before it.
         """
         checks.integer(steps, "steps", at_least=0)
+        if self._random is not None:  # not before: what is made between may draw too
+            _restore_random(self._random)
+            self._random = None
         while self.step < steps:
             self.optimizer.zero_grad(set_to_none=True)
             value = loss(self.step)
@@ -157,7 +161,7 @@ class Trainer:
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{self.path} is of other parameters ({error}). {way_out}") from None
         self.losses = list(state["losses"])
-        _restore_random(state["random"])
+        self._random = state["random"]
 
 
 def _random_state() -> dict[str, Any]:
@@ -188,4 +192,4 @@ def _writer(folder: Path, step: int) -> Any:
             f"log=True needs TensorBoard ({error}): pip install tensorboard. Or leave log off."
         ) from None
     # What was logged after the checkpoint is done again.
-    return SummaryWriter(str(folder), purge_step=step or None)
+    return SummaryWriter(str(folder), purge_step=step)
