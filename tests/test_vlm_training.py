@@ -196,7 +196,7 @@ def test_a_scorer_learns_through_its_choice(tmp_path: Path) -> None:
         taken = select(scorer(maps, queries[asked])).take(encoder(kinds[which]))
         return (taken.mean(1) - encoder(kinds[asked])).square().mean()
 
-    optimizer = torch.optim.Adam(scorer.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(scorer.parameters(), lr=0.03)
     losses = Trainer(scorer, optimizer, tmp_path, {}, every=1000).fit(loss, 60)
     select.eval()
     maps, asked, which = batch()
