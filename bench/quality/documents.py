@@ -38,7 +38,7 @@ def pages(package: str, cache: Path) -> list[Page]:
     found = []
     for number, size, lines in layout(path):
         if len(lines) in LINES:
-            found.append(page(package, path, number, size, lines))
+            found.append(page(package, path, number, size, lines, turn=len(found)))
         if len(found) == PAGES:
             break
     return found
@@ -77,7 +77,7 @@ def layout(path: Path) -> list[tuple[int, tuple[float, float], list[Line]]]:
     return pages
 
 
-def page(package: str, path: Path, number: int, size: tuple[float, float], lines: list[Line]) -> Page:
+def page(package: str, path: Path, number: int, size: tuple[float, float], lines: list[Line], turn: int) -> Page:
     """One page as a picture; its lines by thirds are its regions, from the top."""
     from PIL import Image
 
@@ -96,7 +96,8 @@ def page(package: str, path: Path, number: int, size: tuple[float, float], lines
     }
     image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
     name = f"{package}, page {number}"
-    return Page(name, image, regions, placed, about=f"{Path(DOCUMENTS[package]).name} at {DPI} dpi", second=True)
+    about = f"{Path(DOCUMENTS[package]).name} at {DPI} dpi"
+    return Page(name, image, regions, placed, about=about, turn=turn, second=turn == 0)
 
 
 def _call(command: list[str], folder: str | None = None) -> str:

@@ -66,17 +66,16 @@ class OCR(Task):
         return {"reader": self.reader.name, "second reader": self.second.name if self.second else None, "boost": BOOST}
 
     def pictures(self, seeds: int, quick: bool) -> list[Picture]:
-        """Drawn pages of every seed, the scan, and the documents' pages; in the quick form two drawn ones, the scan and
-        one document's page."""
-        styles = ("photograph", "neutral") if quick else pages.STYLES
-        found = [pages.drawn(style, seed) for style in styles for seed in range(1 if quick else seeds)]
+        """Drawn pages of every seed, the scan, and pages of documents. The quick form has one drawn page of each style,
+        the scan, and one page of a document."""
+        found = [pages.drawn(style, seed) for style in pages.STYLES for seed in range(1 if quick else seeds)]
         found.append(pages.scan())
         for package in list(documents.DOCUMENTS)[: 1 if quick else None]:
             try:
                 found += documents.pages(package, self._cache)[: 1 if quick else None]
             except (OSError, subprocess.SubprocessError) as error:
                 self.skipped[package] = f"{type(error).__name__}: {error}"
-        return [picture_of(page, number) for number, page in enumerate(found)]
+        return [picture_of(page) for page in found]
 
     def measure(self, picture: Picture, tokens: TokenSet | None, rebuilt: Rebuilt) -> dict[str, float | None]:
         page, names = picture.content
@@ -107,11 +106,11 @@ class OCR(Task):
         return self._full[key]
 
 
-def picture_of(page: Page, turn: int) -> Picture:
+def picture_of(page: Page) -> Picture:
     """With a question: pages ask by turns for one region of theirs, never for the footer."""
     names = list(page.regions)
-    asked = names[turn % (len(names) - 1)]
-    other = names[(turn + 1) % (len(names) - 1)]
+    asked = names[page.turn % (len(names) - 1)]
+    other = names[(page.turn + 1) % (len(names) - 1)]
     box = page.regions[asked]
     height, width = page.image.shape[-2:]
     target = (box[0] + box[2]) / 2 / width, (box[1] + box[3]) / 2 / height

@@ -42,6 +42,8 @@ class Page:
     """What is written there, where it is known."""
     seed: int = 0
     about: str = ""
+    turn: int = 0
+    """Which of its regions is asked for."""
     second: bool = False
     """Whether the second reader reads it."""
 
@@ -70,7 +72,8 @@ def drawn(style: str, seed: int) -> Page:
             truth.append(Line(text, tuple(map(float, pen.textbbox(place, text, font=_font(points, bold))))))
         regions[name] = grown(around([line.box for line in truth[-lines:]]))
     image = torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
-    return Page(style, image, regions, truth, seed, f"drawn, {style}", second=seed == 0)
+    turn = STYLES.index(style) + seed
+    return Page(style, image, regions, truth, seed, f"drawn, {style}", turn, second=(style, seed) == ("neutral", 0))
 
 
 def paper(style: str, seed: int) -> np.ndarray:

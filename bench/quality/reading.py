@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import subprocess
 import unicodedata
@@ -75,7 +76,8 @@ class Tesseract:
         stored = io.BytesIO()
         Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(stored, "png", compress_level=1)
         command = [str(self._program), "-", "-", "--psm", "11", "tsv"]
-        done = subprocess.run(command, input=stored.getvalue(), capture_output=True, check=True)
+        threads = {**os.environ, "OMP_THREAD_LIMIT": str(torch.get_num_threads())}
+        done = subprocess.run(command, input=stored.getvalue(), capture_output=True, check=True, env=threads)
         words: dict[tuple[str, ...], list[Line]] = {}
         for row in done.stdout.decode().splitlines()[1:]:
             cells = row.split("\t")

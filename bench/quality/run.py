@@ -22,6 +22,7 @@ if not __package__:
     sys.path[0] = str(BENCH)  # modules here are `quality.x`, and do not hide those of bench/
 
 import jsonschema  # noqa: E402
+import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
 from rows import RESULTS, common, versions, write  # noqa: E402
@@ -107,22 +108,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--seeds is {options.seeds}; expected at least 1")
     budgets = options.budgets or (QUICK_BUDGETS if options.quick else BUDGETS)
     console = Console()
-    tasks = []
-    for name in options.only:
-        task = importlib.import_module(f"quality.{name}").task()
-        try:
-            task.settings()
-        except ImportError as error:
-            console.print(f"{name}: {error}. pip install 'gpu-lod[quality]'", style="red", highlight=False)
-            return 1
-        tasks.append(task)
-    journal = Journal(options.out / "units.jsonl" if options.out else UNITS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small networks wait for each other's threads longer than they compute
     try:
-        with journal:
+        tasks = [importlib.import_module(f"quality.{name}").task() for name in options.only]
+        with Journal(options.out / "units.jsonl" if options.out else UNITS) as journal:
             data = measure(tasks, journal, budgets, options.seeds, options.quick, console)
+    except ImportError as error:
+        console.print(f"{error}: pip install 'gpu-lod[quality]'", style="red", highlight=False, markup=False)
+        return 1
     except KeyboardInterrupt:
         console.print(f"stopped; {len(journal)} units are done, and the same command goes on")
         return 130
+    finally:
+        torch.set_num_threads(threads)
     data["versions"] |= versions(_LIBRARIES)
     jsonschema.validate(data, SCHEMA)
     path = (options.out or RESULTS / "quality") / f"{data['form']}.json"
