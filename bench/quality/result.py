@@ -27,6 +27,7 @@ _ROW: dict[str, Any] = {
         "ms",
         "values",
         "difference",
+        "beyond_even",
         "verdict",
     ],
     "properties": {
@@ -39,6 +40,7 @@ _ROW: dict[str, Any] = {
         "ms": {"type": "number", "minimum": 0},
         "values": {"type": "object", "additionalProperties": _INTERVAL},
         "difference": {"type": "object", "additionalProperties": {"oneOf": [_INTERVAL, {"type": "null"}]}},
+        "beyond_even": {"oneOf": [_INTERVAL, {"type": "null"}]},
         "verdict": {"enum": ["upper bound", "baseline", "earns: accuracy", "earns: half the tokens", "open", "no"]},
     },
     "additionalProperties": False,

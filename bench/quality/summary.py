@@ -20,6 +20,8 @@ from quality.methods import BASELINE, FULL, ORACLE
 
 GAIN, LOSS = 0.03, 0.02
 """A method earns its place by an accuracy higher by GAIN, or by half the tokens at a loss below LOSS."""
+EVEN = "Downsample"
+"""The other honest baseline: what covers the picture may beat the first and not this one."""
 CLAIM = ("LogPolar", 150, 273)
 """Can this one, at so many tokens, match the baseline at so many?"""
 LEVEL = "95% Student's t over pictures, draws of one picture averaged first, differences paired by picture"
@@ -95,6 +97,8 @@ def summarise(task: Task, lines: Sequence[Line], kinds: Sequence[str]) -> dict[s
             own_values, baseline = by_metric[metric.name].get(key), baseline_of(by_metric[metric.name], kind, budget)
             if metric.accuracy and own_values and baseline and method != BASELINE:
                 row["difference"][metric.name] = less(own_values, baseline)
+        even = primary.get((EVEN, None, None, budget))
+        row["beyond_even"] = less(primary[key], even) if even and key in primary and method != EVEN else None
         row["verdict"] = verdict(key, primary, kind)
         rows.append(row)
     return {"rows": rows, "claim": claim(primary, kinds[0]), "skipped": skipped}
