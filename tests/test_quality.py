@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jsonschema
@@ -32,6 +33,10 @@ FILES = report.result_files()
 NAMES = ("GridTopK", "Downsample", "Random", "LogPolar")
 
 
+class Stopped(Exception):
+    """A run that is stopped in the middle."""
+
+
 class Brightness(frame.Task):
     """How near the mean of the rebuilt picture is to that of the full one."""
 
@@ -41,9 +46,9 @@ class Brightness(frame.Task):
     sources: ClassVar[tuple[str, ...]] = ()
     metrics = (frame.Metric("mean", "1 - the difference of means", accuracy=True), frame.Metric("never", "unknown"))
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, by: type[BaseException] = Stopped) -> None:
         super().__init__()
-        self.calls, self.stop_after = 0, stop_after
+        self.calls, self.stop_after, self.by = 0, stop_after, by
 
     def pictures(self, seeds: int, quick: bool) -> list[frame.Picture]:
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +61,7 @@ class Brightness(frame.Task):
 
     def measure(self, picture: frame.Picture, tokens: Any, rebuilt: Rebuilt) -> dict[str, float | None]:
         if self.calls == self.stop_after:
-            raise KeyboardInterrupt
+            raise self.by
         self.calls += 1
         gap = rebuilt.image.double().mean() - picture.image.double().mean()
         return {"mean": 1 - abs(float(gap)) / 255, "never": None}
@@ -88,7 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_result(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "units.jsonl"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         measured(path, Brightness(stop_after=11))
     done = path.read_bytes().splitlines()
     assert len(done) == 11
@@ -509,6 +514,31 @@ def test_an_oracle_alone_is_noticed() -> None:
 def test_the_doc_shows_the_files() -> None:
     text = report.DOC.read_text("utf-8")
     assert report.with_tables(text) == text, "python bench/quality/report.py"
+
+
+def test_the_program_writes_a_file_and_goes_on_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [Brightness(stop_after=4, by=KeyboardInterrupt), Brightness(), Brightness(stop_after=0)]
+    monkeypatch.setattr(run, "TASKS", ("brightness",))
+    monkeypatch.setitem(sys.modules, "quality.brightness", SimpleNamespace(task=lambda: tasks.pop(0)))
+    arguments = ["--quick", "--only", "brightness", "--budgets", "6", "--seeds", "1", "--out", str(tmp_path)]
+    threads = torch.get_num_threads()
+    assert run.main(arguments) == 130 and not (tmp_path / "quick.json").exists()
+    assert "4 units are done" in capsys.readouterr().out
+    assert run.main(arguments) == 0 and torch.get_num_threads() == threads
+    first = report.load(tmp_path / "quick.json")
+    assert run.main(arguments) == 0
+    assert report.load(tmp_path / "quick.json")["tasks"] == first["tasks"]
+    assert {row["method"] for row in first["tasks"]["brightness"]["rows"]} >= {"HybridAtlas", "TokenDAG", "Random"}
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+    assert run.main(["--quick", "--only", "ocr", "--out", str(tmp_path)]) == 1
+    assert "pip install 'gpu-lod[quality]'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unknown_tasks_and_budgets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

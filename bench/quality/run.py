@@ -112,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # small networks wait for each other's threads longer than they compute
     try:
         tasks = [importlib.import_module(f"quality.{name}").task() for name in options.only]
+        for task in tasks:
+            task.settings()  # what is missing is said at once
         with Journal(options.out / "units.jsonl" if options.out else UNITS) as journal:
             data = measure(tasks, journal, budgets, options.seeds, options.quick, console)
     except ImportError as error:
