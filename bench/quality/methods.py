@@ -1,0 +1,105 @@
+"""Which allocators are compared, with which arguments, at which fixations."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import gpu_lod as lod
+
+BASELINE = "GridTopK"
+CENTRE, SALIENCY, ORACLE = "centre", "saliency", "oracle"
+"""Where a method looks that takes a fixation: the middle of the picture; the peak of relevance; what is asked for."""
+
+ABLATIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "LogPolar": ({"fovea": 0.2}, {"fovea": 0.4}),  # the default is 0.3
+    "Stratified": ({"strata": (8, 8)},),  # the default is 4 x 4
+}
+READERS = ("rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap")
+"""Modules beside the allocator's that decide what is rebuilt."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An allocator as it is compared: its arguments, where it looks, and which draw of those that draw lots."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+    fixation: str | None = None
+    draw: int | None = None
+
+    @property
+    def label(self) -> str:
+        words = {"fovea": "fovea {:.0%}", "strata": "{0[0]} x {0[1]}"}
+        return ", ".join([self.name, *(words.get(key, key + " {}").format(value) for key, value in self.arguments)])
+
+    @property
+    def looks(self) -> bool:
+        """At relevance."""
+        return self != FULL and "relevance" in class_of(self.name).needs
+
+    @cached_property
+    def digest(self) -> str:
+        code = "" if self == FULL else code_of(class_of(self.name).__module__)
+        return hashlib.sha256(json.dumps([code, self.arguments]).encode()).hexdigest()
+
+    def make(self, budget: int, patch: int) -> Any:
+        seed = {} if self.draw is None else {"seed": self.draw}
+        return lod.allocate.make(self.name, budget, patch, **dict(self.arguments), **seed)
+
+
+FULL = Method("full image")
+"""The upper bound: every patch there is."""
+
+
+def class_of(name: str) -> Any:
+    return type(lod.allocate.make(name))
+
+
+def left_out() -> dict[str, str]:
+    """Allocators that are not compared, and why."""
+    reasons = {}
+    for name in lod.allocate.names():
+        allocator = class_of(name)
+        if issubclass(allocator, lod.allocate.Learned):
+            reasons[name] = "learned, and there is nothing trained: what it starts with says nothing of it"
+        elif lacking := set(allocator.needs) - {"image", "relevance", "fixation"}:
+            reasons[name] = f"needs {', '.join(sorted(lacking))}"
+    return reasons
+
+
+def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[Method]:
+    """Every allocator that is not left out, and the ablations. Those that take a fixation have a row for each of the
+    three; ablations of the quick form for saliency alone."""
+    found, out = [], left_out()
+    for name in lod.allocate.names() if only is None else only:
+        if name in out:
+            continue
+        fixed = "fixation" in (*class_of(name).needs, *class_of(name).takes)
+        for arguments in ({}, *ABLATIONS.get(name, ())):
+            looks = ((SALIENCY,) if quick and arguments else (CENTRE, SALIENCY, ORACLE)) if fixed else (None,)
+            for fixation in looks:
+                for draw in range(seeds) if name == "Random" else (None,):
+                    found.append(Method(name, tuple(arguments.items()), fixation, draw))
+    return found
+
+
+@cache
+def code_of(module: str) -> str:
+    """A digest of an allocator's source and of all that it imports from `gpu_lod.allocate`, and of what reads pictures:
+    the same at every commit that changes none of them."""
+    wanted, seen = [module, *(f"gpu_lod.{name}" for name in READERS)], {}
+    while wanted:
+        name = wanted.pop()
+        if name not in seen:
+            path = importlib.import_module(name).__file__
+            seen[name] = Path(str(path)).read_text("utf-8")
+            wanted += re.findall(r"^from (gpu_lod\.allocate\.\w+) import", seen[name], re.MULTILINE)
+    return hashlib.sha256(json.dumps(sorted(seen.items())).encode()).hexdigest()
