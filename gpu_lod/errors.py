@@ -15,6 +15,10 @@ class FileError(GpuLodError, OSError):
     """A file could not be read or written, or is not what it should be."""
 
 
+class CheckpointError(FileError):
+    """A checkpoint cannot be read, or is one of another configuration."""
+
+
 class LimitError(GpuLodError):
     """The request is well formed but larger than a limit of the device."""
 

@@ -66,10 +66,11 @@ def patch_starts(n: int, patch: int = PATCH) -> list[int]:
 
 
 def patches(values: torch.Tensor, patch: int = PATCH) -> torch.Tensor:
-    """Mean over each patch: [C, H, W] to [C, ceil(H / patch), ceil(W / patch)]."""
+    """Mean over each patch: [..., H, W] to [..., ceil(H / patch), ceil(W / patch)]."""
     for dim in (-2, -1):
         n = values.shape[dim]
         side = min(patch, n)
-        indices = torch.tensor(patch_starts(n, patch))[:, None] + torch.arange(side)
+        starts = torch.tensor(patch_starts(n, patch), device=values.device)
+        indices = starts[:, None] + torch.arange(side, device=values.device)
         values = values.index_select(dim, indices.flatten()).unflatten(dim, (-1, side)).mean(dim)
     return values

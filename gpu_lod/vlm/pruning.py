@@ -1,0 +1,184 @@
+"""Fewer tokens by attention, without training: the ones attended to stay, the others merge or go."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import ordered, places
+from gpu_lod.errors import InputError
+from gpu_lod.vlm.merging import Merged, merged, sizes_of
+
+_NEIGHBOURS = 5
+"""Nearest ones that the density of a token is taken from."""
+
+
+def vision_zip(
+    tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor, dominant: int, contextual: int
+) -> Merged:
+    """The tokens that get most attention, and the rest merged into contextual ones: dominant + contextual in all.
+
+    Shape: tokens [B, N, D], keys [B, N, E] and received [B, N] of the patches alone (no class token) give
+        `Merged.tokens` [B, dominant + contextual, D].
+    Convention: first the dominant ones, the most attended to first; then the contextual ones by their place. These
+        start from tokens spaced evenly over the rest, each of the rest goes to the one whose key is most like its own
+        by cosine, and each is the mean of all that came to it.
+
+    Args:
+        keys: of the layer that the attention is from.
+        received: `attention_received`.
+        dominant, contextual: exact counts, 0 too; without contextual ones the rest is dropped.
+
+    Raises:
+        InputError: shapes that do not fit, or more tokens than there are.
+
+    Source: Yang et al., "VisionZip: Longer is Better but Not Necessary in Vision Language Models" (2025). There the
+        dominant ones keep their order in the picture, which sorting `Merged.indices` restores; the spacing's step is
+        rounded down; and its code adds the mean of what came to a contextual token to that token itself.
+    """
+    tokens, keys, received = _three(tokens, keys, received)
+    batch, there, _ = tokens.shape
+    _counts(dominant, contextual, there)
+    _, first = ordered(received, dominant)
+    rest = places(torch.ones_like(received, dtype=torch.bool).scatter(1, first, False), there - dominant)
+    start = torch.arange(contextual, device=tokens.device) * (there - dominant) // max(contextual, 1)
+    owner = torch.full((batch, there), -1, device=tokens.device)
+    owner = owner.scatter(1, first, torch.arange(dominant, device=tokens.device).expand(batch, -1))
+    if contextual:
+        unit = F.normalize(_taken(keys.detach().float(), rest), dim=-1)
+        nearest = _nearest(unit @ unit[:, start].transpose(1, 2), start)
+        owner = owner.scatter(1, rest, nearest + dominant)
+    return merged(tokens, sizes_of(None, tokens), torch.cat([first, rest[:, start]], 1), owner)
+
+
+def sparse_vlm(
+    tokens: torch.Tensor,
+    text: torch.Tensor,
+    attention: torch.Tensor,
+    kept: int,
+    recycled: int,
+    mask: torch.Tensor | None = None,
+    share: float = 0.3,
+) -> Merged:
+    """The tokens that the question's visual words attend to, and the best of the rest in clusters: kept + recycled.
+
+    Shape: tokens [B, N, D] and text [B, T, D], hidden states of one layer of the language model; attention
+        [B, heads, T, N] or [B, T, N], text rows to visual columns. Gives `Merged.tokens` [B, kept + recycled, D].
+    Convention: first those kept, the most relevant first; then the clusters by their centres' rank.
+
+    Raters are the words of at least average visual relevance: softmax over the words of token . word, averaged over the
+    tokens. A token's relevance is the attention it gets from the raters, averaged over them and over the heads. Of
+    those not kept, the most relevant `share` (no fewer than `recycled`) are clustered about density peaks, each cluster
+    becoming its mean; what is left is dropped.
+
+    Args:
+        mask: bool [B, T], False for padding.
+
+    Raises:
+        InputError: shapes that do not fit, more tokens than there are, or no words.
+
+    Source: Zhang et al., "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference" (2025),
+        with density peaks after Rodriguez and Laio (2014) on the 5 nearest. There counts follow from the rank of the
+        attention matrix, layer by layer, and clusters are summed; here the counts are given, for one layer, and
+        clusters are averaged.
+    """
+    tokens, text = checks.tensor(tokens, "tokens"), checks.tensor(text, "text")
+    batch, there, words, looks = _asked(tokens, text, attention, mask)
+    _counts(kept, recycled, there)
+    share = checks.number(share, "share")
+    if not 0 <= share <= 1:
+        raise InputError(f"share is {share}; expected a part from 0 to 1.")
+    visual = (tokens.detach().float() @ text.detach().float().transpose(1, 2)).masked_fill(~words[:, None], -torch.inf)
+    relevant = visual.softmax(-1).mean(1)
+    mean = relevant.sum(1, keepdim=True) / words.sum(1, keepdim=True)
+    # Rounding may put the mean of equal ones above all of them.
+    raters = (words & (relevant >= mean.minimum(relevant.amax(1, keepdim=True)))).float()
+    scores = (looks * raters[..., None]).sum(1) / raters.sum(1, keepdim=True)
+    _, rank = ordered(scores, there)
+    rest = there - kept
+    pool = rank[:, kept : kept + max(recycled, round(share * rest))]
+    owner = torch.full((batch, there), -1, device=tokens.device)
+    owner = owner.scatter(1, rank[:, :kept], torch.arange(kept, device=tokens.device).expand(batch, -1))
+    index = rank[:, :kept]
+    if recycled:
+        centres, cluster = density_peaks(_taken(tokens.detach().float(), pool), recycled)
+        index = torch.cat([index, pool.gather(1, centres)], 1)
+        owner = owner.scatter(1, pool, cluster + kept)
+    return merged(tokens, sizes_of(None, tokens), index, owner)
+
+
+def density_peaks(points: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clusters about the points that are dense and far from denser ones: no iteration, the same each time.
+
+    Shape: [B, M, D] gives the centres, int64 [B, count], by their place, and each point's cluster, int64 [B, M].
+
+    Source: Rodriguez and Laio, "Clustering by Fast Search and Find of Density Peaks" (2014); Du et al. (2016) for the
+        density from nearest neighbours.
+    """
+    there = points.shape[1]
+    away = torch.cdist(points, points) / points.shape[2] ** 0.5
+    near = away.topk(min(_NEIGHBOURS + 1, there), dim=-1, largest=False).values  # itself among them
+    density = torch.exp(-near.square().mean(-1))
+    place = torch.arange(there, device=points.device)
+    first = (density[:, None] == density[:, :, None]) & (place < place[:, None])
+    denser = (density[:, None] > density[:, :, None]) | first
+    apart = away.masked_fill(~denser, torch.inf).amin(-1).minimum(away.amax((1, 2))[:, None])
+    _, best = ordered(density * apart, count)
+    centres = best.sort(dim=1).values
+    to = away.gather(2, centres[:, None].expand(-1, there, -1))
+    own = centres[:, None] == place[:, None]
+    return centres, to.masked_fill(own, -1.0).argmin(-1)
+
+
+def _nearest(likeness: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """[B, M, S] to which of S each of M is most like; the S themselves, at `start`, to themselves."""
+    found = likeness.argmax(-1)
+    found[:, start] = torch.arange(len(start), device=start.device)
+    return found
+
+
+def _taken(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
+
+
+def _counts(first: int, second: int, there: int) -> None:
+    checks.integer(first, "the count of tokens that stay", at_least=0)
+    checks.integer(second, "the count of tokens that others merge into", at_least=0)
+    if not 0 < first + second <= there:
+        raise InputError(f"{first} + {second} tokens are asked for, of {there}; expected 1 to {there} in all.")
+
+
+def _three(
+    tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, keys = checks.tensor(tokens, "tokens"), checks.tensor(keys, "keys")
+    received = checks.tensor(received, "received").detach().float()
+    if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2] or received.shape != tokens.shape[:2]:
+        raise InputError(
+            f"tokens are {tuple(tokens.shape)}, keys {tuple(keys.shape)} and received {tuple(received.shape)}; "
+            "expected [B, N, D], [B, N, E] and [B, N], without the class token."
+        )
+    return tokens, keys, received
+
+
+def _asked(
+    tokens: torch.Tensor, text: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+    """B, N, which words there are, bool [B, T], and how they look at tokens, [B, T, N]."""
+    looks = checks.tensor(attention, "attention").detach().float()
+    looks = looks.mean(1) if looks.ndim == 4 else looks
+    if (
+        tokens.ndim != 3
+        or text.ndim != 3
+        or text.shape[::2] != tokens.shape[::2]
+        or looks.shape != (len(tokens), text.shape[1], tokens.shape[1])
+    ):
+        raise InputError(
+            f"tokens are {tuple(tokens.shape)}, text {tuple(text.shape)} and attention {tuple(attention.shape)}; "
+            "expected [B, N, D], [B, T, D] and [B, heads, T, N]."
+        )
+    words = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask.bool()
+    if words.shape != text.shape[:2] or not words.any(1).all():
+        raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
+    return len(tokens), tokens.shape[1], words, looks

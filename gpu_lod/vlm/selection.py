@@ -1,0 +1,116 @@
+"""Hard choices with gradients: top-k that multiplies by one and differentiates as the soft one, with noise or not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gpu_lod import checks
+from gpu_lod.allocate.base import ordered
+from gpu_lod.allocate.learned import soft_top_k
+from gpu_lod.errors import InputError
+
+
+class Selection(NamedTuple):
+    """K of N, by relevance, high first."""
+
+    indices: torch.Tensor
+    """int64 [B, K]; of a map [B, Hg, Wg] row by row"""
+    weights: torch.Tensor
+    """[B, K], exactly 1 each; their gradient is that of the soft top-k"""
+
+    def take(self, features: torch.Tensor) -> torch.Tensor:
+        """Of [B, N, D] those that were chosen, [B, K, D], times their weights: through it a loss reaches relevance."""
+        rows = torch.arange(len(self.indices), device=self.indices.device)[:, None]
+        return features[rows, self.indices] * self.weights[..., None].to(features.dtype)
+
+
+def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: float = 0.1) -> Selection:
+    """The `count` most relevant, and weights to multiply them with: 1 forward, the soft top-k's gradient backward.
+
+    Shape: relevance [B, N], or a map [B, Hg, Wg]; index and weights are [B, K].
+    Units: the temperature is in those of relevance: what lies within a few temperatures of the K-th has a gradient.
+    Convention: equal ones by their place.
+
+    Raises:
+        InputError: a count above N or below 1, a temperature that is not positive, NaN.
+
+    Source: straight-through estimators as in Bengio, Leonard and Courville (2013), of `allocate.soft_top_k`.
+    """
+    return _selected(_rows(relevance), count, temperature)
+
+
+def gumbel_top_k(
+    relevance: torch.Tensor,
+    count: int,
+    temperature: float = 0.1,
+    noise: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Selection:
+    """`straight_through_top_k` of relevance with Gumbel noise: a sample without replacement, high ones more often.
+
+    The k-th choice falls on one of those that are left with probability proportional to exp(relevance / noise), which
+    is the law of Plackett and Luce; the index is in the order of the draw.
+
+    Args:
+        noise: how far relevance is shaken, in its units; 0 is none.
+        generator: where the noise is from, on relevance's device; None is torch's own.
+
+    Raises:
+        InputError: as `straight_through_top_k`, or negative noise.
+
+    Source: Kool, van Hoof and Welling, "Stochastic Beams and Where to Find Them" (2019).
+    """
+    values = _rows(relevance)
+    scale = _noise(noise)
+    # -log of an exponential variable is a Gumbel one; and unlike -log(-log(uniform)) it is never infinite.
+    shaken = values - scale * torch.empty_like(values).exponential_(generator=generator).log() if scale else values
+    return _selected(shaken, count, temperature)
+
+
+class GumbelTopK(nn.Module):
+    """`gumbel_top_k` in training, `straight_through_top_k` after `eval()`: the same each time.
+
+    Args:
+        count, temperature, noise: as there.
+    """
+
+    def __init__(self, count: int, temperature: float = 0.1, noise: float = 1.0) -> None:
+        super().__init__()
+        self.count = checks.integer(count, "count", at_least=1)
+        self.temperature = checks.number(temperature, "temperature")
+        self.noise = _noise(noise)
+
+    def forward(self, relevance: torch.Tensor, generator: torch.Generator | None = None) -> Selection:
+        noise = self.noise if self.training else 0.0
+        return gumbel_top_k(relevance, self.count, self.temperature, noise, generator)
+
+    def extra_repr(self) -> str:
+        return f"count={self.count}, temperature={self.temperature}, noise={self.noise}"
+
+
+def _rows(relevance: Any) -> torch.Tensor:
+    values = checks.tensor(relevance, "relevance")
+    if values.ndim not in (2, 3) or not values.is_floating_point():
+        raise InputError(
+            f"relevance is {values.dtype} {tuple(values.shape)}; expected floats [B, N], or a map [B, Hg, Wg]."
+        )
+    if torch.isnan(values.detach()).any():
+        raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
+    return values.flatten(1)
+
+
+def _noise(value: Any) -> float:
+    noise = checks.number(value, "noise")
+    if noise < 0:
+        raise InputError(f"noise is {noise}; expected 0 or more, in units of relevance.")
+    return noise
+
+
+def _selected(values: torch.Tensor, count: int, temperature: float) -> Selection:
+    soft = soft_top_k(values, count, temperature)
+    _, index = ordered(values.detach(), count)
+    chosen = soft.gather(1, index)
+    return Selection(index, chosen - chosen.detach() + 1)

@@ -1,0 +1,208 @@
+"""Glances: no site twice, where they look, and who buys the second."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpu_lod as lod
+from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Stratified, find_fixations
+from gpu_lod.allocate.base import Scene
+from gpu_lod.errors import InputError
+from gpu_lod.vlm import Glances, attention_entropy, glances
+from gpu_lod.vlm.glances import _cells
+
+ALLOCATORS = ["GridTopK", "PyramidTopK", "FoveatedPyramid", "Stratified", "VortexField", "Hexagonal", "Downsample"]
+
+
+def bumps(size: int, *places: tuple[float, float, float]) -> torch.Tensor:
+    """Relevance with peaks (x, y, height)."""
+    at = (torch.arange(size) + 0.5) / size
+    parts = [h * torch.exp(-((at - x) ** 2 + (at[:, None] - y) ** 2) / 0.01) for x, y, h in places]
+    return torch.stack(parts).sum(0)[None]
+
+
+@given(
+    st.sampled_from(ALLOCATORS), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from(["noise", "ties", "zeros", "infinities"]), st.integers(0, 2**20),
+)  # fmt: skip
+def test_exact_and_no_site_twice(
+    name: str, batch: int, count: int, budget: int, inhibition: float, kind: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    relevance = torch.rand(batch, 12, 14)
+    if kind == "infinities":
+        relevance[:, 0, 0], relevance[:, 5] = math.inf, -math.inf
+    relevance = {"ties": (relevance * 2).round(), "zeros": relevance * 0}.get(kind, relevance)
+    found = glances(lod.allocate.make(name, budget), None, relevance, count, inhibition=inhibition)
+    assert len(found) == count and all(glance.sites.shape == (batch, budget, 3) for glance in found)
+    for sites in torch.cat([glance.sites for glance in found], dim=1):
+        assert len(sites.unique(dim=0)) == count * budget
+    for glance in found:
+        assert (glance.scores[:, 1:] <= glance.scores[:, :-1]).all()
+    first = lod.allocate.make(name, budget)(
+        relevance=relevance, **({"fixation": find_fixations(relevance)[:, 0]} if name == "FoveatedPyramid" else {})
+    )
+    assert torch.equal(found[0].sites, first.sites), "the first glance is the allocator's own"
+
+
+def test_every_cell_once() -> None:
+    """As many glances as there are patches for: all of them, on a ragged picture too."""
+    image = torch.rand(1, 3, 50, 60)
+    found = glances(GridTopK(4), image, None, 5, inhibition=0.5)
+    every = GridTopK(20)(image).sites
+    sites = torch.cat([glance.sites for glance in found], dim=1)
+    assert torch.equal(sites[0].unique(dim=0), every[0].unique(dim=0))
+
+
+def test_the_second_glance_looks_elsewhere() -> None:
+    relevance = bumps(30, (0.2, 0.3, 1.0), (0.75, 0.6, 0.35))
+    first, second = glances(GridTopK(20), None, relevance, 2)
+    for glance, x, y in ((first, 0.2, 0.3), (second, 0.75, 0.6)):
+        away = (glance.sites[0, :, :2] - torch.tensor([x, y])).norm(dim=1)
+        assert float(away.max()) < 0.15
+    whole = torch.cat([first.sites, second.sites], dim=1)
+    stays = torch.cat([glance.sites for glance in glances(GridTopK(20), None, relevance, 2, inhibition=0.0)], dim=1)
+    assert not torch.equal(whole, stays)
+    assert torch.equal(stays, GridTopK(40)(relevance=relevance).sites), "uninhibited: one glance twice as large"
+
+
+def test_each_glance_has_its_fixation_and_what_earlier_ones_left() -> None:
+    seen = []
+
+    class Watch(GridTopK):
+        takes = ("fixation",)
+
+        def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(scene)
+            return super().choose(scene)
+
+    relevance = bumps(32, (0.2, 0.25, 1.0), (0.8, 0.7, 0.9), (0.3, 0.8, 0.8)) + 0.1
+    glances(Watch(9), None, relevance, 3, radius=0.2, inhibition=0.75)
+    points = find_fixations(relevance, 3, radius=0.2, inhibition=0.75)
+    at = (torch.arange(32) + 0.5) / 32
+    cells = torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1)
+    least = relevance.min()
+    for i, scene in enumerate(seen):
+        assert torch.equal(scene.fixation, points[:, i])
+        near = ((cells[..., None, :] - points[0, :i]).norm(dim=-1) <= 0.2).any(-1)
+        expected = torch.where(near, least + (relevance - least) * 0.25, relevance)
+        assert torch.allclose(scene.relevance, expected, atol=1e-6)
+
+
+def test_which_patch_a_site_is() -> None:
+    scene, _ = GridTopK(1)._scene(torch.rand(1, 3, 50, 60), None, None, None, None)
+    every = scene.sites(0, torch.arange(20))[None]
+    assert _cells(scene, every).tolist() == [list(range(20))]
+    coarser, beside = every.clone(), every.clone()
+    coarser[..., 2] = 1
+    beside[..., 1] += 0.01
+    assert (_cells(scene, coarser) == 20).all() and (_cells(scene, beside) == 20).all()
+
+
+def test_what_is_worth_nothing_is_still_taken_once() -> None:
+    relevance = torch.rand(1, 6, 6)
+    relevance[:, :3] = -math.inf
+    found = Glances(GridTopK(10), GridTopK(26))(None, relevance)
+    assert len(found.tokens.sites[0].unique(dim=0)) == 36
+
+
+def test_patches_are_read_at_the_sites(photo: torch.Tensor) -> None:
+    image = photo[:, :300, :421]
+    found = glances(Stratified(50), image, None, 2)
+    for glance in found:
+        assert glance.sites.shape == (50, 3) and glance.patches is not None
+        assert torch.equal(glance.patches, lod.gather_patches(image, glance.sites, 14))
+    again = glances(Stratified(50), lod.mipmap(image), None, 2)
+    assert torch.equal(again[1].sites, found[1].sites)
+
+
+# -- the second glance -------------------------------------------------------------------------------------------------
+
+
+def test_entropy() -> None:
+    even, one = torch.full((1, 50), 0.3), torch.zeros(1, 50)
+    one[0, 7] = 2
+    half = torch.cat([torch.ones(1, 25), torch.zeros(1, 25)], 1)
+    found = attention_entropy(torch.cat([even, one, half, even * 0]))
+    assert torch.allclose(found, torch.tensor([1, 0, math.log(25) / math.log(50), 1]), atol=1e-6)
+    weights = torch.rand(3, 5, 6)
+    share = weights.flatten(1) / weights.flatten(1).sum(1, keepdim=True)
+    expected = torch.distributions.Categorical(share).entropy() / math.log(30)
+    assert torch.allclose(attention_entropy(weights), expected, atol=1e-6)
+    assert torch.allclose(attention_entropy(weights * 100), expected, atol=1e-6)
+    assert attention_entropy(torch.ones(2, 1)).tolist() == [0, 0]
+
+
+def test_who_is_undecided_buys(photo: torch.Tensor) -> None:
+    image = torch.stack([photo[:, :280, :280], photo[:, 200:480, 100:380], photo[:, 50:330, 60:340]])
+    look = Glances(100, 50, threshold=0.8)
+    coarse = look.first(image)
+    attention = torch.ones(3, 100)
+    attention[1] = torch.nn.functional.one_hot(torch.tensor(3), 100)
+    tokens, bought, entropy, base = found = look(image, None, attention)
+    assert bought.tolist() == [True, False, True] and entropy.tolist() == [1, 0, 1] and base == 100
+    assert tokens.sites.shape == (3, 150, 3) and tokens.patches is not None
+    assert torch.equal(tokens.sites[:, :100], coarse.sites) and torch.equal(tokens.patches[:, :100], coarse.patches)
+    assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+    assert found.mask.sum(1).tolist() == [150, 100, 150] and bool(found.mask[1, :100].all())
+    assert [part.budget for part in found.ragged()] == [150, 100, 150]
+    for i, part in enumerate(found.ragged()):
+        assert torch.equal(part.sites, tokens.sites[i][found.mask[i]])
+        assert part.patches is not None and torch.equal(part.patches, tokens.patches[i][found.mask[i]])
+        assert len(part.sites.unique(dim=0)) == part.budget
+
+
+def test_relevance_decides_without_attention() -> None:
+    peak, flat = bumps(40, (0.5, 0.5, 1.0)), torch.rand(1, 40, 40) + 1
+    look = Glances(64, GridTopK(32), threshold=0.9)
+    found = look(None, torch.cat([peak, flat]))
+    assert found.bought.tolist() == [False, True] and found.tokens.patches is None
+    single = look(None, flat[0])
+    assert single.bought.shape == () and bool(single.bought) and single.mask.shape == (96,)
+    assert torch.equal(single.tokens.sites, found.tokens.sites[1]) and single.ragged()[0].budget == 96
+    assert not Glances(64, 32, threshold=1)(None, torch.ones(1, 40, 40)).bought.any()
+
+
+def test_a_second_glance_over_the_finest_grid() -> None:
+    """A first glance that is level-0 patches leaves the second none of them."""
+    found = Glances(Downsample(100), GridTopK(60))(None, torch.rand(1, 20, 20))
+    assert len(found.tokens.sites[0].unique(dim=0)) == 160
+    grid = Glances(GridTopK(100), GridTopK(60))(None, relevance := torch.rand(1, 20, 20))
+    assert torch.equal(grid.tokens.sites, GridTopK(160)(relevance=relevance).sites)
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda r: glances(GridTopK(40), None, r, 4), "160 tokens, and there are 144"),
+        (lambda r: glances(GridTopK(4), None, r, 0), "count"),
+        (lambda r: glances(GridTopK(4), None, r, 2, inhibition=1.5), "from 0 to 1"),
+        (lambda r: glances(GridTopK(4), None, r, 2, torch.rand(8)), "takes no query"),
+        (lambda r: glances(GridTopK(4)), "needs an image"),
+        (lambda r: Glances(100, 50)(None, r), "150 tokens"),
+        (lambda r: Glances(10, 5)(None, r, torch.rand(3, 10)), r"expected \[2, N\]"),
+        (lambda r: Glances(10, Hexagonal(5, patch=16)), "patches of 14 and the second of 16"),
+        (lambda r: Glances(10, 5, threshold="much"), "threshold"),
+        (lambda r: attention_entropy(r - 0.5), "softmax"),
+        (lambda r: attention_entropy(r * math.nan), "NaN"),
+        (lambda r: attention_entropy(r[0, 0]), r"\[B, N\]"),
+    ],
+)
+def test_bad_input(call: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        call(torch.rand(2, 12, 12))
+
+
+def test_blends_have_no_site_of_their_own() -> None:
+    class Blend(GridTopK):
+        blends = True
+
+    with pytest.raises(InputError, match="Blend blends patches"):
+        glances(Blend(4), None, torch.rand(1, 8, 8))

@@ -1,0 +1,190 @@
+"""Pruning by attention: against plain loops, exact counts, and maps from real classes with random weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.vlm import attention_received, sparse_vlm, vision_attention, vision_zip
+from gpu_lod.vlm.pruning import density_peaks
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.cosine_similarity(a, b, dim=0))
+
+
+def test_vision_zip_step_by_step() -> None:
+    tokens, keys, received = torch.randn(2, 17, 4), torch.randn(2, 17, 6), torch.rand(2, 17)
+    found = vision_zip(tokens, keys, received, 5, 4)
+    assert found.tokens.shape == (2, 9, 4) and float(found.sizes.sum()) == 2 * 17
+    for image in range(2):
+        dominant = sorted(range(17), key=lambda i: -float(received[image, i]))[:5]
+        rest = [i for i in range(17) if i not in dominant]
+        targets = [rest[i * 12 // 4] for i in range(4)]
+        groups = {target: [target] for target in targets}
+        for i in rest:
+            if i not in targets:
+                groups[max(targets, key=lambda t: cosine(keys[image, i], keys[image, t]))].append(i)
+        assert found.indices[image].tolist() == dominant + targets
+        assert torch.equal(found.tokens[image, :5], tokens[image, dominant])
+        for k, target in enumerate(targets):
+            assert torch.allclose(found.tokens[image, 5 + k], tokens[image, groups[target]].mean(0), atol=1e-6)
+            assert (found.owner[image, groups[target]] == 5 + k).all()
+
+
+def test_sparse_vlm_step_by_step() -> None:
+    tokens, text = torch.randn(2, 20, 8), torch.randn(2, 6, 8)
+    attention = torch.rand(2, 3, 6, 20).softmax(-1)
+    mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    found = sparse_vlm(tokens, text, attention, 5, 3, mask, share=0.4)
+    for image, words in ((0, 6), (1, 4)):
+        relevance = (tokens[image] @ text[image, :words].T).softmax(-1).mean(0)
+        raters = [w for w in range(words) if relevance[w] >= relevance.mean()]
+        assert 0 < len(raters) < words
+        scores = attention[image].mean(0)[raters].mean(0)
+        rank = scores.argsort(descending=True).tolist()
+        assert found.indices[image, :5].tolist() == rank[:5]
+        assert torch.equal(found.tokens[image, :5], tokens[image, rank[:5]])
+        pool = rank[5 : 5 + round(0.4 * 15)]
+        centres, cluster = density_peaks(tokens[image, pool][None], 3)
+        assert found.indices[image, 5:].tolist() == [pool[c] for c in centres[0].tolist()]
+        for k in range(3):
+            members = [pool[i] for i in torch.where(cluster[0] == k)[0].tolist()]
+            assert torch.allclose(found.tokens[image, 5 + k], tokens[image, members].mean(0), atol=1e-6)
+        assert sorted(torch.where(found.owner[image] < 0)[0].tolist()) == sorted(rank[11:])
+
+
+def test_dropped_tokens_come_back_as_nothing() -> None:
+    tokens = torch.randn(1, 10, 4)
+    found = vision_zip(tokens, tokens, torch.arange(10.0)[None], 3, 0)
+    assert torch.equal(found.tokens, tokens[:, [9, 8, 7]])
+    back = found.unmerge(found.tokens)
+    assert torch.equal(back[:, 7:], tokens[:, 7:]) and float(back[:, :7].abs().max()) == 0
+
+
+def test_words_that_see_nothing_do_not_rate() -> None:
+    """A word that no token is like attends to one token with all its might, and loses it all the same."""
+    tokens = torch.zeros(1, 6, 4)
+    tokens[..., 0] = 1
+    text = torch.tensor([[[5.0, 0, 0, 0], [-5, 0, 0, 0]]])
+    attention = torch.tensor([[[0.1, 0.5, 0.1, 0.1, 0.1, 0.1], [0, 0, 0, 0, 0, 1.0]]])
+    assert sparse_vlm(tokens, text, attention, 1, 0).indices.tolist() == [[1]]
+    assert sparse_vlm(tokens, text, attention, 1, 0, torch.tensor([[False, True]])).indices.tolist() == [[5]]
+
+
+@pytest.mark.parametrize("words", [7, 10])  # of the tenths of 1 the mean rounds up
+def test_words_that_are_all_alike_rate_alike(words: int) -> None:
+    tokens, attention = torch.randn(1, 20, 4), torch.rand(1, 2, words, 20)
+    found = sparse_vlm(tokens, torch.zeros(1, words, 4), attention, 20, 0)
+    assert torch.equal(found.indices, attention.mean((1, 2)).argsort(descending=True))
+
+
+@given(st.integers(1, 3), st.integers(1, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 2**20))
+def test_exact_counts(batch: int, there: int, first: int, second: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    first = min(first, there)
+    second = max(min(second, there - first), 0 if first else 1)
+    tokens = torch.randn(batch, there, 3).round()  # equal ones, and zeros
+    looks = torch.rand(batch, 2, 4, there).round(decimals=1)
+    for found in (
+        vision_zip(tokens, tokens, looks[:, 0, 0], first, second),
+        sparse_vlm(tokens, torch.zeros(batch, 4, 3), looks, first, second),
+    ):
+        count = first + second
+        assert found.tokens.shape == (batch, count, 3) and torch.isfinite(found.tokens).all()
+        assert all(len(row.unique()) == count for row in found.indices), "none twice"
+        assert torch.equal(found.owner.gather(1, found.indices), torch.arange(count).expand(batch, count))
+        assert torch.equal(found.sizes.sum(1), (found.owner >= 0).sum(1).float())
+
+
+def test_density_peaks_find_clusters() -> None:
+    which = torch.arange(60) % 3
+    centres = torch.tensor([[0.0, 0], [4, 0], [0, 4]])
+    points = (centres[which] + 0.3 * torch.randn(2, 60, 2)).requires_grad_()
+    _, cluster = density_peaks(points.detach(), 3)
+    for image in range(2):
+        assert all(len(cluster[image, which == k].unique()) == 1 for k in range(3))
+        assert len(cluster[image].unique()) == 3
+
+
+def test_attention_received() -> None:
+    attention = torch.rand(2, 3, 7, 7).softmax(-1)
+    assert torch.allclose(attention_received(attention), attention.mean(1).mean(1))
+    assert torch.allclose(attention_received(attention, prefix=1), attention[:, :, 0, 1:].mean(1))
+    assert torch.allclose(attention_received(attention, prefix=3), attention[:, :, 0, 3:].mean(1))
+    assert torch.equal(attention_received(attention[:, 0]), attention_received(attention[:, :1]))
+
+
+def tower(kind: str) -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}VisionConfig")(**sizes, image_size=32, patch_size=8)
+    return getattr(transformers, f"{kind}VisionModel")(config).eval()
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("CLIP", 1), ("Siglip", 0)])
+@pytest.mark.parametrize("layer", [-2, 0])
+def test_attention_of_vision_models(kind: str, prefix: int, layer: int) -> None:
+    model = tower(kind)
+    pixels = torch.randn(2, 3, 32, 32)
+    before = model.config._attn_implementation
+    assert before != "eager"
+    with torch.no_grad():
+        found = vision_attention(model, pixels, layer)
+        assert model.config._attn_implementation == before
+        assert not any(part._forward_hooks for part in model.modules())
+        model.set_attn_implementation("eager")
+        expected = model(pixel_values=pixels, output_attentions=True, output_hidden_states=True)
+    assert found.attention.shape == (2, 2, 16 + prefix, 16 + prefix)
+    assert torch.allclose(found.attention, expected.attentions[layer], atol=1e-6)
+    assert torch.allclose(found.hidden, expected.hidden_states[layer + 1 if layer >= 0 else layer], atol=1e-5)
+    encoder = next(part for name, part in model.named_modules() if name.endswith("encoder"))
+    block = encoder.layers[layer]
+    entered = expected.hidden_states[layer if layer >= 0 else layer - 1]
+    assert torch.allclose(found.keys, block.self_attn.k_proj(block.layer_norm1(entered)), atol=1e-5)
+    received = attention_received(found.attention, prefix)
+    zipped = vision_zip(found.hidden[:, prefix:], found.keys[:, prefix:], received, 6, 2)
+    assert zipped.tokens.shape == (2, 8, 24)
+
+
+def test_models_without_attention_maps() -> None:
+    with pytest.raises(UnsupportedError, match="no transformers model"):
+        vision_attention(torch.nn.Linear(2, 2), torch.rand(1, 3, 8, 8))
+    model = tower("CLIP")
+    with pytest.raises(InputError, match="CLIPVisionModel has 3"):
+        vision_attention(model, torch.rand(1, 3, 32, 32), 3)
+    with pytest.raises(ValueError):
+        vision_attention(model, torch.rand(1, 3, 31, 31))
+    assert model.config._attn_implementation == "sdpa" and not any(part._forward_hooks for part in model.modules())
+
+
+T, K, R = torch.rand(2, 9, 4), torch.rand(2, 9, 6), torch.rand(2, 9)
+LOOKS = torch.rand(2, 3, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: vision_zip(T, K, R, 8, 2), r"8 \+ 2 tokens are asked for, of 9"),
+        (lambda: vision_zip(T, K, R, 0, 0), "expected 1 to 9"),
+        (lambda: vision_zip(T, K, R, -1, 2), "stay is -1"),
+        (lambda: vision_zip(T, K, torch.rand(2, 10), 2, 2), "without the class token"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 9, 1), r"9 \+ 1"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 3), LOOKS, 2, 1), r"expected \[B, N, D\], \[B, T, D\]"),
+        (lambda: sparse_vlm(T, torch.rand(2, 6, 4), LOOKS, 2, 1), r"attention \(2, 3, 5, 9\)"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, torch.zeros(2, 5)), "a word in each row"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, share=math.pi), "from 0 to 1"),
+        (lambda: attention_received(LOOKS), "T above 0"),
+        (lambda: attention_received(torch.rand(2, 3, 3), prefix=3), "T above 3"),
+    ],
+)
+def test_bad_input(call: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        call()

@@ -1,0 +1,178 @@
+"""Relevance scorers: each head sees its own channels, on the grid, and the parts add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError
+from gpu_lod.vlm import ContextualizedRelevance, query_similarity, saliency_relevance
+from gpu_lod.vlm.relevance import HEADS, _pooled
+
+MAPS = (2, 40, 50, 73)
+
+
+def cells(values: torch.Tensor, patch: int = 14) -> torch.Tensor:
+    """The mean of [H, W] over each patch, those at the far edges shifted inward."""
+    height, width = values.shape
+    return torch.stack(
+        [
+            torch.stack([values[y : y + patch, x : x + patch].mean() for x in starts(width, patch)])
+            for y in starts(height, patch)
+        ]
+    )
+
+
+def starts(n: int, patch: int) -> list[int]:
+    return [min(i, n - patch) for i in range(0, n, patch)]
+
+
+def test_maps_are_pooled_over_patches() -> None:
+    maps = torch.randn(MAPS)
+    found = _pooled(maps, 14)
+    assert found.shape == (2, 40, 4, 6)
+    for channel in range(40):
+        values = maps[1, channel].abs() if channel in (6, 7, 10) else maps[1, channel]
+        assert torch.allclose(found[1, channel], cells(values), atol=1e-6), channel
+
+
+def test_parts_add_up() -> None:
+    scorer = ContextualizedRelevance(8)
+    maps, query = torch.randn(MAPS), torch.randn(2, 8)
+    relevance, heads, weights = scorer.score(maps, query)
+    assert relevance.shape == (2, 4, 6) and heads.shape == (2, 3, 4, 6) and weights.shape == (2, 3)
+    assert torch.allclose(weights.sum(1), torch.ones(2)) and bool(((heads > 0) & (heads < 1)).all())
+    assert torch.allclose(relevance, torch.einsum("bhyx,bh->byx", heads, weights), atol=1e-6)
+    assert torch.equal(scorer(maps, query), relevance)
+
+
+def test_each_head_sees_its_channels_alone() -> None:
+    """Of forty-one pictures, picture c differs from the last in channel c."""
+    scorer = ContextualizedRelevance(8, gestalt_width=5, patch=4)
+    maps = torch.randn(1, 40, 12, 15).repeat(41, 1, 1, 1)
+    for channel in range(40):
+        maps[channel, channel] = torch.randn(12, 15) * 2
+    with torch.no_grad():
+        found = scorer.score(maps, torch.randn(8), torch.randn(5))
+    assert torch.allclose(found.weights, found.weights[-1:].expand(41, 3)), "a gestalt was given"
+    apart = (found.heads[:-1] - found.heads[-1:]).abs().amax((2, 3))
+    for head, channels in enumerate(((6, 7, 8, 12), (5, 10, 11), range(17, 33))):
+        assert [c for c in range(40) if apart[c, head] > 1e-5] == list(channels), HEADS[head]
+
+
+def test_what_the_query_decides() -> None:
+    scorer = ContextualizedRelevance(8)
+    maps = torch.randn(MAPS)
+    one, other = scorer.score(maps, torch.randn(2, 8)), scorer.score(maps, torch.randn(2, 8))
+    assert torch.equal(one.heads[:, :2], other.heads[:, :2])
+    assert not torch.allclose(one.heads[:, 2], other.heads[:, 2])
+    assert not torch.allclose(one.weights, other.weights)
+
+
+def test_the_gestalt_is_in_the_weights() -> None:
+    scorer = ContextualizedRelevance(8)
+    maps, query = torch.randn(MAPS), torch.randn(8)
+    brighter = maps.clone()
+    brighter[1, 0] += 1  # red, which no head sees
+    one, other = scorer.score(maps, query).weights, scorer.score(brighter, query).weights
+    assert torch.equal(one[0], other[0]) and not torch.allclose(one[1], other[1])
+
+
+def test_images_become_maps(photo: torch.Tensor) -> None:
+    image = photo[None, :, 100:171, 200:290]
+    scorer, query = ContextualizedRelevance(8, patch=16), torch.randn(8)
+    found = scorer(image, query)
+    assert found.shape == (1, 5, 6)
+    assert torch.allclose(found, scorer(lod.feature_maps(image), query), atol=1e-6)
+    assert torch.allclose(found[0], scorer(image[0], query), atol=1e-6)
+    pair = scorer(torch.cat([image, image.flip(3)]), query)
+    assert torch.allclose(pair[0], found[0], atol=1e-5) and not torch.allclose(pair[1], found[0], atol=1e-5)
+
+
+def test_gradients_reach_every_parameter() -> None:
+    scorer = ContextualizedRelevance(8)
+    maps = torch.randn(MAPS, requires_grad=True)
+    query = torch.randn(2, 8, requires_grad=True)
+    scorer(maps, query).square().sum().backward()
+    for name, parameter in scorer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    assert maps.grad is not None and query.grad is not None and query.grad.abs().sum() > 0
+
+
+def test_units_of_the_maps_do_not_matter_to_two_heads() -> None:
+    """They are standardised over the grid of each picture."""
+    scorer = ContextualizedRelevance(8)
+    maps, query = torch.randn(MAPS), torch.randn(8)
+    scaled = maps.clone()
+    scaled[:, [5, 6, 12]] *= 7
+    one, other = scorer.score(maps, query).heads, scorer.score(scaled, query).heads
+    assert torch.allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("source", "query", "gestalt", "hint"),
+    [
+        (torch.rand(2, 40, 28, 28), torch.rand(2, 7), None, r"floats \[2, 8\] or \[8\]"),
+        (torch.rand(2, 40, 28, 28), torch.rand(3, 8), None, r"query is .* \(3, 8\)"),
+        (torch.rand(2, 40, 28, 28), torch.ones(2, 8, dtype=torch.long), None, "floats"),
+        (torch.rand(2, 39, 28, 28), torch.rand(8), None, "40 channels"),
+        (torch.rand(40, 28), torch.rand(8), None, r"\[B, 40, H, W\]"),
+        (torch.rand(2, 40, 28, 28), torch.rand(8), torch.rand(2, 40), "gestalt_width="),
+    ],
+)
+def test_bad_input(source: torch.Tensor, query: torch.Tensor, gestalt: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        ContextualizedRelevance(8)(source, query, gestalt)
+
+
+def test_a_gestalt_that_is_missing_or_of_another_width() -> None:
+    scorer = ContextualizedRelevance(8, gestalt_width=5)
+    with pytest.raises(InputError, match="pass gestalt="):
+        scorer(torch.rand(2, 40, 28, 28), torch.rand(8))
+    with pytest.raises(InputError, match=r"gestalt is .* \[5\]"):
+        scorer(torch.rand(2, 40, 28, 28), torch.rand(8), torch.rand(2, 6))
+    with pytest.raises(InputError, match="width"):
+        ContextualizedRelevance(0)
+
+
+# -- without training --------------------------------------------------------------------------------------------------
+
+
+def test_query_similarity() -> None:
+    features, query = torch.randn(2, 12, 6), torch.randn(2, 6)
+    features[0, 5] = 3 * query[0]
+    features[1, 7] = 0
+    found = query_similarity(features, query, grid=(3, 4))
+    assert found.shape == (2, 3, 4)
+    for image in range(2):
+        for cell in range(12):
+            expected = torch.cosine_similarity(features[image, cell], query[image], dim=0)
+            assert torch.allclose(found[image, cell // 4, cell % 4], expected, atol=1e-6)
+    assert found[0].argmax() == 5 and found[1, 1, 3] == 0
+    assert torch.equal(found, query_similarity(features.view(2, 3, 4, 6), query))
+    assert torch.allclose(found, query_similarity(features, 100 * query, grid=(3, 4)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("features", "query", "grid", "hint"),
+    [
+        (torch.rand(2, 13, 6), torch.rand(6), (3, 4), "Leave class tokens out"),
+        (torch.rand(2, 12, 6), torch.rand(6), None, "grid="),
+        (torch.rand(2, 12, 6), torch.rand(5), (3, 4), r"query is .* expected floats \[2, 6\]"),
+    ],
+)
+def test_similarities_that_do_not_fit(features: torch.Tensor, query: torch.Tensor, grid: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        query_similarity(features, query, grid)
+
+
+def test_saliency_relevance_is_what_allocators_fall_back_on(photo: torch.Tensor) -> None:
+    image = photo[None, :, :75, 150:251]
+    found = saliency_relevance(image)
+    assert found.shape == (1, 6, 8) and torch.equal(found[0], saliency_relevance(image[0]))
+    assert torch.allclose(found[0], cells(lod.feature_maps(image)[0, 5]), atol=1e-6)
+    scores = lod.allocate.GridTopK(48)(image).scores[0]
+    assert torch.allclose(found.flatten().sort(descending=True).values, scores, atol=1e-6)

@@ -1,0 +1,245 @@
+"""The token memory: exactly K, little churn, what moves is followed, and patches read when they must be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpu_lod as lod
+from gpu_lod.allocate import GridTopK
+from gpu_lod.errors import InputError
+from gpu_lod.vlm import Streamed, TokenMemory, saliency_relevance
+
+BLANK = torch.zeros(1, 3, 112, 112)  # 8 x 8 patches
+
+
+def panned(photo: torch.Tensor, frames: int, step: int = 2) -> list[torch.Tensor]:
+    return [photo[None, :, 100:324, 60 + step * t : 284 + step * t] for t in range(frames)]
+
+
+def cells(found: Streamed, columns: int) -> list[set[int]]:
+    """The patches of each image, row by row, on a grid that divides the picture."""
+    x, y, level = found.tokens.sites.unbind(-1)
+    assert float(level.abs().max()) == 0
+    return [set(row) for row in ((y * columns).long() * columns + (x * columns).long()).tolist()]
+
+
+def test_hysteresis_lessens_churn(photo: torch.Tensor) -> None:
+    """Over a panned photograph, with a scorer's noise and without."""
+    frames = panned(photo, 8, 3)
+    saliency = [saliency_relevance(frame) for frame in frames]
+    for noise, share in ((0.0, 0.75), (0.5, 0.35)):
+        churn = []
+        for margin in (0.0, 1.0):
+            torch.manual_seed(1)
+            memory, total = TokenMemory(64, margin=margin), 0.0
+            for i, relevance in enumerate(saliency):
+                shaken = relevance + noise * relevance.std() * torch.randn_like(relevance)
+                found = memory.update(frames[i], shaken)
+                total += float(found.churn) if i else 0.0
+            churn.append(total / (len(frames) - 1))
+        assert 0 < churn[1] < share * churn[0], (noise, churn)
+
+
+def test_without_margin_it_is_grid_top_k(photo: torch.Tensor) -> None:
+    memory = TokenMemory(40, margin=0.0)
+    for frame in panned(photo, 5, 8):
+        found = memory.update(frame)
+        sites = GridTopK(40)(frame).sites
+        assert torch.equal(found.tokens.sites[0].unique(dim=0), sites[0].unique(dim=0))
+
+
+def test_a_moving_object_is_followed(photo: torch.Tensor) -> None:
+    """Of the 3 x 3 patches that it covers whole, all are resident in every frame, whatever the margin."""
+    memory = TokenMemory(25, margin=1.0)
+    background = photo[None, :, 100:324, 60:284].float() / 255
+    for t in range(14):
+        frame = background.clone()
+        left, top = 8 * t, 60 + 4 * t
+        frame[..., top : top + 56, left : left + 56] = torch.tensor([1.0, 0.2, 0.1])[:, None, None]
+        object_ = torch.zeros(1, 224, 224)
+        object_[:, top : top + 56, left : left + 56] = 1
+        found = memory.update(frame, object_ + 0.1 * torch.rand(1, 224, 224))
+        whole = {
+            row * 16 + column
+            for row in range(16)
+            for column in range(16)
+            if top <= row * 14 and row * 14 + 14 <= top + 56 and left <= column * 14 and column * 14 + 14 <= left + 56
+        }
+        assert len(whole) >= 9 and whole <= cells(found, 16)[0]
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(1, 3), st.integers(1, 64), st.sampled_from([0.0, 0.3, 2.0]), st.sampled_from([None, 1, 3]),
+    st.sampled_from(["noise", "ties", "infinities"]), st.integers(0, 2**20),
+)  # fmt: skip
+def test_exactly_k(batch: int, budget: int, margin: float, patience: int | None, kind: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    image = BLANK.expand(batch, -1, -1, -1)
+    one, other = (TokenMemory(budget, margin=margin, patience=patience) for _ in range(2))
+    before: list[set[int]] = []
+    slots = torch.zeros(0)
+    for t in range(4):
+        relevance = torch.randn(batch, 8, 8)
+        relevance = relevance.round() if kind == "ties" else relevance
+        if kind == "infinities":
+            relevance[:, t], relevance[:, :, t] = math.inf, -math.inf
+        found = one.update(image, relevance)
+        now = cells(found, 8)
+        assert found.tokens.sites.shape == (batch, budget, 3) and all(len(held) == budget for held in now)
+        scores = [[relevance[i].flatten()[int(c)] for c in _cells_of(found, 8)[i]] for i in range(batch)]
+        assert torch.equal(found.tokens.scores, torch.tensor(scores))
+        if before:
+            assert found.churn.tolist() == pytest.approx(
+                [len(a - b) / budget for a, b in zip(now, before, strict=True)]
+            )
+            stayed = ~found.replaced
+            assert torch.equal(found.tokens.sites[stayed], slots[stayed]), "residents keep their slots"
+        else:
+            assert bool(found.replaced.all()) and found.churn.tolist() == [1] * batch
+        again = other.update(image, relevance)
+        assert torch.equal(again.tokens.sites, found.tokens.sites), "the same frames, the same memory"
+        before, slots = now, found.tokens.sites
+
+
+def _cells_of(found: Streamed, columns: int) -> torch.Tensor:
+    x, y, _ = found.tokens.sites.unbind(-1)
+    return (y * columns).long() * columns + (x * columns).long()
+
+
+def test_each_video_for_itself() -> None:
+    together, alone = TokenMemory(9), TokenMemory(9)
+    for _ in range(5):
+        relevance = torch.rand(3, 8, 8)
+        pair = together.update(BLANK.expand(3, -1, -1, -1), relevance)
+        single = alone.update(BLANK[0], relevance[1])
+        assert single.tokens.sites.shape == (9, 3) and single.churn.shape == ()
+        assert torch.equal(single.tokens.sites, pair.tokens.sites[1]) and single.churn == pair.churn[1]
+
+
+def grid(**values: float) -> torch.Tensor:
+    """Relevance of 8 x 8 patches whose standard deviation is about 1, with some cells given."""
+    relevance = torch.tensor([1.0, -1.0]).repeat(32).view(1, 64) * 1.0
+    for name, value in values.items():
+        relevance[0, int(name[1:])] = value
+    return relevance.view(1, 8, 8)
+
+
+def test_the_margin_is_in_deviations() -> None:
+    for units in (1.0, 1e-3, 1e4):
+        memory = TokenMemory(1, margin=2.0, patience=None)
+        start = grid(c5=3.0, c9=2.0)
+        spread = float(start.std(unbiased=False))
+        memory.update(BLANK, units * start)
+        close = grid(c5=3.0, c9=3.0 + 1.8 * spread)
+        assert cells(memory.update(BLANK, units * close), 8) == [{5}]
+        far = grid(c5=3.0, c9=3.0 + 2.6 * spread)
+        assert cells(memory.update(BLANK, units * far), 8) == [{9}]
+
+
+def test_patience() -> None:
+    """A newcomer that is a little better gets in when it has been so for some frames in a row."""
+    better, worse = grid(c5=3.0, c9=3.1), grid(c5=3.1, c9=3.0)
+    for patience, enters in ((3, 3), (1, 1), (None, 99)):
+        memory = TokenMemory(1, margin=2.0, patience=patience)
+        memory.update(BLANK, worse)
+        for frame in range(1, 7):
+            assert cells(memory.update(BLANK, better), 8) == [{9 if frame >= enters else 5}], (patience, frame)
+    memory = TokenMemory(1, margin=2.0, patience=3)
+    memory.update(BLANK, worse)
+    for frame in range(12):
+        assert cells(memory.update(BLANK, worse if frame % 3 == 2 else better), 8) == [{5}], "flicker never gets in"
+
+
+def test_masked_cells_do_not_stop_it() -> None:
+    memory = TokenMemory(1, margin=0.5, patience=None)
+    start, after = grid(c5=3.0), grid(c5=-1.0, c9=9.0)
+    start[0, 7], after[0, 7] = -math.inf, -math.inf
+    memory.update(BLANK, start)
+    assert cells(memory.update(BLANK, after), 8) == [{9}]
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------
+
+
+def test_patches_are_read_when_their_content_changed(photo: torch.Tensor) -> None:
+    frame = photo[None, :, 100:212, 200:312].clone()
+    relevance = torch.arange(64.0).view(1, 8, 8)  # patches 54 to 63 are resident, the most relevant first
+    memory = TokenMemory(10, motion=0.05)
+    first = memory.update(frame, relevance)
+    assert bool(first.refreshed.all())
+    assert torch.equal(first.tokens.patches, lod.gather_patches(frame, first.tokens.sites, 14))
+    still = memory.update(frame, relevance)
+    assert not still.refreshed.any() and torch.equal(still.tokens.patches, first.tokens.patches)
+    changed = frame.clone()
+    changed[..., 98:112, 98:112] = 255 - changed[..., 98:112, 98:112]  # patch 63, the first slot
+    changed[..., :14, :14] = 0  # patch 0, nobody's
+    seen = memory.update(changed, relevance)
+    assert seen.refreshed[0].tolist() == [True] + [False] * 9 and not seen.replaced.any()
+    assert torch.equal(seen.tokens.patches, lod.gather_patches(changed, seen.tokens.sites, 14))
+    assert torch.equal(first.tokens.patches, lod.gather_patches(frame, first.tokens.sites, 14)), "old ones stay"
+    asked = memory.update(changed, relevance, refresh=True)
+    assert bool(asked.refreshed.all()) and not asked.replaced.any()
+
+
+def test_slow_change_adds_up() -> None:
+    memory = TokenMemory(64, motion=0.05)
+    refreshed = []
+    for t in range(9):
+        frame = BLANK + 0.02 * t
+        found = memory.update(frame, torch.rand(1, 8, 8))
+        refreshed.append(bool(found.refreshed.all()))
+        assert found.tokens.patches is not None
+        assert float((found.tokens.patches - 0.02 * t).abs().max()) <= 0.05 + 1e-5, "never further behind"
+    assert refreshed == [True, False, False, True, False, False, True, False, False]
+
+
+def test_a_decoder_may_reuse_its_memory() -> None:
+    memory, frame = TokenMemory(4), BLANK.clone()
+    memory.update(frame)
+    frame.fill_(1)
+    assert bool(memory.update(frame).refreshed.all())
+
+
+def test_newcomers_are_read_and_videos_apart(photo: torch.Tensor) -> None:
+    """Of two videos one changes three sites, the other one."""
+    image = torch.stack([photo[:, :112, :112], photo[:, 200:312, 200:312]])
+    memory = TokenMemory(10, margin=0.0)
+    relevance = torch.arange(64.0).view(1, 8, 8).repeat(2, 1, 1)
+    memory.update(image, relevance)
+    relevance.view(2, 64)[0, :3] = 100
+    relevance.view(2, 64)[1, 40] = 100
+    brighter = image.clamp(max=254) + 1  # too little to read a resident again
+    found = memory.update(brighter, relevance)
+    assert found.refreshed.sum(1).tolist() == [3, 1] and torch.equal(found.refreshed, found.replaced)
+    assert found.churn.tolist() == pytest.approx([0.3, 0.1])
+    old, new = (lod.gather_patches(frame, found.tokens.sites, 14) for frame in (image, brighter))
+    assert torch.equal(found.tokens.patches, torch.where(found.refreshed[..., None, None, None], new, old))
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda memory: memory.update(BLANK.expand(2, -1, -1, -1)), r"reset\(\)"),
+        (lambda memory: memory.update(BLANK.half()), r"reset\(\)"),
+        (lambda memory: memory.update(BLANK[..., :100]), r"reset\(\)"),
+        (lambda memory: memory.update(BLANK, torch.rand(1, 7, 8)), r"\(1, 8, 8\)"),
+        (lambda memory: memory.update(None), "image is NoneType"),
+        (lambda memory: TokenMemory(65).update(BLANK), "budget is 65, and there are 64"),
+        (lambda memory: TokenMemory(4, margin=-1.0), "0 or more"),
+        (lambda memory: TokenMemory(4, patience=0), "patience"),
+    ],
+)
+def test_bad_input(call: Any, hint: str) -> None:
+    memory = TokenMemory(4)
+    memory.update(BLANK)
+    with pytest.raises(InputError, match=hint):
+        call(memory)
+    memory.reset()
+    assert float(memory.update(BLANK[..., :98]).churn) == 1
