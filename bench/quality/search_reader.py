@@ -64,8 +64,8 @@ class Reader(nn.Module):
     Resampling puts pieces of a digit into one frame, which positions as vectors alone take hours of training to do on
     a CPU. It is the same for tokens of all levels.
 
-    Shape: patches [B, K, 3, P, P] in [0, 1], sites [B, K, 3], queries [B, Q, QUERY]; weights [B, K] multiply what
-        attends to a token, so that one of weight 0 is not there, and carry gradients.
+    Shape: patches [B, K, 3, P, P] in [0, 1], sites [B, K, 3], queries [B, Q, QUERY]; weights [B, K] multiply the
+        content of tokens and carry gradients: one of weight 0 is a blank.
     """
 
     points: torch.Tensor
@@ -89,28 +89,27 @@ class Reader(nn.Module):
     def forward(
         self, patches: torch.Tensor, sites: torch.Tensor, asked: torch.Tensor, weights: torch.Tensor | None = None
     ) -> Reading:
-        logs = torch.zeros_like(sites[..., 0]) if weights is None else weights.log()
         by_colour = asked[0, :, 2:].any(-1)
-        pixels = self._pixels(patches, sites, asked[:, by_colour, 2:], logs)
+        pixels = self._pixels(patches, sites, asked[:, by_colour, 2:])
         places = asked[..., :2].clone()
         places[:, by_colour] = _centres(pixels)
-        return Reading(self._read(patches, sites, logs, places), places, pixels)
+        return Reading(self._read(patches, sites, weights, places), places, pixels)
 
-    def _pixels(self, patches: torch.Tensor, sites: torch.Tensor, colours: torch.Tensor, logs: torch.Tensor) -> Pixels:
+    def _pixels(self, patches: torch.Tensor, sites: torch.Tensor, colours: torch.Tensor) -> Pixels:
         count = patches.shape[-1]
         step = torch.exp2(sites[..., 2:])
         along = (torch.arange(count) - (count - 1) / 2) * step / SIDE  # [B, K, P]
         x = (sites[..., :1] + along)[:, :, None, :].expand(-1, -1, count, -1)
         y = (sites[..., 1:2] + along)[..., None].expand(-1, -1, -1, count)
         # A sample counts by its area.
-        base = (2 * step[..., 0].log() + logs)[..., None].expand(-1, -1, count**2).flatten(1)
+        base = (2 * step.log()).expand(-1, -1, count**2).flatten(1)
         seen = patches.movedim(2, -1).flatten(1, 3) @ self.metric  # [B, N, 3]
         wanted = colours @ self.metric
         apart = seen.square().sum(-1)[:, None] - 2 * wanted @ seen.mT + wanted.square().sum(-1, keepdim=True)
         return Pixels(torch.stack([x, y], -1).flatten(1, 3), base[:, None] - apart)
 
     def _read(
-        self, patches: torch.Tensor, sites: torch.Tensor, logs: torch.Tensor, places: torch.Tensor
+        self, patches: torch.Tensor, sites: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor
     ) -> torch.Tensor:
         count = patches.shape[-1]
         step, centre, at = torch.exp2(sites[..., 2]), sites[..., :2] * SIDE, places.detach() * SIDE
@@ -126,9 +125,12 @@ class Reader(nn.Module):
         seen = (seen.view_as(cover) - 0.5) * 2 * cover
         aside = ((centre - at[:, :, None]) / (BOX * step[..., None])).clamp(-2, 2)
         position = torch.cat([aside, step.log2()[..., None], cover.mean((-1, -2))[..., None]], -1)
-        tokens = self.look(torch.cat([seen.flatten(-2), cover.flatten(-2)], -1)) + self.where(position)
+        content = torch.cat([seen.flatten(-2), cover.flatten(-2)], -1)
+        if weights is not None:
+            content = content * weights[rows, index][..., None]
+        tokens = self.look(content) + self.where(position)
         tokens = torch.cat([self.start.expand(*index.shape[:2], 1, -1), tokens], 2).flatten(0, 1)
-        bias = logs[rows, index] - _FAINT * (cover.sum((-1, -2)) == 0)
+        bias = -_FAINT * (cover.sum((-1, -2)) == 0)
         bias = F.pad(bias, (1, 0)).flatten(0, 1)[:, None]  # [B Q, 1, M + 1]
         mask = bias.expand(-1, bias.shape[-1], -1).repeat_interleave(self.heads, 0)
         return self.answer(self.layers(tokens, mask=mask)[:, 0]).unflatten(0, index.shape[:2])
