@@ -7,6 +7,7 @@ from gpu_lod.vlm.pruning import sparse_vlm, vision_zip
 from gpu_lod.vlm.relevance import ContextualizedRelevance, Relevance, query_similarity, saliency_relevance
 from gpu_lod.vlm.selection import GumbelTopK, Selection, gumbel_top_k, straight_through_top_k
 from gpu_lod.vlm.streaming import Streamed, TokenMemory
+from gpu_lod.vlm.training import Trainer
 
 __all__ = [
     "ContextualizedRelevance",
@@ -18,6 +19,7 @@ __all__ = [
     "Selection",
     "Streamed",
     "TokenMemory",
+    "Trainer",
     "VisionAttention",
     "attention_entropy",
     "attention_received",

@@ -1,0 +1,202 @@
+"""The trainer: a killed run ends as an uninterrupted one, and a scorer learns through its choice of tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripts import run, succeed
+
+from gpu_lod.errors import CheckpointError, InputError, UnsupportedError
+from gpu_lod.vlm import ContextualizedRelevance, GumbelTopK, Trainer
+
+SCRIPT = """
+import os, random, signal
+import numpy as np
+import torch
+from gpu_lod.vlm import ContextualizedRelevance, GumbelTopK, Trainer
+
+folder, dies = os.environ["RUN"], int(os.environ["DIES"])
+torch.manual_seed(3); np.random.seed(4); random.seed(5)
+torch.set_num_threads(1)
+scorer, select = ContextualizedRelevance(4, patch=4, hidden=8), GumbelTopK(6)
+optimizer = torch.optim.AdamW(scorer.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+def loss(step):
+    if step == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    features = torch.randn(2, 16, 3) * (1 + random.random()) + float(np.random.rand())
+    relevance = scorer(torch.randn(2, 40, 16, 16), torch.randn(2, 4))
+    return select(relevance).take(features).mean(1).square().sum()
+
+trainer = Trainer(scorer, optimizer, folder, {"lr": 0.01}, scheduler, every=5)
+print(trainer.step)
+print([value.hex() for value in trainer.fit(loss, 16)])
+print([value.hex() for value in torch.cat([p.detach().flatten() for p in scorer.parameters()]).double().tolist()])
+"""
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """Killed at step 13, after the checkpoint of step 10: the same losses and weights to the last bit."""
+    whole = succeed(SCRIPT, RUN=str(tmp_path / "whole"), DIES="-1").splitlines()
+    killed = run(SCRIPT, RUN=str(tmp_path / "cut"), DIES="13")
+    assert killed.returncode == -9
+    resumed = succeed(SCRIPT, RUN=str(tmp_path / "cut"), DIES="-1").splitlines()
+    assert (whole[0], resumed[0]) == ("0", "10")
+    assert whole[1].count("0x") == 16 and resumed[1:] == whole[1:]
+
+
+def little(folder: Path, config: Any = None, **how: Any) -> Trainer:
+    torch.manual_seed(1)
+    module = torch.nn.Linear(3, 1)
+    return Trainer(module, torch.optim.Adam(module.parameters()), folder, config or {"lr": 0.001}, every=2, **how)
+
+
+def loss_of(trainer: Trainer) -> Any:
+    return lambda step: trainer.module(torch.full((1, 3), float(step))).square().sum()
+
+
+def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies half way through a checkpoint leaves the one before."""
+    trainer = little(tmp_path)
+    trainer.fit(loss_of(trainer), 4)
+    save = torch.save
+
+    def half(state: Any, file: Any) -> None:
+        save(state, file)
+        file.truncate(file.tell() // 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(loss_of(trainer), 8)
+    monkeypatch.setattr(torch, "save", save)
+    again = little(tmp_path)
+    assert again.step == 4 and again.losses == trainer.losses[:4]
+    again.fit(loss_of(again), 8)
+    assert again.step == 8 and little(tmp_path).step == 8
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    trainer = little(tmp_path)
+    random.gauss(0, 1), np.random.randn()  # both keep a second one for later
+    trainer.save()
+    expected = torch.rand(3).tolist(), np.random.randn(3).tolist(), [random.gauss(0, 1) for _ in range(3)]
+    torch.manual_seed(9), np.random.seed(9), random.seed(9)
+    little(tmp_path)
+    assert (torch.rand(3).tolist(), np.random.randn(3).tolist(), [random.gauss(0, 1) for _ in range(3)]) == expected
+
+
+def test_steps_done_are_not_done_again(tmp_path: Path) -> None:
+    trainer = little(tmp_path)
+    first = trainer.fit(loss_of(trainer), 3)
+    assert little(tmp_path).step == 3, "the last step is saved, whatever `every`"
+    assert trainer.fit(loss_of(trainer), 3) == first and trainer.fit(lambda step: 1 / 0, 2) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"config": {"lr": 0.1}}, r"lr was 0.001 and is 0.1\. Use another folder"),
+        ({"config": {"lr": 0.001, "budget": 64}}, "budget was None and is 64"),
+    ],
+)
+def test_another_configuration_is_refused(tmp_path: Path, change: Any, hint: str) -> None:
+    little(tmp_path).save()
+    with pytest.raises(CheckpointError, match=hint):
+        little(tmp_path, **change)
+
+
+def test_what_is_no_checkpoint_of_this_run(tmp_path: Path) -> None:
+    trainer = little(tmp_path)
+    trainer.save()
+    other = torch.nn.Linear(4, 1)
+    with pytest.raises(CheckpointError, match="other parameters"):
+        Trainer(other, torch.optim.Adam(other.parameters()), tmp_path, {"lr": 0.001})
+    schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 3)
+    with pytest.raises(CheckpointError, match="no scheduler"):
+        Trainer(trainer.module, trainer.optimizer, tmp_path, {"lr": 0.001}, schedule)
+    trainer.path.write_bytes(trainer.path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        little(tmp_path)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="config is not JSON"):
+        little(tmp_path, {"lr": torch.rand(1)})
+    trainer = little(tmp_path)
+    trainer.fit(loss_of(trainer), 2)
+    for value in (torch.tensor(float("nan")), torch.ones(2)):
+        with pytest.raises(InputError, match="the loss of step 2 is"):
+            trainer.fit(lambda step, value=value: value, 4)
+    assert little(tmp_path).step == 2
+
+
+def test_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for TensorBoard, which need not be installed."""
+    rows: list[tuple[str, float, int]] = []
+    purged = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            purged.append(purge_step)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            rows.append((name, value, step))
+
+        def close(self) -> None:
+            rows.append(("closed", 0.0, 0))
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    trainer = little(tmp_path, log=True)
+    losses = trainer.fit(loss_of(trainer), 2)
+    assert rows == [row for step in (0, 1) for row in (("loss", losses[step], step), ("learning rate", 0.001, step))]
+    trainer.close()
+    assert rows[-1][0] == "closed" and len(trainer.fit(loss_of(trainer), 4)) == 4
+    little(tmp_path, log=True)
+    assert purged == [None, 4], "what came after the checkpoint is logged again"
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UnsupportedError, match="pip install tensorboard"):
+        little(tmp_path, log=True)
+    little(tmp_path)  # needs none
+
+
+def test_a_scorer_learns_through_its_choice(tmp_path: Path) -> None:
+    """Four of sixteen patches hold what the query asks for. The loss sees only the mean of what a frozen encoder makes
+    of the chosen patches; after training nearly all chosen ones are right."""
+    torch.manual_seed(0)
+    scorer, select = ContextualizedRelevance(4, patch=2, hidden=16), GumbelTopK(4, noise=0.2)
+    encoder = torch.nn.Linear(16, 8).requires_grad_(False)
+    kinds, queries = torch.randn(3, 16), torch.randn(3, 4)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        asked = torch.randint(0, 3, (16,))
+        which = (asked[:, None] + torch.randint(1, 3, (16, 16))) % 3
+        right = torch.rand(16, 16).argsort(1)[:, :4]
+        which = which.scatter(1, right, asked[:, None].expand(-1, 4))
+        maps = torch.zeros(16, 40, 8, 8)
+        semantic = kinds[which].view(16, 4, 4, 16).permute(0, 3, 1, 2)
+        maps[:, 17:33] = semantic.repeat_interleave(2, 2).repeat_interleave(2, 3)
+        return maps, asked, which
+
+    def loss(step: int) -> torch.Tensor:
+        maps, asked, which = batch()
+        taken = select(scorer(maps, queries[asked])).take(encoder(kinds[which]))
+        return (taken.mean(1) - encoder(kinds[asked])).square().mean()
+
+    optimizer = torch.optim.Adam(scorer.parameters(), lr=0.02)
+    losses = Trainer(scorer, optimizer, tmp_path, {}, every=1000).fit(loss, 60)
+    select.eval()
+    maps, asked, which = batch()
+    right = which.gather(1, select(scorer(maps, queries[asked])).indices) == asked[:, None]
+    assert float(right.float().mean()) > 0.9 and sum(losses[-5:]) < 0.5 * sum(losses[:5]), json.dumps(losses)
