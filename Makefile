@@ -15,8 +15,7 @@ LIBS ?=
 OUT ?= out/gpu-check
 MINUTES ?= 9
 
-.PHONY: help test demo gallery bench bench-allocate report gpu-check lint check-style check-types format setup setup-test clean
-.PHONY: help test demo bench bench-allocate quality report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo gallery bench bench-allocate quality report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
