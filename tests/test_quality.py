@@ -298,7 +298,7 @@ def test_error_rates_and_accuracies() -> None:
 
 def test_text_goes_row_by_row_and_region_by_region() -> None:
     lines = [
-        Line("right", (60, 11, 90, 21)),
+        Line("right", (60, 9, 90, 19)),
         Line("below", (0, 40, 50, 50)),
         Line("left \ufb01x", (0, 10, 50, 20)),
     ]
