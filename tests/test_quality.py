@@ -429,6 +429,21 @@ def test_pages_of_documents_come_with_their_text(pdf: Path) -> None:
     assert "".join(by_region) == reading.text_in(page.truth or []) and len(by_region) == 3
 
 
+def test_the_reader_gets_blue_first_and_gives_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def engine(pixels: Any, use_cls: bool) -> Any:
+        seen.append(pixels[0, 0].tolist())
+        return ([[[[5, 6], [9, 7], [9, 12], [4, 11]], "word", 0.9]], None) if len(seen) == 1 else (None, None)
+
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", SimpleNamespace(RapidOCR=lambda **options: engine))
+    monkeypatch.setattr(reading, "version", lambda name: "0")
+    reader = reading.RapidOCR()
+    image = torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None, None].expand(3, 8, 8)
+    assert reader(image) == [Line("word", (4, 6, 9, 12))] and reader(image) == []
+    assert seen[0] == [3, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("reader", "what"), [(reading.RapidOCR, "rapidocr_onnxruntime"), (reading.Tesseract, "tesseract")]
 )
