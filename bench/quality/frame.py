@@ -1,8 +1,8 @@
 """What a task is, what is done once for each unit of work, and what is kept of it.
 
-A task is a module of this folder with a function `task()`. It gives pictures with a relevance map each, and says how
-good a picture is that was rebuilt from K tokens. The frame does the rest: which allocators, at which fixations and
-budgets, how often, and what comes out of it.
+A task is a module of this folder with a function `task()`, and is named in `run.TASKS`. It gives pictures with a
+relevance map each, and says how good a picture is that was rebuilt from K tokens. The frame does the rest: which
+allocators, at which fixations and budgets, how often, and what comes out of it.
 """
 
 from __future__ import annotations

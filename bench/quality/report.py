@@ -28,6 +28,8 @@ from quality.summary import CLAIM, EVEN, LOSS  # noqa: E402
 
 DOC = BENCH.parent / "docs" / "quality.md"
 BEGIN, END = "<!-- tables: python bench/quality/report.py -->", "<!-- end of tables -->"
+FEW = 3
+"""Of fewer pictures no interval is shown: of two it is wider than all values there can be."""
 Data = dict[str, Any]
 Cells = list[list[str]]
 """Heading first."""
@@ -182,14 +184,14 @@ def _figure(value: Data | None) -> str:
     if value is None:
         return ""
     digits = 1 if abs(value["mean"]) >= 10 else 3
-    half = "" if value["low"] is None else f" ± {(value['high'] - value['low']) / 2:.{digits}f}"
+    half = "" if value["n"] < FEW else f" ± {(value['high'] - value['low']) / 2:.{digits}f}"
     return f"{value['mean']:.{digits}f}{half}"
 
 
 def _points(gap: Data | None) -> str:
     if gap is None:
         return ""
-    half = "" if gap["low"] is None else f" ± {50 * (gap['high'] - gap['low']):.1f}"
+    half = "" if gap["n"] < FEW else f" ± {50 * (gap['high'] - gap['low']):.1f}"
     return f"{100 * gap['mean']:+.1f}{half} points"
 
 
