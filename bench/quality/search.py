@@ -145,7 +145,8 @@ class _Test:
 
 
 @lru_cache(maxsize=128)
-def _test(seed: int, index: int) -> _Test:
+def prepared(seed: int, index: int) -> _Test:
+    """A test picture with what all units read of it."""
     search = scene("test", seed, index)
     saliency = torch.nn.functional.avg_pool2d(saliency_map(search.image)[:, None], PATCH)[:, 0]
     noise = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
@@ -167,7 +168,7 @@ def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str,
     right, away, times = [], [], []
     with torch.no_grad():
         for index in range(form.pictures):
-            test = _test(unit.seed, index)
+            test = prepared(unit.seed, index)
             answers, distances = [], []
             for digit in range(COUNT) if unit.asks else [slice(None)]:
                 arguments, looked = _given(unit, test, digit)

@@ -156,7 +156,7 @@ def accuracies(seed: int, budget: int, pictures: int, reader: Reader, scorer: An
     allocator = lod.allocate.make(search.BASELINE, budget, PATCH)
     found = []
     for index in range(pictures):
-        test = search._test(seed, index)
+        test = search.prepared(seed, index)
         maps = pooled_maps(test.search.image) if name not in ("saliency", "query") else None
         right = []
         for digit in range(COUNT):
