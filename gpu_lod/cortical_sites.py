@@ -113,7 +113,9 @@ def reach(points: torch.Tensor, direction: torch.Tensor, box: torch.Tensor) -> t
     at = (points * box)[:, None]
     ways = []
     for place, end, step in zip(at.unbind(-1), box, direction.unbind(-1), strict=True):
-        ways.append(torch.where(step > 0, end - place, place) / step.abs().clamp(min=1e-300))
+        still = step == 0  # along an edge it never leaves through that one
+        way = torch.where(step > 0, end - place, place) / torch.where(still, 1.0, step.abs())
+        ways.append(torch.where(still, math.inf, way))
     return torch.minimum(*ways)
 
 

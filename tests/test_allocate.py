@@ -133,6 +133,38 @@ def test_more_relevance_never_loses_a_token(name: str, rank: int, budget: int, m
     assert has(relevance) or not before
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_minus_infinity_is_the_least_and_moves_nothing_else(name: str) -> None:
+    relevance = torch.rand(2, 16, 16) * 0.1
+    relevance[:, 4:8, 9:13] = 5
+    relevance[:, 0, 0] = 0
+    masked = relevance.clone()
+    masked[:, 0, 0] = -math.inf
+    tokens, other = chosen(name, 64, relevance), chosen(name, 64, masked)
+    apart = torch.cdist(tokens.sites, other.sites).amin(2)
+    assert int((apart < 0.01).sum(1).min()) >= 63
+
+
+def test_both_infinities_in_one_patch_are_no_nan() -> None:
+    relevance = torch.rand(1, 56, 56)
+    relevance[0, 3, 4], relevance[0, 5, 6], relevance[0, 20, 20] = math.inf, -math.inf, -math.inf
+    tokens = lod.allocate.GridTopK(9)(torch.rand(1, 3, 56, 56), relevance)
+    assert tokens.scores[0, 0] == math.inf and not tokens.scores.isnan().any()
+    assert tokens.sites[0, 0].tolist() == [0.125, 0.125, 0]
+
+
+def test_level_weights_do_not_turn_round_where_relevance_is_negative() -> None:
+    relevance = torch.rand(1, 37, 37)
+    shifted = relevance - 20
+    levels = [lod.allocate.PyramidTopK(273)(relevance=values).sites[0, :, 2] for values in (relevance, shifted)]
+    assert int((levels[1] == 0).sum()) > 250 and int((levels[0] == 0).sum()) > 250
+    with pytest.raises(InputError, match="sums to 64; the budget is 63"):
+        allocator = lod.allocate.PyramidTopK(64, split=(0, 0, 32, 32))
+        allocator.budget = 63
+        allocator(relevance=relevance)
+    assert not lod.allocate.PyramidTopK(9, weights=(1.0, 2.0)).monotone
+
+
 # -- the tree cut ------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +314,56 @@ def test_fixations_are_peaks_and_are_not_looked_at_twice() -> None:
         assert all(math.dist(a, b) > 0.15 for a, b in zip(points.tolist(), points.tolist()[1:], strict=False))
 
 
+def test_fixations_are_in_the_picture_that_the_grid_reaches_over() -> None:
+    """The last patch of a ragged picture is flush with its edge."""
+    for width in (29, 43, 57, 400):
+        grid = cells_of((20, width), 14)
+        slack = 14 * (grid[1] > 16)  # of the coarse pass
+        for cell in {0, 1, grid[1] - 2, grid[1] - 1}:
+            relevance = torch.zeros(1, *grid)
+            relevance[0, :, cell] = 1
+            tokens = lod.allocate.Spiral(1, peaks=1)(torch.rand(1, 3, 20, width), relevance)
+            begin = min(cell * 14, width - 14)
+            assert begin - slack <= float(tokens.sites[0, 0, 0]) * width <= begin + 14 + slack
+
+
+def test_where_nothing_stands_out_one_looks_at_the_middle() -> None:
+    for values in (torch.ones(1, 16, 16), torch.zeros(1, 15, 11)):
+        [[x, y]] = lod.allocate.find_fixations(values)[0].tolist()
+        assert abs(x - 0.5) < 0.04 and abs(y - 0.5) < 0.04
+
+
+def by_largest_remainder(weight: list[float], room: list[int], total: int) -> list[int]:
+    """Textbook, with capacities: whoever's quota is beyond its room is filled, and the rest is shared anew."""
+    counts, open_ = [0] * len(room), [i for i, there in enumerate(room) if there]
+    while open_ and total:
+        whole = sum(weight[i] for i in open_)
+        quota = {i: total * (weight[i] / whole if whole else 1 / len(open_)) for i in open_}
+        if full := [i for i in open_ if quota[i] > room[i]]:
+            for i in full:
+                counts[i], total = room[i], total - room[i]
+            open_ = [i for i in open_ if i not in full]
+            continue
+        for i in open_:
+            counts[i] = int(quota[i])
+        rest = total - sum(counts[i] for i in open_)
+        for i in sorted(open_, key=lambda i: (int(quota[i]) - quota[i], i))[:rest]:
+            counts[i] += 1
+        break
+    return counts
+
+
+@given(st.integers(2, 9), st.integers(0, 2**20))
+def test_shares_are_those_of_the_textbook(strata: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    room = torch.randint(1, 6, (20, strata))
+    weight = torch.rand(20, strata, dtype=torch.float64).pow(3)
+    total = 1 + seed % int(room.sum(1).min())
+    found = shared_out(weight, room, total, least=0)
+    expected = [by_largest_remainder(w, r, total) for w, r in zip(weight.tolist(), room.tolist(), strict=True)]
+    assert found.tolist() == expected
+
+
 @given(st.integers(1, 20), st.integers(0, 2**20), st.booleans())
 def test_shares_are_whole_and_fit(strata: int, seed: int, tight: bool) -> None:
     torch.manual_seed(seed)
@@ -375,6 +457,13 @@ def test_heat_spreads_and_stays() -> None:
     hottest = lod.allocate.HeatDiffusion(5)(relevance=relevance).sites[0]
     cells = {(int(y * 15), int(x * 21)) for x, y, _ in hottest.tolist()}
     assert cells == {(7, 10), (6, 10), (8, 10), (7, 9), (7, 11)}
+    wide = torch.zeros(1, 37, 37)
+    wide[0, 5, 6] = 1
+    assert torch.equal(
+        lod.allocate.HeatDiffusion(273, length=0.0)(relevance=wide).sites,
+        lod.allocate.GridTopK(273)(relevance=wide).sites,
+    )
+    assert float(lod.allocate.HeatDiffusion(37 * 37, length=0.5)(relevance=wide).scores.min()) == 0
     noisy = torch.rand(2, 9, 9)
     none = lod.allocate.HeatDiffusion(30, length=0.0)(relevance=noisy)
     assert torch.equal(none.sites, lod.allocate.GridTopK(30)(relevance=noisy).sites)

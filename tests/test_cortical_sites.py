@@ -147,3 +147,11 @@ def test_gradients_pass_to_the_fixation() -> None:
 def test_bad_input(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         lod.cortical_sites(**{"fixation": (0.5, 0.5), **arguments})
+
+
+@pytest.mark.parametrize("corner", [(0.5, 0.0), (0.0, 0.0), (1.0, 0.0), (0.5, 1.0)])
+def test_rays_along_an_edge_stay_inside(corner: tuple[float, float]) -> None:
+    """A fixation on the edge has the sites of one next to it, the first one too."""
+    near = tuple(min(max(c, 1e-7), 1 - 1e-7) for c in corner)
+    found, expected = (lod.cortical_sites(point, 64, size=(448, 448)) for point in (corner, near))
+    assert torch.allclose(found, expected, atol=1e-3)

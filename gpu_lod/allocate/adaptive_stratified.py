@@ -39,7 +39,7 @@ class AdaptiveStratified(Learned):
         seed: of the head's first weights.
     """
 
-    monotone: ClassVar[bool] = True
+    monotone = True
 
     needs: ClassVar[tuple[Need, ...]] = ("relevance", "query")
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
+from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import saliency_map
 from gpu_lod.gather_patches import gather_patches
@@ -71,11 +72,23 @@ class Scene:
         return top.float() / 255 if top.dtype == torch.uint8 else top.float()
 
     def amounts(self) -> torch.Tensor:
-        """Relevance that can be summed: finite, not negative (the least is 0 if it was), and not all 0."""
+        """Relevance that can be summed: finite, not negative (the least is 0 if it was; -inf is the least there is, and
+        moves nothing else), and not all 0."""
         largest = torch.finfo(torch.float32).max / 2**24
+        none = self.relevance == -math.inf
         values = self.relevance.clamp(-largest, largest)
-        values = values - values.amin((1, 2), keepdim=True).clamp(max=0)
+        values = values - values.where(~none, 0.0).amin((1, 2), keepdim=True).clamp(max=0)
+        values = torch.where(none, 0.0, values)
         return torch.where(values.amax((1, 2), keepdim=True) > 0, values, torch.ones_like(values))
+
+    def fixations(self, count: int = 1, **how: float) -> torch.Tensor:
+        """Peaks of relevance, [B, count, 2], in parts of the picture, which the grid may reach over; arguments as in
+        `find_fixations`."""
+        points = find_fixations(self.relevance, count, **how)
+        sides = points.new_tensor([self.size[1], self.size[0]])
+        cells = points.new_tensor([self.grid[1], self.grid[0]])
+        half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
+        return torch.minimum(torch.maximum(points * (cells * self.patch / sides), half), 1 - half)
 
     def sites(self, level: int, index: torch.Tensor) -> torch.Tensor:
         """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level.
@@ -111,7 +124,7 @@ class Allocator(ABC):
     blends: ClassVar[bool] = False
     """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
 
-    monotone: ClassVar[bool] = False
+    monotone: bool = False
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
     query_width: int | None = None
@@ -267,7 +280,10 @@ class Allocator(ABC):
             starts = [min(i * self.patch, n - side) for i in range(-(-n // self.patch))]
             index = torch.tensor(starts, device=values.device)[:, None] + torch.arange(side, device=values.device)
             parts = values.index_select(dim, index.flatten()).unflatten(dim, (len(starts), side))
-            values = parts.mean(dim + 1) if self.pool == "mean" else parts.amax(dim + 1)
+            if self.pool == "max":
+                values = parts.amax(dim + 1)
+            else:  # where both infinities meet, the mean is the higher one
+                values = parts.mean(dim + 1).nan_to_num(math.inf, math.inf, -math.inf)
         return values
 
     def enough(self, there: int, what: str = "patches") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -19,11 +21,12 @@ def find_fixations(
 
     Shape: relevance [B, Hg, Wg] gives [B, count, 2].
     Units: (x, y) in [0, 1], y down; the radius in units of the longer side.
-    Convention: relevance is averaged to a coarse map of 16 cells along its longer side (fewer if it has fewer). A peak
-        is its highest cell, the first of equal ones row by row, refined below a cell by the vertex of the parabola
-        through the cell and its neighbours along each side. Then relevance within the radius is inhibited (inhibition
-        of return): multiplied by 1 - inhibition, after its least value was subtracted; so a second peak is never
-        within the radius of the first while there are others.
+    Convention: relevance is averaged to a coarse map of 16 cells along its longer side (fewer if it has fewer); -inf
+        counts as its least finite value. A peak is its highest cell, of equal ones the nearest to the middle and then
+        the first row by row, refined below a cell by the vertex of the parabola through the cell and its neighbours
+        along each side. Then relevance within the radius is inhibited (inhibition of return): multiplied by
+        1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak is never within
+        the radius of the first while there are others.
 
     Raises:
         InputError: no map, or a count below 1.
@@ -39,16 +42,22 @@ def find_fixations(
     size = max(1, round(height * scale)), max(1, round(width * scale))
     largest = torch.finfo(torch.float32).max
     finite = relevance.detach().float().clamp(-largest / 4096, largest / 4096)  # sums of infinities are none
+    none = relevance.detach() == -math.inf  # is the least there is, and no lower
+    finite = torch.where(none, finite.where(~none, math.inf).amin((1, 2), keepdim=True), finite)
+    finite = finite.where(torch.isfinite(finite), 0.0)
     coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
     y = (torch.arange(size[0], device=coarse.device) + 0.5) / size[0]
     x = (torch.arange(size[1], device=coarse.device) + 0.5) / size[1]
+    central = -((y[:, None] - 0.5) ** 2 + (x - 0.5) ** 2)
     free = torch.ones_like(coarse, dtype=torch.bool)
     points = []
     for _ in range(count):
         # Places that were looked at come last, whatever their relevance.
-        index = torch.where(free, coarse, coarse - coarse.amax((1, 2), keepdim=True) - 1).flatten(1).argmax(1)
+        seen = torch.where(free, coarse, coarse - coarse.amax((1, 2), keepdim=True) - 1)
+        best = seen == seen.amax((1, 2), keepdim=True)
+        index = torch.where(best, central, -math.inf).flatten(1).argmax(1)
         row, column = index // size[1], index % size[1]
         point = torch.stack(
             [

@@ -8,7 +8,6 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, coarser, register
-from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.tree_cut import tokens_of, tree_cut
 from gpu_lod.errors import InputError
 
@@ -31,9 +30,6 @@ class FoveatedPyramid(Allocator):
     Source: Schwartz (1980) for M(e) = M0 / (e + e0), M0 = e0 here, so that M is 1 at the fixation.
     """
 
-    # With the fixation given: a cell's ancestors come earlier in the order of splits, and nobody else does.
-    monotone: ClassVar[bool] = True
-
     takes: ClassVar[tuple[Need, ...]] = ("fixation",)
 
     def __init__(
@@ -51,7 +47,7 @@ class FoveatedPyramid(Allocator):
         self.max_level = None if max_level is None else checks.integer(max_level, "max_level", at_least=0)
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        fixation = find_fixations(scene.relevance)[:, 0] if scene.fixation is None else scene.fixation
+        fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         values = scene.amounts()
         rows, columns = scene.grid
         top = (max(rows, columns) - 1).bit_length()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gpu_lod.allocate.base import Allocator, Scene, ordered, register
@@ -13,7 +11,7 @@ from gpu_lod.allocate.base import Allocator, Scene, ordered, register
 class GridTopK(Allocator):
     """The K level-0 patches of the highest relevance; equal ones row by row."""
 
-    monotone: ClassVar[bool] = True
+    monotone = True
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         rows, columns = scene.grid

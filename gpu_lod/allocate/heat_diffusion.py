@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, register
 from gpu_lod.errors import InputError
+
+_NOTHING = 1e-12
+"""Of the most heat: what is below is no more than rounding."""
 
 
 @register
@@ -27,7 +29,7 @@ class HeatDiffusion(Allocator):
     """
 
     # No cell gains more from heat at a place than the place itself.
-    monotone: ClassVar[bool] = True
+    monotone = True
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", length: float = 2.0) -> None:
         super().__init__(budget, patch, pool)
@@ -39,12 +41,16 @@ class HeatDiffusion(Allocator):
         rows, columns = scene.grid
         self.enough(rows * columns)
         heat = steady_state(scene.amounts().double(), self.length)
+        # Where next to nothing arrives, rounding would decide: there it is nothing, and places come row by row.
+        heat = heat.where(heat > _NOTHING * heat.amax((1, 2), keepdim=True), 0.0)
         scores, index = ordered(heat.float().flatten(1), self.budget)
         return scene.sites(0, index), scores
 
 
 def steady_state(source: torch.Tensor, length: float) -> torch.Tensor:
     """[B, h, w] to the same: u - length^2 Laplace(u) = source, nothing passing the edges."""
+    if length == 0:
+        return source
     (by_row, rate_y), (by_column, rate_x) = (_cosines(n, source) for n in source.shape[-2:])
     waves = by_row @ source @ by_column.T
     damped = waves / (1 + length**2 * (rate_y[:, None] + rate_x))

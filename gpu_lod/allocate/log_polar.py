@@ -9,7 +9,6 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
-from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, magnified, reach, sites_about
 from gpu_lod.errors import InputError
 
@@ -59,7 +58,7 @@ class LogPolar(Allocator):
             raise InputError(f"radius is {radius}; expected a positive part of the longer side.")
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        fixation = find_fixations(scene.relevance)[:, 0] if scene.fixation is None else scene.fixation
+        fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         points = fixation.double()
         e0 = foveal_e0(points.detach(), scene.size, self.budget, round(self.fovea * self.budget), self.radius)
         sites = sites_about(points, self.budget, scene.size, self.patch, e0)

@@ -16,8 +16,9 @@ def coverage_loss(
 
     Shape: sites [B, K, 2 or more] (x, y, ...), weights [B, K]; or both without B.
     Convention: a soft histogram: a site's weight is shared between the two bins along each side whose centres it lies
-        between, in proportion, and beyond the outermost centres goes to the outermost bin. So the loss has gradients in
-        sites and weights, and evenly spread sites are even. It is n sum h^2 - 1 over the n bins' shares h.
+        between, in proportion, and beyond the outermost centres goes to the outermost bin. So evenly spread sites are
+        even, and the loss has gradients in weights, and in sites but for those beyond the outermost centres, so none if
+        all are in one corner. It is n sum h^2 - 1 over the n bins' shares h.
 
     Args:
         weights: how much each token counts, not negative, such as the scores of a soft top-k; None is all alike.

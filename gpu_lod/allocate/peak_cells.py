@@ -7,7 +7,6 @@ import math
 import torch
 
 from gpu_lod.allocate.base import Scene, at_sites, ordered
-from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, reach
@@ -37,7 +36,7 @@ class PeakCells:
 
     def __init__(self, scene: Scene, peaks: int, budget: int) -> None:
         self.scene, self.budget = scene, budget
-        points = find_fixations(scene.relevance, peaks)
+        points = scene.fixations(peaks)
         owner = distances(scene, points).argmin(1)
         zeros = torch.zeros(scene.batch, peaks, dtype=torch.float64, device=scene.device)
         weight = zeros.scatter_add(1, owner, scene.amounts().flatten(1).double())

@@ -10,7 +10,6 @@ from torch import nn
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Need, Pool, Scene, register
-from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.errors import InputError
@@ -86,7 +85,7 @@ class PseudoLogPolar(Learned):
     def _assigned(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         """Centres [B, K, 2], and the logarithm of each centre's share in each patch [B, K, Hg Wg]: shares sum to 1 for
         each patch."""
-        gaze = find_fixations(scene.relevance)[:, 0] if scene.fixation is None else scene.fixation
+        gaze = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         height, width = scene.size
         box = torch.tensor([width, height], dtype=torch.float64, device=scene.device) / max(height, width)
         gaze = gaze.double().clamp(MARGIN, 1 - MARGIN)[:, None]

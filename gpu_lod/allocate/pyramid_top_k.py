@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from itertools import pairwise
 
 import torch
 
@@ -15,7 +15,8 @@ from gpu_lod.errors import InputError
 class PyramidTopK(Allocator):
     """The K patches of the highest relevance times level weight, over the nodes of a quadtree on the grid.
 
-    A node's relevance is the mean of its children's. Patches of different levels may cover the same pixels: that is
+    A node's relevance is the mean of its children's, above the map's least if that is negative, lest weights below 1
+    raise what is negative. Patches of different levels may cover the same pixels: that is
     what tree cuts avoid. With a split, each level gives its own best; a level that has fewer patches than its share
     hands the rest to the next finer one, and the finest to the next coarser that has some left.
 
@@ -23,8 +24,6 @@ class PyramidTopK(Allocator):
         weights: of the levels, finest first; as many levels as there are weights.
         split: patches of each level, coarsest first, such as (64, 128, 64, 17); they sum to the budget.
     """
-
-    monotone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -38,6 +37,8 @@ class PyramidTopK(Allocator):
         self.weights = tuple(float(weight) for weight in weights)
         if not self.weights or not all(0 < weight < float("inf") for weight in self.weights):
             raise InputError(f"weights are {weights!r}; expected a positive number for each level, finest first.")
+        # Raising a cell must not lift its parent more than itself.
+        self.monotone = all(fine >= coarse for fine, coarse in pairwise(self.weights))
         self.split = None if split is None else tuple(split)
         if self.split is not None and (
             len(self.split) != len(self.weights) or sum(self.split) != budget or min(self.split) < 0
@@ -47,7 +48,9 @@ class PyramidTopK(Allocator):
             )
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        values, levels = scene.relevance, []
+        if self.split is not None and sum(self.split) != self.budget:
+            raise InputError(f"split is {self.split}, which sums to {sum(self.split)}; the budget is {self.budget}.")
+        values, levels = scene.amounts(), []
         for level, weight in enumerate(self.weights):
             if level:
                 values = coarser(values, "mean")

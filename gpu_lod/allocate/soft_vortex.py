@@ -25,8 +25,8 @@ class SoftVortex(Learned):
     A vortex is a logarithmic spiral about its centre, from 1/20 of its radius out to the radius: at depth t in (0, 1)
     it is at r = radius 20^(t - 1) and has turned `twist` t times. Tokens are dealt to the vortices in turn and stand at
     depths (j + 1/2) / n, so there are exactly K. A token weighs the patches by
-    relevance^strength exp(-distance^2 / (2 s^2)), in sum 1, with s = `width` r, and no less than half a patch: the
-    deeper, the wider.
+    relevance^strength exp(-distance^2 / (2 s^2)), in sum 1, with s^2 = (`width` r)^2 + (half a patch)^2: the deeper,
+    the wider.
 
     A token's site is the mean position of what it blends, its level half the log2 of the effective number of patches,
     1 / sum w^2, and its score the relevance that it gathers, sum w x relevance. All are differentiable in the relevance

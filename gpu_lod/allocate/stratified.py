@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gpu_lod import checks
@@ -24,7 +22,7 @@ class Stratified(Allocator):
     """
 
     # A heavier stratum never loses a token by largest remainder while the others stay as they are.
-    monotone: ClassVar[bool] = True
+    monotone = True
 
     def __init__(
         self, budget: int = 273, patch: int = 14, pool: Pool = "mean", strata: tuple[int, int] = (4, 4)
@@ -116,8 +114,10 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tens
         shares = weight * open_
         shares = torch.where(shares.sum(1, keepdim=True) > 0, shares, open_.double())
         quota = rest * shares / shares.sum(1, keepdim=True).clamp(min=1e-300)
-        given = torch.minimum(quota.floor().long(), left)
-        full = (quota.floor().long() > left).any(1, keepdim=True)
+        over_full = quota > left
+        full = over_full.any(1, keepdim=True)
+        # Those that would get more than they have room for are filled first, alone: the rest is shared anew.
+        given = torch.where(full & ~over_full, 0, torch.minimum(quota.floor().long(), left))
         remainder = torch.where(open_ & (given < left), quota - given, -1.0)
         rank = torch.sort(remainder, dim=1, descending=True, stable=True).indices
         over = rest - given.sum(1, keepdim=True)

@@ -6,7 +6,6 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
-from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.stratified import best_of_each
 
 
@@ -28,7 +27,7 @@ class Voronoi(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])
-        points = find_fixations(scene.relevance, self.peaks)
+        points = scene.fixations(self.peaks)
         return best_of_each(scene, distances(scene, points).argmin(1), self.peaks, self.budget)
 
 

@@ -6,7 +6,6 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
-from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.stratified import best_of_each
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.errors import InputError
@@ -19,7 +18,8 @@ class VortexField(Allocator):
 
     Vortices stand at the peaks of relevance that non-maximum suppression leaves (`find_fixations`, with the radius as
     the distance below which the lower peak gives way). A vortex pulls a patch by strength / (distance^2 + radius^2),
-    its strength being the relevance within its radius, and a patch goes to the one that pulls it most, the higher peak
+    its strength being the relevance within its radius (of the
+    nearest patch at least), and a patch goes to the one that pulls it most, the higher peak
     of equal ones.
 
     Args:
@@ -38,9 +38,10 @@ class VortexField(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])
-        points = find_fixations(scene.relevance, self.vortices, radius=self.radius)
+        points = scene.fixations(self.vortices, radius=self.radius)
         away = distances(scene, points)
         amounts = scene.amounts().flatten(1)[:, None].double()
-        strength = (amounts * (away <= self.radius**2)).sum(-1, keepdim=True)
+        inside = (away <= self.radius**2) | (away == away.amin(-1, keepdim=True))
+        strength = (amounts * inside).sum(-1, keepdim=True)
         pull = strength / (away.double() + self.radius**2)
         return best_of_each(scene, pull.argmax(1), self.vortices, self.budget)

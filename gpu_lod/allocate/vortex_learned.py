@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class VortexLearned(Learned):
         temperature: of the soft top-k, in natural logarithms of worth.
     """
 
-    monotone: ClassVar[bool] = True
+    monotone = True
 
     def __init__(
         self,
