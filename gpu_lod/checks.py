@@ -49,13 +49,21 @@ def _refuse_negative_strides(array: Any) -> None:
             raise ValueError("a negative stride")
 
 
+def dense(value: Any, name: str) -> torch.Tensor:
+    """A dense tensor with data, of any shape and dtype; other libraries' arrays too."""
+    result = tensor(value, name)
+    if result.is_nested:
+        raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
+    if result.layout is not torch.strided or result.is_quantized or result.is_meta:
+        raise InputError(f"{name} is a {_kind(result)}; expected an ordinary dense tensor with data.")
+    return result
+
+
 def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> torch.Tensor:
     """A dense tensor [B, C, H, W] or [C, H, W], no side empty, of a stored dtype; other libraries' arrays too."""
-    image = tensor(value, name)
-    if image.is_nested:
-        raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
+    image = dense(value, name)
     shape = tuple(image.shape)
-    if image.layout is not torch.strided or image.is_quantized or image.is_meta or image.is_complex():
+    if image.is_complex():
         raise InputError(f"{name} is a {_kind(image)}; expected an ordinary dense tensor with data.")
     if image.ndim not in (3, 4):
         hint = " Add the channel with .unsqueeze(0)." if image.ndim == 2 else ""

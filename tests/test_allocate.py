@@ -153,6 +153,88 @@ def test_both_infinities_in_one_patch_are_no_nan() -> None:
     assert tokens.sites[0, 0].tolist() == [0.125, 0.125, 0]
 
 
+@pytest.mark.parametrize("exponent", [100, 126, -100, -126])
+@pytest.mark.parametrize("name", NAMES)
+def test_relevance_is_in_any_units(name: str, exponent: int) -> None:
+    relevance = torch.rand(2, 9, 11)
+    relevance[:, 3:5, 4:7] += 3
+    usual, other = chosen(name, 30, relevance), chosen(name, 30, relevance * 2.0**exponent / 4)
+    apart = torch.cdist(usual.sites, other.sites).amin(2)
+    assert int((apart < 1e-3).sum(1).min()) >= 29
+    assert not other.scores.isnan().any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_numbers_there_are(name: str) -> None:
+    relevance = torch.zeros(1, 4, 4)
+    relevance[0, 0, 0] = 1e-45
+    assert torch.isfinite(chosen(name, 5, relevance).sites).all()
+
+
+def test_pixels_of_huge_relevance_are_averaged() -> None:
+    relevance = torch.full((1, 28, 28), 3e38)
+    relevance[:, :14] = -3e38
+    scores = lod.allocate.GridTopK(4)(torch.rand(1, 3, 28, 28), relevance).scores
+    assert torch.allclose(scores / 3e38, torch.tensor([[1.0, 1, -1, -1]]))
+
+
+def test_pictures_without_saliency_are_refused() -> None:
+    image = torch.rand(1, 3, 56, 56)
+    image[0, 0, 3, 3] = math.nan
+    for bad in (image, image.nan_to_num(math.inf), torch.rand(1, 3, 56, 56) * 3e38):
+        with pytest.raises(InputError, match="saliency of the image is not finite"):
+            lod.allocate.GridTopK(3)(bad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_relevance_gets_finite_gradients(name: str) -> None:
+    relevance = torch.rand(1, 4, 4, requires_grad=True)
+    allocator = lod.allocate.make(name, 5, 4)
+    more = {"image": torch.rand(1, 3, 16, 16)} if "image" in allocator.needs else {}
+    more |= {"query": torch.ones(allocator.query_width or 8)} if "query" in allocator.needs else {}
+    tokens = allocator(relevance=relevance, **more)
+    total = tokens.scores.sum() + tokens.sites.sum()
+    if total.requires_grad:
+        total.backward()
+    assert relevance.grad is None or torch.isfinite(relevance.grad).all()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x: x.to("meta"),
+        lambda x: x.to_sparse(),
+        lambda x: torch.nested.nested_tensor([x[0]], layout=torch.jagged),
+    ],
+)
+def test_only_tensors_with_data(kind: Any) -> None:
+    strange = kind(torch.ones(1, 4, 4))
+    for call in (
+        lambda: lod.allocate.GridTopK(3)(relevance=strange),
+        lambda: lod.allocate.Downsample(3)(relevance=strange),
+        lambda: lod.allocate.HybridAtlas(3)(relevance=torch.ones(1, 4, 4), labels=strange),
+        lambda: lod.allocate.find_fixations(strange),
+    ):
+        with pytest.raises(InputError, match="expected an ordinary dense tensor"):
+            call()
+
+
+def test_no_more_peaks_than_cells() -> None:
+    for name in ("Voronoi", "Spiral", "Whirlwind"):
+        assert chosen(name, 7, torch.rand(1, 4, 4), peaks=1024).budget == 7
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"inhibition": math.nan}, {"inhibition": -5}, {"inhibition": "x"}, {"radius": -1}, {"count": 0}],
+)
+def test_fixations_refuse(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(arguments))):
+        lod.allocate.find_fixations(torch.rand(1, 4, 4), **arguments)
+    with pytest.raises(InputError, match="NaN"):
+        lod.allocate.find_fixations(torch.full((1, 4, 4), math.nan))
+
+
 def test_level_weights_do_not_turn_round_where_relevance_is_negative() -> None:
     relevance = torch.rand(1, 37, 37)
     shifted = relevance - 20

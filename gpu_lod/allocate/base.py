@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.allocate.fixations import find_fixations
+from gpu_lod.allocate.scale import HIGHEST, summable
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import saliency_map
 from gpu_lod.gather_patches import gather_patches
@@ -73,10 +74,8 @@ class Scene:
 
     def amounts(self) -> torch.Tensor:
         """Relevance that can be summed: finite, not negative (the least is 0 if it was; -inf is the least there is, and
-        moves nothing else), and not all 0."""
-        largest = torch.finfo(torch.float32).max / 2**24
-        none = self.relevance == -math.inf
-        values = self.relevance.clamp(-largest, largest)
+        moves nothing else), and not all 0. Very large and very small relevance is scaled, each image by itself."""
+        values, none = summable(self.relevance)
         values = values - values.where(~none, 0.0).amin((1, 2), keepdim=True).clamp(max=0)
         values = torch.where(none, 0.0, values)
         return torch.where(values.amax((1, 2), keepdim=True) > 0, values, torch.ones_like(values))
@@ -155,7 +154,8 @@ class Allocator(ABC):
         Shape: image [B, C, H, W] or [C, H, W], or a mean `Pyramid` of one; relevance [B, Hg, Wg] over the grid of
             level-0 patches, Hg = ceil(H / P), or [B, H, W]; query [B, D] or [D]; fixation [B, 2] or [2]; labels
             [B, H, W] or [B, Hg, Wg], integers; without B for an unbatched image.
-        Units: relevance in any units, higher is more relevant, infinities too; fixation (x, y) in [0, 1], y down.
+        Units: relevance in any units, higher is more relevant, infinities too, compared as fp32; fixation (x, y) in
+            [0, 1], y down.
 
         Args:
             image: None gives sites alone, of a picture of Hg P x Wg P pixels.
@@ -210,8 +210,15 @@ class Allocator(ABC):
         if relevance is None:
             top = image.levels[0] if isinstance(image, Pyramid) else image
             top = top if top.ndim == 4 else top[None]
-            values = saliency_map(top).float() if "relevance" in self.needs else None
-            grid = self._pooled(values, size) if values is not None else _grid_of(size, self.patch, batch, top.device)
+            if "relevance" in self.needs:
+                grid = self._pooled(saliency_map(top).float(), size)
+                if not torch.isfinite(grid.detach()).all():
+                    raise InputError(
+                        "the saliency of the image is not finite: it holds NaN, infinities, or values that are too "
+                        "large. Repair it with torch.nan_to_num, scale it to [0, 1], or pass relevance=."
+                    )
+            else:
+                grid = _grid_of(size, self.patch, batch, top.device)
         else:
             grid = self._map(relevance, batched, batch, size)
         points = None
@@ -227,7 +234,7 @@ class Allocator(ABC):
     def _frame(self, image: Any, relevance: Any) -> tuple[bool, int, tuple[int, int]]:
         """Whether there is a batch, how many images, and their size in pixels."""
         if image is None:
-            values = checks.tensor(relevance, "relevance")
+            values = checks.dense(relevance, "relevance")
             if values.ndim not in (2, 3) or not values.numel():
                 raise InputError(f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg].")
             size = values.shape[-2] * self.patch, values.shape[-1] * self.patch
@@ -236,7 +243,7 @@ class Allocator(ABC):
         return top.ndim == 4, top.shape[0] if top.ndim == 4 else 1, (top.shape[-2], top.shape[-1])
 
     def _map(self, relevance: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
-        values = checks.tensor(relevance, "relevance")
+        values = checks.dense(relevance, "relevance")
         cells = cells_of(size, self.patch)
         expected = [(batch, *cells), (batch, *size)] if batched else [cells, size]
         if tuple(values.shape) not in expected or values.is_complex() or values.dtype == torch.bool:
@@ -247,10 +254,14 @@ class Allocator(ABC):
         values = (values if batched else values[None]).float()
         if torch.isnan(values.detach()).any():
             raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
-        return values if tuple(values.shape[1:]) == cells else self._pooled(values, size)
+        if tuple(values.shape[1:]) == cells:
+            return values
+        if bool((values.detach().abs() > 2.0**HIGHEST).any()):  # sums of such are no numbers of single precision
+            return self._pooled(values.double(), size).float()
+        return self._pooled(values, size)
 
     def _query(self, query: Any, batched: bool, batch: int) -> torch.Tensor:
-        values = checks.tensor(query, "query")
+        values = checks.dense(query, "query")
         width = self.query_width
         shape = tuple(values.shape)
         lengths = shape[-1:] if width is None else (width,)
@@ -262,11 +273,12 @@ class Allocator(ABC):
         return values.float().expand(batch, *lengths)
 
     def _labels(self, labels: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
-        values = checks.tensor(labels, "labels")
+        values = checks.dense(labels, "labels")
         cells = cells_of(size, self.patch)
         shape = tuple(values.shape)
         kind = values.dtype
-        if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
+        whole = not (kind.is_floating_point or kind.is_complex)
+        if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or not whole:
             raise InputError(
                 f"labels are {kind} {shape}; expected integers, {(batch, *size)} one a pixel, or {(batch, *cells)} one "
                 "a patch, or one such map for all images."
@@ -301,7 +313,7 @@ def cells_of(size: tuple[int, int], patch: int) -> tuple[int, int]:
 
 
 def _grid_of(size: tuple[int, int], patch: int, batch: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(batch, *cells_of(size, patch), device=device)
+    return torch.ones(batch, *cells_of(size, patch), dtype=torch.float32, device=device)
 
 
 def ordered(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

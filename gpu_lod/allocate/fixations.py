@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
+from gpu_lod.allocate.scale import summable
 from gpu_lod.errors import InputError
 
 COARSE = 16
@@ -29,21 +30,27 @@ def find_fixations(
         the radius of the first while there are others.
 
     Raises:
-        InputError: no map, or a count below 1.
+        InputError: no map, NaN, a count below 1, a radius below 0, or an inhibition outside [0, 1].
 
     Source: Koch and Ullman, "Shifts in Selective Visual Attention" (1985); Itti, Koch and Niebur (1998).
     """
-    if relevance.ndim != 3:
-        raise InputError(f"relevance has shape {tuple(relevance.shape)}; expected [B, Hg, Wg].")
+    relevance = checks.dense(relevance, "relevance")
+    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool or relevance.is_complex():
+        raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
+    if torch.isnan(relevance.detach()).any():
+        raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
     checks.integer(count, "count", at_least=1)
-    radius = checks.number(radius, "radius")
+    radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
+    if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:
+        raise InputError(
+            f"radius is {radius} and inhibition {inhibition}; expected a part of the longer side from 0 on, and a "
+            "number from 0 to 1."
+        )
     height, width = relevance.shape[-2:]
     scale = min(1.0, COARSE / max(height, width))
     size = max(1, round(height * scale)), max(1, round(width * scale))
-    largest = torch.finfo(torch.float32).max
-    finite = relevance.detach().float().clamp(-largest / 4096, largest / 4096)  # sums of infinities are none
-    none = relevance.detach() == -math.inf  # is the least there is, and no lower
-    finite = torch.where(none, finite.where(~none, math.inf).amin((1, 2), keepdim=True), finite)
+    values, none = summable(relevance.detach().float())
+    finite = torch.where(none, values.where(~none, math.inf).amin((1, 2), keepdim=True), values)
     finite = finite.where(torch.isfinite(finite), 0.0)
     coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
     coarse = coarse - coarse.amin((1, 2), keepdim=True)

@@ -36,6 +36,7 @@ class PeakCells:
 
     def __init__(self, scene: Scene, peaks: int, budget: int) -> None:
         self.scene, self.budget = scene, budget
+        peaks = min(peaks, scene.grid[0] * scene.grid[1])
         points = scene.fixations(peaks)
         owner = distances(scene, points).argmin(1)
         zeros = torch.zeros(scene.batch, peaks, dtype=torch.float64, device=scene.device)

@@ -153,10 +153,10 @@ class TokenBank:
 
 
 def _benefit(relevance: torch.Tensor) -> torch.Tensor:
-    """[B], not negative."""
-    largest = torch.finfo(torch.float32).max / 2**24
+    """[B], not negative: one scale for all images, so sums are of double precision."""
+    largest = torch.finfo(torch.float32).max
     none = relevance == -math.inf
-    values = relevance.clamp(-largest, largest).double()
+    values = relevance.double().clamp(-largest, 16 * largest)
     low = values.where(~none, 0.0).min().clamp(max=0)
     return (values - low).where(~none, 0.0).sum((1, 2))
 

@@ -27,8 +27,8 @@ class Voronoi(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])
-        points = scene.fixations(self.peaks)
-        return best_of_each(scene, distances(scene, points).argmin(1), self.peaks, self.budget)
+        points = scene.fixations(min(self.peaks, scene.grid[0] * scene.grid[1]))
+        return best_of_each(scene, distances(scene, points).argmin(1), points.shape[1], self.budget)
 
 
 def distances(scene: Scene, points: torch.Tensor) -> torch.Tensor:

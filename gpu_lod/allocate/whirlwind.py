@@ -44,8 +44,8 @@ class Whirlwind(Allocator):
         super().__init__(budget, patch, pool)
         self.peaks = checks.integer(peaks, "peaks", at_least=1, at_most=1024)
         self.floor = checks.number(floor, "floor")
-        if self.floor <= 0:
-            raise InputError(f"floor is {floor}; expected a positive part of the mean relevance.")
+        if not 0 < self.floor <= 1e6:
+            raise InputError(f"floor is {floor}; expected a positive part of the mean relevance, at most 1e6.")
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         cells = PeakCells(scene, self.peaks, self.budget)
@@ -70,7 +70,7 @@ class Whirlwind(Allocator):
     def _density(self, cells: PeakCells, rays: torch.Tensor) -> torch.Tensor:
         """[B, S, RAYS, STEPS] in the middle of each step."""
         scene = cells.scene
-        values = scene.amounts()
+        values = scene.amounts().detach()  # sites pass no gradient
         values = values / values.mean((1, 2), keepdim=True) + self.floor
         steps = (torch.arange(STEPS, dtype=values.dtype, device=rays.device) + 0.5) / STEPS
         places = []
