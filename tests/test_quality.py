@@ -164,6 +164,7 @@ def test_rows_are_what_was_asked_for(whole: tuple[Path, dict[str, Any]]) -> None
         for label in ("LogPolar", "LogPolar, fovea 20%", "LogPolar, fovea 40%"):
             assert {(label, at, "first", budget) for at in ("centre", "saliency", "oracle")} <= keys
     assert (FULL.label, None, None, None) in keys
+    assert all(json.loads(line)["ms"] > 0 for line in whole[0].read_text().splitlines() if '"budget": null' not in line)
     assert all(row["values"]["mean"]["n"] == 3 and "never" not in row["values"] for row in rows)
 
 
@@ -421,10 +422,12 @@ def test_pages_of_documents_come_with_their_text(pdf: Path) -> None:
     [page] = documents.pages("bash-doc", pdf.parent)
     assert page.image.shape == (3, 880, 680)
     assert [written.text for written in page.truth or []] == [f"Line number {i}" for i in range(8)]
-    first = page.truth[0].box if page.truth else (0, 0, 0, 0)
-    left, top, right, bottom = map(int, first)
-    assert page.image[:, top:bottom, left:right].min() < 64  # there is ink where the text is said to be
-    assert page.image[:, : top - 2].min() > 192
+    paper = page.image.clone()
+    for written in page.truth or []:
+        left, top, right, bottom = map(round, written.box)
+        assert page.image[:, top:bottom, left:right].min() < 64  # there is ink where the text is said to be
+        paper[:, top - 2 : bottom + 2, left - 2 : right + 2] = 255
+    assert paper.min() > 192  # and nowhere else
     by_region = [reading.text_in(page.truth or [], box) for box in page.regions.values()]
     assert "".join(by_region) == reading.text_in(page.truth or []) and len(by_region) == 3
 
