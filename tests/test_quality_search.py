@@ -24,7 +24,7 @@ pytest.importorskip("skimage", reason="the photographs come with scikit-image: p
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
 
-from quality import search, search_relevance, search_run, search_training  # noqa: E402
+from quality import search, search_doc, search_relevance, search_run, search_training  # noqa: E402
 from quality.search_reader import KINDS, Reader, queries  # noqa: E402
 from quality.search_scenes import (  # noqa: E402
     APART,
@@ -43,7 +43,7 @@ from quality.search_scenes import (  # noqa: E402
 )  # fmt: skip
 from quality.search_training import GRID, PATCH, Training  # noqa: E402
 
-FILES = sorted((CHECKOUT / "bench" / "results" / "quality").glob("search.json"))
+FILES = sorted((CHECKOUT / "bench" / "results" / "search").glob("search.json"))
 SMALL = search.Form(budgets=(64,), seeds=2, pictures=2, allocators=("Random", "GridTopK", "LogPolar"))
 
 
@@ -366,3 +366,11 @@ def test_a_killed_training_goes_on_and_gives_the_same(
     resumed, same = search_relevance.trained(plan, 0, tmp_path / "part", reader, log=False)
     assert same == losses and torch.equal(resumed.weigh.weight, whole.weigh.weight)
     assert len(calls) == 7 + 2  # those after the last checkpoint again, and no others
+
+
+def test_the_doc_shows_the_files() -> None:
+    text = search_doc.DOC.read_text("utf-8")
+    assert search_doc.with_tables(text) == text, "python bench/quality/search_doc.py"
+    lines = search_doc.accuracy(json.loads((CHECKOUT / "bench/results/search/search.json").read_text())["rows"])
+    assert lines[0] == ["allocator", "relevance", "fixation", "K = 64", "K = 128", "K = 1024"]
+    assert lines[1][3].startswith("0.9")

@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pictures", type=int, default=search.QUICK.pictures)
     parser.add_argument("--readers", type=Path, help="folder of readers that search_run.py trained")
-    parser.add_argument("--out", type=Path, default=RESULTS / "quality" / "search_relevance.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "search" / "relevance.json")
     parser.add_argument("--work", type=Path, default=Path("out/quality/search_relevance"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The visual search by itself: bench/results/quality/search.json and a table on the terminal.
+"""The visual search by itself: bench/results/search/search.json and a table on the terminal.
 
 python bench/quality/search_run.py [--full] [--out FILE] [--work FOLDER]
 
@@ -161,7 +161,7 @@ def about(form: search.Form) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all budgets and allocators, and a longer training: hours")
-    parser.add_argument("--out", type=Path, default=RESULTS / "quality" / "search.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "search" / "search.json")
     parser.add_argument("--work", type=Path, default=Path("out/quality/search"), help="what a stopped run goes on from")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the jobs are small: more threads wait for each other
