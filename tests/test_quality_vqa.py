@@ -72,7 +72,7 @@ def test_accuracy_leaves_one_out(same: int, people: int, expected: float) -> Non
     [
         ("The Two  dogs!", "2 dogs"),
         ("An x-ray", "x ray"),
-        ("black - white", "black white"),
+        ("black-white - red", "blackwhite red"),  # nor does one that stands beside a space leave any
         ("1,000 w/o", "1000 wo"),  # a comma in a number takes every mark's place away
         ("3.5 p.m.", "3.5 pm"),
         ("\tcant\n", "can't"),
@@ -404,13 +404,16 @@ def test_small_pictures_are_enlarged(size: tuple[int, int]) -> None:
         assert len(lod.allocate.GridTopK(40, 16)(found).sites) == 40
 
 
-def test_budgets_larger_than_the_picture_answer(processor: Any) -> None:
+def test_budgets_larger_than_the_picture_answer(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a gestalt too, whose tokens ask for no more pixels."""
     answerer = Answerer(
         speaking("Qwen3-VL"), processor, lod.vlm.Saccades(lod.allocate.GridTopK(20, 16), base=9, budget=20)
     )
+    encode, seen = lod.vlm.encode, []
+    monkeypatch.setattr(lod.vlm, "encode", lambda *args, **more: seen.append(args[1]) or encode(*args, **more))
     inputs = answerer.inputs(samples()[0].image, answerer.prompt("what"), {})
     assert int((inputs["input_ids"] == IMAGE).sum()) == 29
+    assert torch.equal(seen[0], vqa_answer.enlarged(samples()[0].image, 16, 20))
     assert len(answerer.answer([samples()[0].image], ["what"], max_new_tokens=2)) == 1
 
 
@@ -432,6 +435,21 @@ def test_log_likelihood(name: str, processor: Any) -> None:
     assert not is_greedy and other != pytest.approx(value)
     with pytest.raises(InputError, match="has no tokens"):
         answerer.log_likelihood(one.image, one.question, "")
+
+
+def test_prompts_and_answers_are_text(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system prompt goes first, if there is one; special tokens are no part of an answer."""
+    model = speaking("Qwen2.5-VL")
+    plain, empty, system = (Answerer(model, processor, "Random", 3, system=text) for text in (None, "", "w7"))
+    assert (
+        plain.prompt("what")
+        == empty.prompt("what")
+        == processor.tokenizer(f"user <|vision_start|><|image_pad|><|vision_end|>what{END} assistant").input_ids
+    )
+    assert system.prompt("what") == processor.tokenizer(f"system w7{END}").input_ids + plain.prompt("what")
+    said = torch.tensor([processor.tokenizer(f"w1 is w2{END}<|pad|>").input_ids])
+    monkeypatch.setattr(model, "generate", lambda input_ids, **_: torch.cat([input_ids, said], dim=1))
+    assert plain.answer([samples()[0].image], ["what"]) == ["w1 is w2"]
 
 
 def test_what_cannot_answer(processor: Any) -> None:
@@ -536,7 +554,7 @@ class Harness:
         return SimpleNamespace(args=args, metadata={})
 
 
-def test_generate_until(model_class: Any, pretrained: str) -> None:
+def test_generate_until(model_class: Any, pretrained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of several settings, in batches, come back in their order, cut at their stops."""
     model = model_class(pretrained, allocator="FoveatedPyramid", budget=7, batch_size="2", device="cpu", system=None)
     harness, answerer = Harness(model), model.answerer
@@ -560,6 +578,12 @@ def test_generate_until(model_class: Any, pretrained: str) -> None:
     torch.manual_seed(0)
     assert len({model.generate_until([harness.request(0, sampled)])[0] for _ in range(4)}) > 1
     assert model.generate_until([]) == []
+    monkeypatch.setattr(lmms, "MAX_NEW_TOKENS", 3)
+    assert len(model.generate_until([harness.request(0, {})])[0].split()) == 3
+
+
+def test_convention_blank_lines_stop_nothing() -> None:
+    assert lmms.cut("w1\n\nw2. w3", ["\n\n", "", "."]) == "w1\n\nw2"
 
 
 def test_loglikelihood(model_class: Any, pretrained: str) -> None:

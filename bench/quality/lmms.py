@@ -28,8 +28,8 @@ from quality.vqa import rgb
 from quality.vqa_answer import Answerer
 
 NAME = "gpu_lod_qwen"
-GREEDY_LIMIT = 128
-"""Most new tokens where a task says nothing, as of lmms-eval's own Qwen-VL."""
+MAX_NEW_TOKENS = 128
+"""Where a task says nothing, as of lmms-eval's own Qwen-VL."""
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "num_beams")
 
 
@@ -132,7 +132,7 @@ class Requests:
 
     def _answers(self, images: list[torch.Tensor], contexts: list[str], settings: dict[str, Any]) -> list[str]:
         # What transformers does not know is the task's own, and left out, as lmms-eval's models do.
-        options = {"max_new_tokens": GREEDY_LIMIT} | {
+        options = {"max_new_tokens": MAX_NEW_TOKENS} | {
             name: settings[name] for name in SAMPLING if settings.get(name) is not None
         }
         if options.get("temperature", 0) > 0:

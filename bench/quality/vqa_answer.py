@@ -107,7 +107,7 @@ class Answerer:
         processor: the model's own: apply_chat_template, tokenizer, and the normalisation of its image_processor.
         allocator: a name in `lod.allocate.names()`, made with the budget, 273 if None, for the model's patches; or an
             allocator that is made.
-        system: goes before the question; None is what the chat template has.
+        system: goes before the question; None and "" leave what the chat template has.
 
     Raises:
         InputError: a model or an allocator that does not fit, or a budget beside an allocator of another.
@@ -172,7 +172,7 @@ class Answerer:
         """Token ids of a question about one picture."""
         content = [{"type": "image"}, {"type": "text", "text": text}]
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-        if self.system is not None:
+        if self.system:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": self.system}]})
         return self._ids(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 

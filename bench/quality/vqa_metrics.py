@@ -46,7 +46,7 @@ def anls(answer: str, answers: Sequence[str], threshold: float = 0.5) -> float:
     Source: Biten et al., "Scene Text Visual Question Answering" (2019); the evaluation of DocVQA.
     """
     distances = []
-    for expected in _some(answers):
+    for expected in _checked(answers):
         longer = max(len(expected), len(answer))
         distance = edit_distance(" ".join(expected.lower().split()), " ".join(answer.lower().split()))
         distances.append(distance / longer if longer else 0.0)
@@ -75,7 +75,7 @@ def vqa_accuracy(answer: str, answers: Sequence[str]) -> float:
 
     Source: Antol et al., "VQA: Visual Question Answering" (2015); Goyal et al. (2017).
     """
-    return _agreement(normalised(answer), [normalised(expected) for expected in _some(answers)])
+    return _agreement(normalised(answer), [normalised(expected) for expected in _checked(answers)])
 
 
 def textvqa_accuracy(answer: str, answers: Sequence[str]) -> float:
@@ -87,7 +87,7 @@ def textvqa_accuracy(answer: str, answers: Sequence[str]) -> float:
 
     Source: Singh et al., "Towards VQA Models That Can Read" (2019).
     """
-    return _agreement(_words(answer), [_words(expected) for expected in _some(answers)])
+    return _agreement(_words(answer), [_words(expected) for expected in _checked(answers)])
 
 
 def _words(text: str) -> str:
@@ -117,7 +117,7 @@ def _agreement(answer: str, answers: Sequence[str]) -> float:
     return (same * min(1.0, (same - 1) / 3) + (people - same) * min(1.0, same / 3)) / people
 
 
-def _some(answers: Sequence[str]) -> Sequence[str]:
+def _checked(answers: Sequence[str]) -> Sequence[str]:
     if isinstance(answers, str) or not answers:
         raise InputError(f"answers are {answers!r}; expected a list of what people answered, at least one.")
     return answers
