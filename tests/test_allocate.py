@@ -551,12 +551,51 @@ def test_heat_spreads_and_stays() -> None:
     assert torch.equal(none.sites, lod.allocate.GridTopK(30)(relevance=noisy).sites)
 
 
-def test_hexagons_are_even() -> None:
-    """Nearest neighbours are all about as far, and farther than in a square lattice of the same density (rows of as
-    many sites each; where they differ, rows slide past each other)."""
-    sites = lod.allocate.Hexagonal(399)(relevance=torch.rand(1, 40, 40)).sites[0, :, :2].double()
-    apart = torch.cdist(sites, sites).fill_diagonal_(9).amin(1)
-    assert float(apart.min()) > 1.03 / math.sqrt(399) and float(apart.max() / apart.min()) < 1.12
+def least_distance(name: str, budget: int, height: int, width: int) -> float:
+    sites = lod.allocate.make(name, budget)(torch.empty(1, 1, height, width)).sites[0, :, :2].double()
+    places = sites * torch.tensor([width, height])
+    return float(torch.cdist(places, places).fill_diagonal_(math.inf).min())
+
+
+@pytest.mark.parametrize(("height", "width"), [(448, 448), (224, 448), (448, 252)])
+def test_sites_of_a_hexagonal_grid_are_farther_apart_than_of_a_square_one(height: int, width: int) -> None:
+    for budget in range(16, 400, 5):
+        hexagonal, square = (least_distance(name, budget, height, width) for name in ("Hexagonal", "Downsample"))
+        assert hexagonal > square * (1 - 1e-5)
+        assert hexagonal > 0.86 * math.sqrt(2 / math.sqrt(3) * height * width / budget), "the densest there is"
+
+
+def test_hexagons_zigzag_in_a_narrow_picture() -> None:
+    """The next period would be nearer than the other sites are, but is outside."""
+    assert least_distance("Hexagonal", 30, 30, 900) == pytest.approx(math.hypot(30, 15))
+
+
+def test_hexagons_are_regular_where_the_budget_allows() -> None:
+    """Six neighbours at the same distance, in rows shifted by half a step; patches as wide as a step."""
+    height, width = 1400, 1616  # 10 rows of 10, 2 / sqrt(3) as far apart along a row as rows are
+    sites = lod.allocate.Hexagonal(100)(torch.empty(1, 1, height, width)).sites[0].double()
+    places = sites[:, :2] * torch.tensor([width, height])
+    apart = torch.cdist(places, places) / 161.6
+    inner = ((places > 165) & (places < torch.tensor([width - 165, height - 165]))).all(1)
+    assert inner.sum() > 50 and ((apart[inner] > 0.99) & (apart[inner] < 1.01)).sum(1).eq(6).all()
+    assert torch.allclose(14 * 2 ** sites[:, 2], torch.tensor(161.6, dtype=torch.float64))
+    assert float(places[0, 0]) == pytest.approx(161.6 / 4, abs=0.01) and float(places[0, 1]) == pytest.approx(70)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 17, 37, 100, 273, 311])
+@pytest.mark.parametrize(("height", "width"), [(448, 448), (30, 900)])
+def test_hexagons_leave_no_gaps(budget: int, height: int, width: int) -> None:
+    """Of a picture that goes on periodically, every pixel is in a patch, and smaller patches would leave gaps."""
+    sites = lod.allocate.Hexagonal(budget, 2)(torch.empty(1, 1, height, width)).sites[0].double()
+    size, side = torch.tensor([width, height]), float(2 * 2 ** sites[0, 2])
+    assert torch.equal(sites[:, 2], sites[:1, 2].expand(budget)), "all are alike"
+    x, y = (torch.arange(0.5, n, 1 + n // 150).double() for n in (width, height))
+    gaps = [(a[:, None] - s * n).abs() for a, s, n in zip((x, y), sites[:, :2].T, size, strict=True)]
+    across, down = (torch.minimum(gap, n - gap) for gap, n in zip(gaps, size, strict=True))
+    away = torch.maximum(across[None], down[:, None]).amin(2)
+    assert float(away.max()) <= side / 2 + 1e-3
+    mirrored = torch.cdist(sites[:, :2], 1 - sites[:, :2]).amin(1)
+    assert float(mirrored.max()) < 1e-5, "symmetric about the middle"
 
 
 # -- patches and pictures ----------------------------------------------------------------------------------------------

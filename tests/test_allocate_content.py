@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import gpu_lod as lod
 from gpu_lod.allocate.base import Scene, cells_of
-from gpu_lod.allocate.energy import ROUNDING
+from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.frequency_aware import energies, given_away
 from gpu_lod.allocate.hybrid_atlas import majority, spread
 from gpu_lod.allocate.stratified import shared_out
@@ -41,6 +41,31 @@ def checks_of(block: int, rows: int, columns: int, amplitude: float) -> torch.Te
     """A chequerboard of blocks: all of its energy is in one band of the Haar transform."""
     y, x = torch.meshgrid(torch.arange(rows) // block, torch.arange(columns) // block, indexing="ij")
     return 0.5 + amplitude * (1 - 2.0 * ((x + y) % 2))
+
+
+def over_patches(pixels: torch.Tensor, side: int, nodes: tuple[int, int]) -> torch.Tensor:
+    """Means of [H, W] over patches of a side, one by one, shifted inward at the far edges."""
+    height, width = pixels.shape
+    high, wide = min(side, height), min(side, width)
+    starts = [[min(i * side, n - min(side, n)) for i in range(k)] for n, k in zip((height, width), nodes, strict=True)]
+    return torch.tensor([[float(pixels[y : y + high, x : x + wide].mean()) for x in starts[1]] for y in starts[0]])
+
+
+RAGGED = [(50, 61, 8), (45, 37, 5), (33, 20, 14), (3, 40, 14), (7, 9, 1), (64, 48, 8)]
+
+
+def test_relevance_of_nodes_is_the_mean_of_their_cells() -> None:
+    """Also where they have 2 or 1 of 4 children."""
+    relevance = torch.zeros(1, 3, 3)
+    relevance[0, 2, 2] = 5
+    score = lod.allocate.TokenDAG(1, 8)(torch.rand(1, 1, 24, 24), relevance).scores
+    assert float(score) == pytest.approx(1 / 9)
+    values = torch.rand(2, 13, 6)
+    scene = Scene((26, 12), 2, values, None, None, None, None)
+    for level, found in enumerate(relevances(scene, 4)):
+        for y, x in itertools.product(range(found.shape[1]), range(found.shape[2])):
+            cells = values[:, y << level : (y + 1) << level, x << level : (x + 1) << level]
+            assert torch.allclose(found[:, y, x], cells.mean((1, 2)) / values.amax((1, 2)))
 
 
 # -- TokenDAG ----------------------------------------------------------------------------------------------------------
@@ -233,6 +258,16 @@ def test_energies_of_patches_on_every_grid(photo: torch.Tensor) -> None:
     assert one.shape == (1, 4, 1, 1)
 
 
+@pytest.mark.parametrize(("height", "width", "patch"), RAGGED)
+def test_energies_are_of_the_patches_handed_out(height: int, width: int, patch: int) -> None:
+    image = torch.rand(1, 1, height, width)
+    [found] = lod.oriented_energy(lod.gaussian(image, 2).levels[1], 1)
+    pixels = found[0, 0].double().repeat_interleave(2, 1).repeat_interleave(2, 2)[:, :height, :width]
+    cells = cells_of((height, width), patch)
+    for band, energy in zip(pixels, energies(scene_of(image, patch))[0], strict=True):
+        assert torch.allclose(energy, over_patches(band, patch, cells), rtol=1e-5)
+
+
 # -- Wavelet -----------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +301,32 @@ def test_coefficients_between_the_nodes_of_an_odd_side() -> None:
     found = band_energies(scene_of(torch.rand(1, 1, 4, 4), 1), 3)
     assert [tuple(band.shape) for band in found] == [(1, 4, 4), (1, 2, 2), (1, 1, 1)]
     assert torch.equal(found[0][:, ::2, ::2], found[0][:, 1::2, 1::2]) and float(found[2]) > 0
+
+
+@pytest.mark.parametrize(("height", "width", "patch"), RAGGED)
+def test_band_energies_are_of_the_patches_handed_out(height: int, width: int, patch: int) -> None:
+    """Of whole coefficients, those that PyWavelets finds in the picture without the pixels that are too few for one."""
+    import pywt
+
+    image = torch.rand(1, 1, height, width)
+    rows, columns = cells_of((height, width), patch)
+    for level, found in enumerate(band_energies(scene_of(image, patch), 3)):
+        step = 2 ** (level + 1)
+        if step > min(height, width):
+            continue
+        whole = image[0, 0, : height // step * step, : width // step * step].double().numpy()
+        bands = pywt.wavedec2(whole, "haar", level=level + 1)[1]
+        energy = torch.from_numpy(sum(np.square(band) for band in bands))
+        pixels = energy.repeat_interleave(step, 0).repeat_interleave(step, 1)
+        expected = over_patches(pixels, patch << level, (-(-rows >> level), -(-columns >> level)))
+        assert torch.allclose(found[0], expected * (patch / 2) ** 2, rtol=1e-4)
+
+
+def test_levels_count_no_pixel_twice() -> None:
+    """As much energy in two bands, and 5 x 5 coarse patches over 4.5 x 4.5 nodes' worth of picture."""
+    image = (checks_of(1, 72, 72, 0.2) + checks_of(2, 72, 72, 0.2))[None, None]
+    sites = lod.allocate.Wavelet(18, 8, levels=2)(image, torch.ones(1, 9, 9)).sites[0]
+    assert (sites[:, 2] == 1).sum() == 9
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -443,6 +504,15 @@ def test_no_superpixels_without_scikit_image(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_the_same_at_every_edge() -> None:
+    """At sides of a few pixels more than patches of any level."""
+    scene = scene_of(torch.rand(4, 1, 14 * 32 + 3, 14 * 32 + 5), 14)
+    for values in (energies(scene).sum(1), *band_energies(scene, 4)):
+        inner = values[:, 1:-1, 1:-1].mean()
+        for edge in (values[:, -1, 1:-1], values[:, 1:-1, -1]):
+            assert float(edge.mean() / inner) == pytest.approx(1, abs=0.25)
 
 
 @pytest.mark.parametrize("name", LOOKING)

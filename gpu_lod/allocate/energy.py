@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from gpu_lod.allocate.base import Scene, coarser
 from gpu_lod.errors import InputError
@@ -15,13 +14,11 @@ ROUNDING = 1 / (12 * 255**2)
 last bits of arithmetic, from deciding anything: places without structure rank by their relevance."""
 
 
-def luma(scene: Scene, multiple: int) -> torch.Tensor:
-    """[B, H', W'], the picture's luma, its last row and column repeated up to the next multiple along each side."""
+def luma(scene: Scene) -> torch.Tensor:
+    """[B, 1, H, W], the picture's luma."""
     assert scene.image is not None
     top = scene.image.levels[0] if isinstance(scene.image, Pyramid) else scene.image
-    values = luma_of(top if top.ndim == 4 else top[None])
-    bottom, right = (-n % multiple for n in scene.size)
-    return F.pad(values, (0, right, 0, bottom), mode="replicate")[:, 0]
+    return luma_of(top if top.ndim == 4 else top[None])
 
 
 def checked(energy: torch.Tensor) -> torch.Tensor:
@@ -34,10 +31,33 @@ def checked(energy: torch.Tensor) -> torch.Tensor:
     return energy
 
 
+def over_patches(values: torch.Tensor, scene: Scene, level: int, step: int, size: tuple[int, int]) -> torch.Tensor:
+    """Means [..., h_l, w_l] over the patches of the nodes of a level, shifted inward at the far edges as in
+    `Scene.sites`, of values [..., h, w] that stand for step x step pixels each. A value at the end of a patch counts by
+    as much of it as lies inside.
+
+    Args:
+        size: (height, width) in pixels of what is averaged: the picture, or as much of it as has values.
+    """
+    for dim, cells, extent in ((-2, scene.grid[0], size[0]), (-1, scene.grid[1], size[1])):
+        node = scene.patch * 2**level
+        side = min(node, extent)
+        starts = torch.arange(-(-cells // 2**level), device=values.device)[:, None] * node
+        starts = starts.clamp(max=extent - side)
+        places = starts // step + torch.arange((side - 1) // step + 2, device=values.device)
+        inside = torch.minimum((places + 1) * step, starts + side) - torch.maximum(places * step, starts)
+        shares = inside.clamp(min=0).to(values.dtype) / side
+        parts = values.index_select(dim, places.clamp(max=values.shape[dim] - 1).flatten()).unflatten(dim, places.shape)
+        values = (parts * (shares[..., None] if dim == -2 else shares)).sum(dim)
+    return values
+
+
 def relevances(scene: Scene, top: int) -> list[torch.Tensor]:
-    """Mean relevance of the nodes of levels 0 to `top`, [B, h_l, w_l], from 0 to 1."""
+    """Mean relevance of the nodes of levels 0 to `top`, over the cells that each covers: [B, h_l, w_l], from 0 to 1."""
     values = scene.amounts()
-    levels = [values / values.amax((1, 2), keepdim=True)]
+    total, count = values / values.amax((1, 2), keepdim=True), torch.ones_like(values[:1])
+    levels = [total]
     for _ in range(top):
-        levels.append(coarser(levels[-1], "mean"))
+        total, count = coarser(total, "sum"), coarser(count, "sum")
+        levels.append(total / count)
     return levels

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
-from gpu_lod.allocate.energy import ROUNDING, checked, luma, relevances
+from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.errors import InputError
@@ -36,8 +35,9 @@ class FrequencyAware(Allocator):
     the smaller angle comes first, then the patch row by row. No band can run out: there are as many patches as tokens.
 
     Energy is measured on level 1 of the Gaussian pyramid of the luma, at half the resolution, in a quarter of the
-    time: strokes finer than two pixels count as what is left of them there. Each patch has the mean over its pixels.
-    Scores are the relevance of the patches.
+    time: strokes finer than two pixels count as what is left of them there. Each patch has the mean over its pixels, at
+    the far edges those of the patch shifted inward, and the energy of rounding to 8 bits is added to it, so that where
+    there is nothing to see relevance alone decides. Scores are the relevance of the patches.
 
     Args:
         split: four counts that sum to 273 at most.
@@ -89,11 +89,10 @@ class FrequencyAware(Allocator):
 
 def energies(scene: Scene) -> torch.Tensor:
     """Mean oriented energy of each patch, [B, 4, Hg, Wg], at 0, 45, 90 and 135 degrees."""
-    values = luma(scene, scene.patch)[:, None]
-    half = gaussian(values, 2 if max(values.shape[-2:]) > 1 else 1).levels[-1]
+    values = luma(scene)
+    half = gaussian(values, 2 if max(scene.size) > 1 else 1).levels[-1]
     [found] = oriented_energy(half, 1)
-    # A patch of an odd side shares samples with its neighbours.
-    return F.adaptive_avg_pool2d(checked(found[:, 0]), scene.grid)
+    return over_patches(checked(found[:, 0]), scene, 0, 2, scene.size)
 
 
 def given_away(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,9 @@ class TokenDAG(Allocator):
     (`losses`); its error is what it loses and what its children lose in turn. The benefit is the same sum with every
     loss times the mean relevance of its node, so it never falls towards the root, and the cut is the one at a
     threshold: all that was split has a higher benefit than all that was not. (Propagating the largest loss alone would
-    also keep cuts consistent, but gives parent and child the same bound, and no room to change between them.)
+    also keep cuts consistent, but gives parent and child the same bound, and no room to change between them.) What
+    rounding to 8 bits would add is added to every loss, so that relevance alone decides where there is nothing to see,
+    and a picture of nothing is shared out evenly.
 
     Continuous: a token of level l, benefit g, parent's benefit G, is read at level l + (t - g) / (G - g), t being the
     threshold, the highest benefit that was not split. It is at its own level when it is about to be split (t = g), and

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
-from gpu_lod.allocate.energy import ROUNDING, checked, luma, relevances
+from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import best, tokens_at
 from gpu_lod.errors import InputError, UnsupportedError
@@ -22,11 +22,16 @@ class Wavelet(Allocator):
     Band l = 0, 1, ... of the discrete wavelet transform of the luma, three orientations together, holds frequencies
     from 1/4 to 1/2 of a cycle in 2^l pixels: what tokens of level l, 2^l pixels between samples, still show, and those
     of the next level do not. So a node of level l is worth its mean relevance times the energy of band l in it. Levels
-    share the budget by largest remainder on the sums of that; none gets more than it has nodes, and one whose band is
-    empty gets none. Coarse and fine nodes may cover the same pixels: what they show of them differs.
+    share the budget by largest remainder on the sums of that, and none gets more than it has nodes. Coarse and
+    fine nodes may cover the same pixels: what they show of them differs.
 
-    The transform is ptwt's, on the device of the picture, whose last row and column go on past the edge. Scores are the
-    mean relevance of what a token covers, 1 being the highest of the picture.
+    Energy is that of the patch which is handed out, at the far edges shifted inward. In the sums a node counts by as
+    much of it as is picture, so that no pixel counts twice. What rounding to 8 bits would add is added to all of it, so
+    a picture without structure is shared out by its relevance alone.
+
+    The transform is ptwt's, on the device of the picture. Coefficients that the right or bottom edge cuts are left out,
+    unless there is no other; those of filters longer than Haar's that reach past an edge see its pixels go on there.
+    Scores are the mean relevance of what a token covers, 1 being the highest of the picture.
 
     Args:
         levels: how many, from level 0; no more are used than it takes for one node to cover the picture.
@@ -58,7 +63,9 @@ class Wavelet(Allocator):
         rounding = 3 * (scene.patch / 2) ** 2 * ROUNDING
         bands = band_energies(scene, top + 1, self.wavelet)
         worth = [share * (energy + rounding) for share, energy in zip(relevance, bands, strict=True)]
-        weight = torch.stack([level.double().sum((1, 2)) for level in worth], dim=1)
+        # Patches at the far edges overlap: a band counts once there too.
+        once = [(values * inside(scene, level)).double().sum((1, 2)) for level, values in enumerate(worth)]
+        weight = torch.stack(once, dim=1)
         room = torch.tensor(there, device=scene.device).expand_as(weight)
         counts = shared_out(weight, room, self.budget, least=0)
         nodes = [
@@ -69,7 +76,8 @@ class Wavelet(Allocator):
 
 
 def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torch.Tensor]:
-    """Energy of bands 0, 1, ... over the nodes of the same level, [B, h_l, w_l] each."""
+    """Energy of bands 0, 1, ... in the patches of the nodes of the same level, [B, h_l, w_l] each. One that is larger
+    than the picture counts as if it were full of what is there."""
     try:
         import pywt
         from ptwt.conv_transform_2 import wavedec2
@@ -77,19 +85,28 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
         raise UnsupportedError(f"wavelets need ptwt ({error}). Install it: pip install 'gpu-lod[allocate]'") from None
     if wavelet not in pywt.wavelist(kind="discrete"):
         raise InputError(f"wavelet is {wavelet!r}; expected a discrete one of PyWavelets, such as 'haar' or 'db2'.")
-    values = luma(scene, scene.patch * 2 ** (levels - 1) * (1 + scene.patch % 2))
-    height, width = values.shape[-2:]
-    _, *details = wavedec2(values, wavelet, mode="constant", level=levels)
+    multiple = 2**levels
+    bottom, right = (-n % multiple for n in scene.size)
+    values = F.pad(luma(scene), (0, right, 0, bottom), mode="replicate")
+    _, *details = wavedec2(values[:, 0], wavelet, mode="constant", level=levels)
     found = []
     for level, bands in enumerate(reversed(details)):
         energy = checked(torch.stack(bands).square().sum(0))
-        rows, columns = height >> (level + 1), width >> (level + 1)
-        top, left = (energy.shape[1] - rows) // 2, (energy.shape[2] - columns) // 2
-        side = scene.patch * 2**level
-        # Nodes of an odd side share coefficients with their neighbours.
-        means = F.adaptive_avg_pool2d(
-            energy[:, None, top : top + rows, left : left + columns], (height // side, width // side)
-        )
-        across, down = (-(-cells // 2**level) for cells in reversed(scene.grid))
-        found.append(means[:, 0, :down, :across] * (scene.patch / 2) ** 2)
+        step = 2 ** (level + 1)
+        # Coefficients that the edge cuts hold pixels several times: another energy than of as much picture.
+        there = [max(1, n // step) for n in scene.size]
+        middle = [(have - n // step) // 2 for have, n in zip(energy.shape[1:], values.shape[-2:], strict=True)]
+        energy = energy[:, middle[0] : middle[0] + there[0], middle[1] : middle[1] + there[1]]
+        means = over_patches(energy, scene, level, step, (there[0] * step, there[1] * step))
+        found.append(means * (scene.patch / 2) ** 2)
     return found
+
+
+def inside(scene: Scene, level: int) -> torch.Tensor:
+    """[h_l, w_l], how much of each node is picture: 1 but at the far edges."""
+    side = scene.patch * 2**level
+    shares = []
+    for n, cells in zip(scene.size, scene.grid, strict=True):
+        begin = torch.arange(-(-cells // 2**level), device=scene.device) * side
+        shares.append((n - begin).clamp(max=side) / side)
+    return shares[0][:, None] * shares[1]
