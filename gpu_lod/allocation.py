@@ -40,12 +40,12 @@ class Allocation:
         return dict(zip(level.tolist(), count.tolist(), strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: an exact picture has no PSNR."""
+        """For JSON, which has no infinity and no NaN: an exact picture has no PSNR, nor has one that holds NaN."""
         return {
             "name": self.name,
             "levels": self.levels,
             "coverage": self.coverage,
-            "psnr": None if math.isinf(self.psnr) else self.psnr,
+            "psnr": self.psnr if math.isfinite(self.psnr) else None,
             "untrained": self.untrained,
         }
 

@@ -50,21 +50,33 @@ def _refuse_negative_strides(array: Any) -> None:
 
 
 def dense(value: Any, name: str) -> torch.Tensor:
-    """A dense tensor with data, of any shape and dtype; other libraries' arrays too."""
-    result = tensor(value, name)
-    if result.is_nested:
+    """An ordinary tensor with data: not sparse, nested, quantized, complex or on meta; other libraries' arrays too."""
+    found = tensor(value, name)
+    if found.is_nested:
         raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
-    if result.layout is not torch.strided or result.is_quantized or result.is_meta:
-        raise InputError(f"{name} is a {_kind(result)}; expected an ordinary dense tensor with data.")
-    return result
+    if found.layout is not torch.strided or found.is_quantized or found.is_meta or found.is_complex():
+        raise InputError(f"{name} is a {_kind(found)}; expected an ordinary dense tensor with data.")
+    return found
+
+
+def real(value: Any, name: str) -> torch.Tensor:
+    """A dense tensor of numbers, not of booleans."""
+    found = dense(value, name)
+    if found.dtype == torch.bool:
+        raise InputError(f"{name} is a {_kind(found)}; expected numbers. Convert it with .to(torch.float32).")
+    return found
+
+
+def no_nan(value: torch.Tensor, name: str) -> None:
+    """They are read on the host."""
+    if torch.isnan(values(value)).any():
+        raise InputError(f"{name} holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
 
 
 def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> torch.Tensor:
     """A dense tensor [B, C, H, W] or [C, H, W], no side empty, of a stored dtype; other libraries' arrays too."""
     image = dense(value, name)
     shape = tuple(image.shape)
-    if image.is_complex():
-        raise InputError(f"{name} is a {_kind(image)}; expected an ordinary dense tensor with data.")
     if image.ndim not in (3, 4):
         hint = " Add the channel with .unsqueeze(0)." if image.ndim == 2 else ""
         raise InputError(f"{name} has shape {shape}; expected [B, C, H, W] or [C, H, W].{hint}")
@@ -101,6 +113,21 @@ def number(value: Any, name: str) -> float:
     if not -math.inf < result < math.inf:  # which compiled code can ask of a number that it does not know yet
         raise InputError(f"{name} is {result}; expected a finite number.")
     return result
+
+
+def between(value: Any, name: str, low: float, high: float) -> float:
+    """A number in [low, high]."""
+    result = number(value, name)
+    if not low <= result <= high:
+        sign = "positive number" if low > 0 else "number"
+        raise InputError(f"{name} is {result:g}; expected a {sign} from {low:g} to {high:g}.")
+    return result
+
+
+def flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; expected True or False.")
+    return value
 
 
 def numbers(value: Any, name: str, count: int) -> tuple[float, ...]:
@@ -241,9 +268,9 @@ def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:
     image(value.levels[0], "the pyramid's level 0", max_channels=None)
 
 
-def same_device(first: torch.Tensor, other: torch.Tensor, name: str) -> None:
+def same_device(first: torch.Tensor, other: torch.Tensor, name: str, than: str = "the image") -> None:
     if first.device != other.device:
-        raise InputError(f"{name} is on {other.device} and the image on {first.device}; move one with .to().")
+        raise InputError(f"{name} is on {other.device} and {than} on {first.device}; move one with .to().")
 
 
 def transformed(value: Any) -> bool:

@@ -424,8 +424,11 @@ def allocate(
     every = name == "all"
     checks.choice(name, "--with", [*lod.allocate.names(), "all"])
     path = _path(image, "allocate", output)
+    names = lod.allocate.names() if every else [name]
     if rebuilt is not None:
         images.file_format(rebuilt)
+        if path.resolve() in [_of(rebuilt, one, every).resolve() for one in names]:
+            raise typer.BadParameter(f"{path} is the drawing's file (-o) too; name another.", param_hint="'--rebuilt'")
     if sites is not None:
         token_files.check_sites_path(sites, with_patches)
     elif with_patches:
@@ -448,10 +451,7 @@ def allocate(
         images.save(token_sheet.sheet(picture, results, budget, patch, image.stem), path)
         paths = [path]
         for result in made:
-            files = [
-                file.with_name(f"{file.stem}.{result.name}{file.suffix}") if every and file else file
-                for file in (sites, rebuilt)
-            ]
+            files = [file and _of(file, result.name, every) for file in (sites, rebuilt)]
             if files[0] is not None:
                 about = {"allocator": result.name, "image": str(image), "size": list(picture.shape[-2:])}
                 token_files.write_sites(files[0], result.tokens, about, with_patches)
@@ -531,6 +531,11 @@ def _path(image: Path, verb: str, output: Path | None) -> Path:
     return path
 
 
+def _of(file: Path, name: str, every: bool) -> Path:
+    """An allocator's own file, where every allocator writes one."""
+    return file.with_name(f"{file.stem}.{name}{file.suffix}") if every else file
+
+
 def _report(verb: str, image: Path, paths: list[Path], results: Any, choice: Any, as_json: bool) -> None:
     if as_json:
         return _print_json(
@@ -560,4 +565,4 @@ def _wrote(paths: list[Path]) -> None:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))

@@ -92,9 +92,13 @@ def _parts(tokens: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
     patches, sites = tokens.patches, tokens.sites.detach()
     if patches is None:
         raise InputError("these tokens have no patches to paint with; give the allocator an image=.")
-    shape = (*sites.shape[:-1], patches.shape[-3], tokens.patch, tokens.patch)
+    patches, sites = checks.dense(patches, "patches"), checks.real(sites, "sites")
+    shape = (*sites.shape[:-1], patches.shape[-3] if patches.ndim > 2 else "C", tokens.patch, tokens.patch)
     if tuple(patches.shape) != shape or not patches.numel():
         raise InputError(f"patches are {tuple(patches.shape)}; expected {shape}, a patch of each site.")
+    if patches.dtype not in (*checks.DTYPES, torch.float64):
+        raise InputError(f"patches are {patches.dtype}; expected uint8 or floating point. Convert them with .float().")
+    checks.same_device(patches, sites, "sites", "the patches")
     checks.highest_level(sites)  # raises where sites are outside the image
     return (patches, sites, True) if sites.ndim == 3 else (patches[None], sites[None], False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def check_sites_path(path: Path, patches: bool) -> None:
 def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bool = False) -> None:
     """Sites [K, 3] and scores [K] of unbatched tokens, with what is known about them. Makes the parent folder.
 
+    JSON has no infinity and no NaN: null stands for them.
+
     Args:
         about: allocator, image, size and so on; strings or what JSON holds. safetensors keeps it as metadata, in JSON.
         patches: [K, C, P, P] too, in safetensors.
@@ -42,7 +45,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     check_sites_path(path, patches)
     about = about | {"budget": tokens.budget, "patch": tokens.patch, "convention": CONVENTION}
     if path.suffix.lower() == ".json":
-        data = json.dumps(about | {"sites": tokens.sites.tolist(), "scores": tokens.scores.tolist()}, indent=1).encode()
+        data = _json(about | {"sites": tokens.sites.tolist(), "scores": tokens.scores.tolist()}, indent=1).encode()
     else:
         from safetensors.torch import save
 
@@ -50,7 +53,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         if patches:
             assert tokens.patches is not None
             tensors["patches"] = tokens.patches
-        metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
+        metadata = {key: value if isinstance(value, str) else _json(value) for key, value in about.items()}
         # Copies, for tensors that share memory are refused.
         data = save(
             {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, metadata
@@ -60,6 +63,19 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         path.write_bytes(data)
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_labels(path: Path) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree
 
+from gpu_lod import checks
 from gpu_lod.errors import InputError
 
 
@@ -29,6 +30,12 @@ class TokenSet:
     """How much of each level-0 patch, row by row, goes into each token, where an allocator blends: they sum to 1."""
 
     def __post_init__(self) -> None:
+        for name in ("sites", "scores", "patches", "weights"):
+            value = getattr(self, name)
+            if not isinstance(value, torch.Tensor) and (value is not None or name in ("sites", "scores")):
+                raise InputError(
+                    f"{name} is a {type(value).__name__}; expected a torch tensor. Make it one with torch.as_tensor."
+                )
         if self.sites.ndim not in (2, 3) or self.sites.shape[-1] != 3 or self.scores.shape != self.sites.shape[:-1]:
             raise InputError(
                 f"sites are {tuple(self.sites.shape)} and scores {tuple(self.scores.shape)}; expected [B, K, 3] and "
@@ -43,17 +50,24 @@ class TokenSet:
     def blend(self, features: torch.Tensor) -> torch.Tensor:
         """Features of the level-0 patches, [B, Hg Wg, D], to those of the tokens, [B, K, D], by the weights.
 
+        Shape: without B for unbatched tokens.
+        Convention: floating point, and so is the result, of the features' dtype, under autocast too.
+
         Raises:
-            InputError: tokens that have no weights, or another number of features.
+            InputError: tokens that have no weights, features that are not floating point, or another number of them.
         """
         if self.weights is None:
             raise InputError("these tokens are no blends: they have no weights. Read their patches instead.")
-        if features.ndim < 2 or features.shape[-2] != self.weights.shape[-1]:
-            raise InputError(
-                f"features are {tuple(features.shape)}; expected [B, {self.weights.shape[-1]}, D], one of each level-0 "
-                "patch."
-            )
-        return self.weights.to(features.dtype) @ features
+        features = checks.dense(features, "features")
+        checks.same_device(self.weights, features, "features", "the tokens")
+        *batch, _, cells = self.weights.shape
+        if tuple(features.shape[:-1]) != (*batch, cells):
+            expected = ", ".join(map(str, (*batch, cells, "D")))
+            raise InputError(f"features are {tuple(features.shape)}; expected [{expected}], one of each level-0 patch.")
+        if not features.is_floating_point():  # shares of one are no whole numbers
+            raise InputError(f"features are {features.dtype}; expected floating point. Convert them with .float().")
+        with torch.autocast(features.device.type, enabled=False):
+            return self.weights.to(features.dtype) @ features
 
     def __repr__(self) -> str:
         what = "no patches" if self.patches is None else f"patches {tuple(self.patches.shape)}"

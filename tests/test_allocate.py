@@ -694,7 +694,7 @@ def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
         (lambda: lod.allocate.Stratified(9, strata=(0, 4)), "at least 1"),
         (lambda: lod.allocate.Voronoi(9, peaks=0), "peaks"),
         (lambda: lod.allocate.VortexField(9, radius=0.0), "positive"),
-        (lambda: lod.allocate.HeatDiffusion(9, length=-1.0), "0 or more"),
+        (lambda: lod.allocate.HeatDiffusion(9, length=-1.0), "from 0 to"),
         (lambda: lod.allocate.make("Nobody"), "'GridTopK'"),
         (lambda: lod.allocate.register(int), "Allocator"),
     ],

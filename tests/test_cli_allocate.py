@@ -374,6 +374,8 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
         ("allocate cat.png --sites s.json --patches", 1, "JSON holds no patches"),
         ("allocate cat.png --patches", 2, "--sites names"),
         ("allocate cat.png --rebuilt r.gif", 1, "the choices are .png"),
+        ("allocate cat.png -o x.png --rebuilt ./x.png", 2, "x.png is the drawing's file"),
+        ("allocate cat.png --with all -o r.Voronoi.png --rebuilt r.png", 2, "r.Voronoi.png is the drawing's file"),
     )
     assert not (tmp_path / "out").exists()
     refused(tmp_path, ("allocate cat.png --patch 4 --budget 9 --sites file/s.json", 1, "file/s.json cannot be written"))

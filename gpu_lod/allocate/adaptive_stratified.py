@@ -11,6 +11,7 @@ from torch.distributions import Categorical
 from gpu_lod import checks
 from gpu_lod.allocate.base import Need, Pool, Scene, register
 from gpu_lod.allocate.learned import Learned
+from gpu_lod.allocate.random import MOST_SEED
 from gpu_lod.allocate.stratified import best_of_each, strata_of
 from gpu_lod.errors import InputError
 
@@ -56,7 +57,7 @@ class AdaptiveStratified(Learned):
         self.query_width = checks.integer(width, "width", at_least=1)
         checks.integer(hidden, "hidden", at_least=1)
         first, last = nn.Linear(width, hidden), nn.Linear(hidden, 2 * CHOICES)
-        generator = torch.Generator().manual_seed(checks.integer(seed, "seed", at_least=0))
+        generator = torch.Generator().manual_seed(checks.integer(seed, "seed", at_least=0, at_most=MOST_SEED))
         with torch.no_grad():
             for layer, size in ((first, width**-0.5), (last, 0.1 * hidden**-0.5)):
                 layer.weight.copy_((2 * torch.rand(layer.weight.shape, generator=generator, device="cpu") - 1) * size)
@@ -89,10 +90,12 @@ class AdaptiveStratified(Learned):
         Raises:
             InputError: losses of another shape.
         """
+        losses = checks.real(losses, "losses")
         rows, columns = self.distribution(query)
         likely = rows.probs[:, :, None] * columns.probs[:, None]
         if losses.shape != likely.shape:
             raise InputError(f"losses are {tuple(losses.shape)}; expected {tuple(likely.shape)}, one a query and grid.")
+        checks.same_device(likely, losses, "the losses", type(self).__name__)
         return (likely * losses).sum((1, 2)).mean()
 
     def _logits(self, query: torch.Tensor) -> torch.Tensor:

@@ -246,14 +246,13 @@ class Allocator(ABC):
         values = checks.dense(relevance, "relevance")
         cells = cells_of(size, self.patch)
         expected = [(batch, *cells), (batch, *size)] if batched else [cells, size]
-        if tuple(values.shape) not in expected or values.is_complex() or values.dtype == torch.bool:
+        if tuple(values.shape) not in expected or values.dtype == torch.bool:
             raise InputError(
                 f"relevance is {values.dtype} {tuple(values.shape)}; expected numbers of shape {expected[0]}, one a "
                 f"patch, or {expected[1]}, one a pixel."
             )
         values = (values if batched else values[None]).float()
-        if torch.isnan(values.detach()).any():
-            raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
+        checks.no_nan(values, "relevance")
         if tuple(values.shape[1:]) == cells:
             return values
         if bool((values.detach().abs() > 2.0**HIGHEST).any()):  # sums of such are no numbers of single precision
@@ -277,8 +276,7 @@ class Allocator(ABC):
         cells = cells_of(size, self.patch)
         shape = tuple(values.shape)
         kind = values.dtype
-        whole = not (kind.is_floating_point or kind.is_complex)
-        if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or not whole:
+        if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
             raise InputError(
                 f"labels are {kind} {shape}; expected integers, {(batch, *size)} one a pixel, or {(batch, *cells)} one "
                 "a patch, or one such map for all images."

@@ -30,7 +30,8 @@ class Downsample(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         height, width = scene.size
-        rows = self.rows or min(max(1, round(math.sqrt(self.budget * height / width))), self.budget)
+        rows = self.rows or max(1, round(math.sqrt(self.budget * height / width)))
+        rows = min(rows, self.budget)  # a token bank may have lowered it
         # Equal shares: floor of the cumulated share, which is largest remainder spread over the rows.
         ends = [self.budget * (row + 1) // rows for row in range(rows)]
         sites = []
@@ -41,4 +42,4 @@ class Downsample(Allocator):
             y = torch.full_like(x, (row + 0.5) / rows)
             sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
         found = torch.cat(sites).float().to(scene.device).expand(scene.batch, -1, -1)
-        return found.contiguous(), torch.ones(found.shape[:2], device=scene.device)
+        return found.contiguous(), torch.ones_like(found[..., 0])

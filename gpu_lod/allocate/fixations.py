@@ -35,10 +35,9 @@ def find_fixations(
     Source: Koch and Ullman, "Shifts in Selective Visual Attention" (1985); Itti, Koch and Niebur (1998).
     """
     relevance = checks.dense(relevance, "relevance")
-    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool or relevance.is_complex():
+    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
         raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
-    if torch.isnan(relevance.detach()).any():
-        raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
+    checks.no_nan(relevance, "relevance")
     checks.integer(count, "count", at_least=1)
     radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
     if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:

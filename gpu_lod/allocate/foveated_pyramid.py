@@ -9,7 +9,6 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, coarser, register
 from gpu_lod.allocate.tree_cut import tokens_of, tree_cut
-from gpu_lod.errors import InputError
 
 
 @register
@@ -41,13 +40,12 @@ class FoveatedPyramid(Allocator):
         max_level: int | None = None,
     ) -> None:
         super().__init__(budget, patch, pool)
-        self.e0 = checks.number(e0, "e0")
-        if self.e0 <= 0:
-            raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
+        self.e0 = checks.between(e0, "e0", 1e-6, 1e6)
         self.max_level = None if max_level is None else checks.integer(max_level, "max_level", at_least=0)
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
+        fixation = fixation.float()
         values = scene.amounts()
         rows, columns = scene.grid
         top = (max(rows, columns) - 1).bit_length()

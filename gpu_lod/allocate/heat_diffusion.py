@@ -8,7 +8,6 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, register
-from gpu_lod.errors import InputError
 
 _NOTHING = 1e-12
 """Of the most heat: what is below is no more than rounding."""
@@ -33,9 +32,7 @@ class HeatDiffusion(Allocator):
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", length: float = 2.0) -> None:
         super().__init__(budget, patch, pool)
-        self.length = checks.number(length, "length")
-        if self.length < 0:
-            raise InputError(f"length is {length}; expected 0 or more cells.")
+        self.length = checks.between(length, "length", 0, 1e6)
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         rows, columns = scene.grid

@@ -158,7 +158,7 @@ def labels_of(masks: torch.Tensor | Sequence[dict[str, Any]]) -> torch.Tensor:
             bool [H, W], counts. An empty one has no size: pass torch.zeros(0, H, W, dtype=torch.bool).
 
     Raises:
-        InputError: no masks, masks that are no booleans, run-length encoded ones.
+        InputError: no masks, masks that are no booleans, of several shapes or devices, run-length encoded ones.
     """
     if not isinstance(masks, torch.Tensor) and isinstance(masks, (list, tuple)):
         found = [mask.get("segmentation") if isinstance(mask, dict) else mask for mask in masks]
@@ -167,13 +167,14 @@ def labels_of(masks: torch.Tensor | Sequence[dict[str, Any]]) -> torch.Tensor:
                 'masks are an empty list, or hold no arrays under "segmentation"; expected bool [H, W] in each. Set '
                 'output_mode="binary_mask" in SAM, and pass torch.zeros(0, H, W, dtype=torch.bool) where it finds none.'
             )
-        arrays = [checks.tensor(mask, "a mask") for mask in found]
-        if len({mask.shape for mask in arrays}) > 1:
-            raise InputError(
-                f"masks have shapes {sorted({tuple(mask.shape) for mask in arrays})}; expected a single one."
-            )
+        arrays = [checks.dense(mask, "a mask") for mask in found]
+        shapes = sorted({tuple(mask.shape) for mask in arrays})
+        if len(shapes) > 1 or len(shapes[0]) != 2:
+            raise InputError(f"masks have shapes {shapes}; expected a single one, (H, W).")
+        for mask in arrays:
+            checks.same_device(arrays[0], mask, "a mask", "the first")
         masks = torch.stack(arrays)
-    stack = checks.tensor(masks, "masks")
+    stack = checks.dense(masks, "masks")
     if stack.ndim not in (3, 4) or stack.dtype != torch.bool:
         raise InputError(
             f"masks are {stack.dtype} {tuple(stack.shape)}; expected bool [B, M, H, W] or [M, H, W]. Threshold logits "

@@ -26,8 +26,13 @@ class Learned(nn.Module, Allocator):
 
     def _scene(self, *given: Any) -> tuple[Scene, bool]:
         scene, batched = super()._scene(*given)
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             checks.same_device(scene.relevance, parameter, type(self).__name__)
+            if not torch.isfinite(checks.values(parameter)).all():
+                raise InputError(
+                    f"{name} of {type(self).__name__} holds NaN or infinities; expected finite parameters. Load those "
+                    "of before it diverged, and train at a lower rate."
+                )
         return scene, batched
 
 
@@ -89,22 +94,26 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
 
     It is sigmoid((score - t) / temperature) with the threshold t at which the sum is right, found by bisection; the
     gradient is exact, by the implicit function theorem: it passes through t. As the temperature falls the result
-    approaches the indicator of the best `count`.
+    approaches the indicator of the best `count`. Infinite scores are those of very large ones; of integers it is fp32.
 
     Raises:
-        InputError: a count below 1 or above N, or a temperature that is not positive.
+        InputError: a count below 1 or above N, a temperature that is not positive, or scores that are no real numbers,
+            or NaN.
 
     Source: the entropy-regularised linear program of top-k; Cuturi et al., "Differentiable Ranks and Sorting using
         Optimal Transport" (2019); Amos et al., "The Limited Multi-Label Projection Layer" (2019).
     """
     temperature = checks.number(temperature, "temperature")
     checks.integer(count, "count", at_least=1)
+    scores = checks.real(scores, "scores")
+    kind = scores.dtype if scores.is_floating_point() else torch.float32
     if scores.ndim != 2 or count > scores.shape[1]:
         raise InputError(f"scores are {tuple(scores.shape)}; expected [B, N] with N of at least the count, {count}.")
     if temperature <= 0:
         raise InputError(f"temperature is {temperature}; expected a positive number.")
+    checks.no_nan(scores, "scores")
     if count == scores.shape[1]:
-        return torch.ones_like(scores)
+        return torch.ones_like(scores, dtype=kind)
     logits = (scores.double() / temperature).clamp(-1e30, 1e30)
     with torch.no_grad():
         last, next_ = torch.sort(logits, dim=1, descending=True).values[:, count - 1 : count + 1].chunk(2, dim=1)
@@ -124,4 +133,4 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
         share = slope / slope.sum(1, keepdim=True).clamp(min=1e-300)
     # The threshold's derivative without a value of its own.
     moved = (share * (logits - logits.detach())).sum(1, keepdim=True)
-    return torch.sigmoid(logits - threshold - moved).to(scores.dtype)
+    return torch.sigmoid(logits - threshold - moved).to(kind)

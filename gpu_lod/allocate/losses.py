@@ -25,17 +25,25 @@ def coverage_loss(
         bins: (rows, columns).
 
     Raises:
-        InputError: shapes that do not fit.
+        InputError: shapes that do not fit, no sites, or weights that are negative, not finite, or 0 for a whole image.
     """
     rows, columns = checks.size(bins)
-    weights = torch.ones_like(sites[..., 0]) if weights is None else weights
-    if sites.ndim not in (2, 3) or sites.shape[-1] < 2 or weights.shape != sites.shape[:-1]:
+    sites = _wide(sites, "sites")
+    weights = sites.new_ones(sites.shape[:-1]) if weights is None else _wide(weights, "weights")
+    if sites.ndim not in (2, 3) or sites.shape[-1] < 2 or weights.shape != sites.shape[:-1] or not weights.numel():
         raise InputError(
-            f"sites are {tuple(sites.shape)} and weights {tuple(weights.shape)}; expected [B, K, 3] and [B, K]."
+            f"sites are {tuple(sites.shape)} and weights {tuple(weights.shape)}; expected [B, K, 3] and [B, K], at "
+            "least one of each."
         )
+    checks.same_device(sites, weights, "weights", "the sites")
+    _no_negative(weights, "weights")
+    if not checks.values(weights).sum(-1).all():
+        raise InputError("weights are all 0 for an image; expected some that count. Leave that image out.")
+    kind = torch.promote_types(sites.dtype, weights.dtype)
+    sites, weights = sites.to(kind), weights.to(kind)
     by_column, by_row = (_shares(sites[..., axis], n) for axis, n in ((0, columns), (1, rows)))
     held = torch.einsum("...k,...kj,...ki->...ji", weights, by_row, by_column).flatten(-2)
-    held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
+    held = held / held.sum(-1, keepdim=True)
     return (rows * columns * held.square().sum(-1) - 1).mean()
 
 
@@ -54,10 +62,11 @@ def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor
     Units: of the centres; multiply normalised ones by (W, H) / max(W, H) for units of the longer side.
 
     Raises:
-        InputError: another shape, or a distance that is not positive.
+        InputError: another shape, no centres, or a distance that is not positive.
     """
     distance = checks.number(distance, "distance")
-    if centres.ndim not in (2, 3) or centres.shape[-1] != 2 or distance <= 0:
+    centres = _wide(centres, "centres")
+    if centres.ndim not in (2, 3) or centres.shape[-1] != 2 or not centres.numel() or distance <= 0:
         raise InputError(
             f"centres are {tuple(centres.shape)} and the distance {distance}; expected [B, V, 2] and a positive number."
         )
@@ -75,10 +84,30 @@ def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
     Convention: the gradient in a token's mass grows with how little it holds, so that dead ones come back.
 
     Raises:
-        InputError: a `least` outside (0, 1].
+        InputError: a `least` outside (0, 1], another shape, no tokens, or mass that is negative or not finite.
     """
     least = checks.number(least, "least")
     if not 0 < least <= 1:
         raise InputError(f"least is {least}; expected a part of the mean mass, above 0 and at most 1.")
+    mass = _wide(mass, "mass")
+    if mass.ndim not in (1, 2) or not mass.numel():
+        raise InputError(f"mass is {tuple(mass.shape)}; expected [B, K] or [K], at least one of each.")
+    _no_negative(mass, "mass")
     mean = mass.mean(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
     return (1 - mass / (least * mean)).clamp(min=0).square().mean()
+
+
+def _wide(value: torch.Tensor, name: str) -> torch.Tensor:
+    """Real numbers in fp32, or float64: sums of half precision are none, and cdist knows none."""
+    found = checks.real(value, name)
+    return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def _no_negative(value: torch.Tensor, name: str) -> None:
+    """They are read on the host: on a GPU that waits for the work that makes them."""
+    low, high = torch.aminmax(checks.values(value))
+    if not (low >= 0 and high < torch.inf):  # also NaN
+        raise InputError(
+            f"{name} from {float(low):g} to {float(high):g}; expected finite numbers of 0 or more. Clamp with "
+            ".clamp(min=0)."
+        )

@@ -59,13 +59,11 @@ class PseudoLogPolar(Learned):
         temperatures: tuple[float, float] = (1.0, 0.1),
     ) -> None:
         super().__init__(budget, patch, pool)
-        fovea, sigma = checks.number(fovea, "fovea"), checks.number(sigma, "sigma")
+        fovea = checks.between(fovea, "fovea", 0, 1)
+        sigma = checks.between(sigma, "sigma", 1e-4, 10)  # closer, and fp32 cannot tell centres apart
         self.temperatures = checks.numbers(temperatures, "temperatures", 2)
-        if not 0 <= fovea <= 1 or sigma <= 0 or min(self.temperatures) <= 0:
-            raise InputError(
-                f"fovea is {fovea}, sigma {sigma}, and the temperatures are {self.temperatures}; expected a share from "
-                "0 to 1, and positive numbers."
-            )
+        if min(self.temperatures) <= 0:
+            raise InputError(f"the temperatures are {self.temperatures}; expected positive numbers.")
         self.offsets = nn.Parameter(_start(self.budget, round(fovea * self.budget), sigma).float())
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

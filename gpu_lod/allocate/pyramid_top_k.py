@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, coarser, ordered, register
 from gpu_lod.errors import InputError
 
@@ -34,18 +36,21 @@ class PyramidTopK(Allocator):
         split: Sequence[int] | None = None,
     ) -> None:
         super().__init__(budget, patch, pool)
-        self.weights = tuple(float(weight) for weight in weights)
-        if not self.weights or not all(0 < weight < float("inf") for weight in self.weights):
+        each: Any = weights
+        if isinstance(each, torch.Tensor):
+            each = each.tolist()
+        if not isinstance(each, (list, tuple)) or not each:
             raise InputError(f"weights are {weights!r}; expected a positive number for each level, finest first.")
+        self.weights = tuple(checks.between(weight, "a level's weight", 1e-6, 1e6) for weight in each)
         # Raising a cell must not lift its parent more than itself.
         self.monotone = all(fine >= coarse for fine, coarse in pairwise(self.weights))
-        self.split = None if split is None else tuple(split)
-        if self.split is not None and (
-            len(self.split) != len(self.weights) or sum(self.split) != budget or min(self.split) < 0
-        ):
-            raise InputError(
-                f"split is {self.split}; expected {len(self.weights)} counts, coarsest first, that sum to {budget}."
-            )
+        self.split: tuple[int, ...] | None = None
+        if split is not None:
+            if not isinstance(split, (list, tuple)) or len(split) != len(self.weights):
+                raise InputError(f"split is {split!r}; expected {len(self.weights)} counts, coarsest first.")
+            self.split = tuple(checks.integer(count, "a level's count", at_least=0) for count in split)
+            if sum(self.split) != budget:
+                raise InputError(f"split is {self.split}; expected counts that sum to {budget}.")
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         if self.split is not None and sum(self.split) != self.budget:

@@ -9,6 +9,9 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
 
+MOST_SEED = 2**64 - 1
+"""That torch's generators take."""
+
 
 @register
 class Random(Allocator):
@@ -21,7 +24,7 @@ class Random(Allocator):
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", seed: int = 0) -> None:
         super().__init__(budget, patch, pool)
-        self.seed = checks.integer(seed, "seed", at_least=0)
+        self.seed = checks.integer(seed, "seed", at_least=0, at_most=MOST_SEED)
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         cells = scene.grid[0] * scene.grid[1]

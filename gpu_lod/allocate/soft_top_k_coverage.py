@@ -12,7 +12,6 @@ from gpu_lod import checks
 from gpu_lod.allocate.base import Pool, Scene, ordered, register
 from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.stratified import ranks_within, room_in, strata_of
-from gpu_lod.errors import InputError
 
 
 @register
@@ -50,13 +49,10 @@ class SoftTopKCoverage(Learned):
     ) -> None:
         super().__init__(budget, patch, pool)
         self.bins = checks.size(bins)
-        strength, temperature = checks.number(strength, "strength"), checks.number(temperature, "temperature")
-        if strength < 0 or temperature <= 0:
-            raise InputError(
-                f"strength is {strength} and temperature {temperature}; expected 0 or more, and a positive number."
-            )
-        self.strength = nn.Parameter(torch.tensor(strength))
-        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+        strength = checks.between(strength, "strength", 0, 1e6)
+        temperature = checks.between(temperature, "temperature", 1e-6, 1e6)
+        self.strength = nn.Parameter(torch.tensor(strength, dtype=torch.float32))
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), dtype=torch.float32))
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         worth, soft = self._soft(scene)

@@ -55,15 +55,13 @@ class SoftVortex(Learned):
     ) -> None:
         super().__init__(budget, patch, pool)
         checks.integer(vortices, "vortices", at_least=1, at_most=1024)
-        radius, twist, self.width = (
-            checks.number(value, name) for value, name in ((radius, "radius"), (twist, "twist"), (width, "width"))
-        )
-        if radius <= 0 or self.width <= 0:
-            raise InputError(f"radius is {radius} and width {self.width}; expected positive numbers.")
+        radius = checks.between(radius, "radius", 1e-6, 1e6)
+        twist = checks.between(twist, "twist", -1e3, 1e3)
+        self.width = checks.between(width, "width", 1e-6, 1e6)
         self.centre_logits = nn.Parameter(even_points(vortices).logit().float())
-        self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius)))
-        self.strengths = nn.Parameter(torch.ones(vortices))
-        self.twists = nn.Parameter(torch.full((vortices,), twist))
+        self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius), dtype=torch.float32))
+        self.strengths = nn.Parameter(torch.ones(vortices, dtype=torch.float32))
+        self.twists = nn.Parameter(torch.full((vortices,), twist, dtype=torch.float32))
 
     @property
     def centres(self) -> torch.Tensor:
@@ -85,7 +83,13 @@ class SoftVortex(Learned):
         relevance = ((parts * (amounts - least)).sum(-1, keepdim=True) / total + least)[..., 0]
         scores, weights = by_score(relevance, parts / total)
         places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
-        centre = (weights @ places).clamp(0, 1)  # rounding may step over the edge
+        with torch.autocast(scene.device.type, enabled=False):
+            centre = (weights @ places).clamp(0, 1)  # rounding may step over the edge
+        if not torch.isfinite(checks.values(centre)).all():
+            raise InputError(
+                "the radii or twists of SoftVortex are so large that its sites are NaN. Load parameters of before they "
+                "diverged, and train at a lower rate."
+            )
         levels = -0.5 * weights.square().sum(-1, keepdim=True).log2()
         return torch.cat([centre, levels.clamp(min=0)], dim=-1), scores, weights
 
@@ -96,7 +100,7 @@ class SoftVortex(Learned):
         count = len(self.log_radii)
         vortex = index % count
         members = (self.budget - 1 - vortex) // count + 1
-        depth = (index // count + 0.5) / members
+        depth = ((index // count).float() + 0.5) / members
         radii = (self.log_radii.float()[vortex] + (1 - depth) * math.log(INNERMOST)).exp()
         angle = 2 * math.pi * self.twists.float()[vortex] * depth
         direction = torch.stack([angle.cos(), angle.sin()], dim=-1)

@@ -58,7 +58,7 @@ class TokenDAG(Allocator):
         max_level: int | None = None,
     ) -> None:
         super().__init__(budget, patch, pool)
-        self.continuous = bool(continuous)
+        self.continuous = checks.flag(continuous, "continuous")
         self.max_level = None if max_level is None else checks.integer(max_level, "max_level", at_least=0)
 
     def errors(self, image: Any) -> tuple[torch.Tensor, ...]:

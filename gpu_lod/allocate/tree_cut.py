@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_lod import checks
 from gpu_lod.allocate.base import Scene, coarser, ordered, places
 from gpu_lod.errors import InputError
 
@@ -27,7 +28,7 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
     """Split the nodes of a quadtree in the order of their benefit for as long as the budget lasts.
 
     Shape: `benefits[l - 1]` is [B, h_l, w_l], the benefit of splitting each node of level l = 1, 2, ... up to the root
-        (1 x 1); detail is [B, Hg, Wg].
+        (1 x 1), or to `max_level` at least; detail is [B, Hg, Wg]. Any real numbers, infinities too.
     Convention: node (l, y, x) covers cells [y 2^l, (y+1) 2^l) x [x 2^l, (x+1) 2^l) of the grid, clipped, and has 1 to 4
         children; splitting it costs as many tokens as it has children, less one. Benefits are max-propagated up the
         tree first, so that no parent ranks below its child. Inner nodes are sorted by benefit, coarse before fine, row
@@ -40,21 +41,31 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
         max_level: the level of the roots; None is the level with a single one.
 
     Raises:
-        InputError: more roots than K, or a K larger than the number of cells.
+        InputError: more roots than K, or a K larger than the number of cells; shapes that are no quadtree's; NaN.
 
     Source: best-first refinement as in Luebke et al., "Level of Detail for 3D Graphics" (2003), section 4.3.
     """
+    checks.integer(budget, "budget", at_least=1)
+    detail = _numbers(detail, "detail")
+    if detail.ndim != 3 or 0 in detail.shape[1:]:
+        raise InputError(f"detail is {tuple(detail.shape)}; expected [B, Hg, Wg], a number for each cell of the grid.")
     batch, height, width = detail.shape
-    top = len(benefits) if max_level is None else min(max_level, len(benefits))
-    sizes = [(-(-height // 2**level), -(-width // 2**level)) for level in range(top + 1)]
+    root = (max(height, width) - 1).bit_length()
+    top = root if max_level is None else min(checks.integer(max_level, "max_level", at_least=0), root)
+    sizes = [(-(-height // 2**level), -(-width // 2**level)) for level in range(root + 1)]
+    benefits = _checked(benefits, detail, sizes, top)
+    sizes = sizes[: top + 1]
     roots = sizes[top][0] * sizes[top][1]
     if budget > height * width:
-        raise InputError(f"the budget is {budget}, and the grid of {height} x {width} has {height * width} cells.")
+        raise InputError(
+            f"the budget is {budget}, and the grid of {height} x {width} has {height * width} cells. Use a larger "
+            "image, smaller patches, or a smaller budget."
+        )
     if roots > budget:
         raise InputError(
             f"{roots} roots of level {top} are more than the budget of {budget}. Raise max_level, or the budget."
         )
-    gains = _propagated(benefits[:top])
+    gains = _propagated(benefits)
     order_of = [gain.flatten(1) for gain in reversed(gains)]
     split_at = [torch.zeros(batch, h, w, dtype=torch.bool, device=detail.device) for h, w in sizes]
     left = torch.full((batch,), budget - roots, device=detail.device)
@@ -74,6 +85,34 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
         reached = torch.ones_like(split_at[level]) if level == top else children(split_at[level + 1], size)
         leaves.append(reached & ~split_at[level])
     return Cut(tuple(leaves), best(detail, ~leaves[0], left))
+
+
+def _numbers(value: torch.Tensor, name: str) -> torch.Tensor:
+    """Integers have no -inf, which the propagation pads with."""
+    found = checks.real(value, name)
+    checks.no_nan(found, name)
+    return found if found.is_floating_point() else found.double()
+
+
+def _checked(
+    benefits: Sequence[torch.Tensor], detail: torch.Tensor, sizes: Sequence[tuple[int, int]], top: int
+) -> list[torch.Tensor]:
+    """Those of levels 1 to `top`, of a tree whose levels have these sizes."""
+    if not isinstance(benefits, (list, tuple)) or not top <= len(benefits) < len(sizes):
+        count = str(top) if top == len(sizes) - 1 else f"{top} to {len(sizes) - 1}"
+        came = f"{len(benefits)} levels" if isinstance(benefits, (list, tuple)) else f"a {type(benefits).__name__}"
+        raise InputError(
+            f"benefits are {came}; expected a list of {count} tensors, one for each level above a grid of {sizes[0]}."
+        )
+    found = [_numbers(values, f"benefits[{index}]") for index, values in enumerate(benefits[:top])]
+    for index, values in enumerate(found):
+        if tuple(values.shape) != (len(detail), *sizes[index + 1]):
+            raise InputError(
+                f"benefits[{index}] is {tuple(values.shape)}; expected {(len(detail), *sizes[index + 1])}, the nodes "
+                f"of level {index + 1} above a grid of {sizes[0]}."
+            )
+        checks.same_device(detail, values, f"benefits[{index}]", "detail")
+    return found
 
 
 def _propagated(benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
 from gpu_lod.allocate.stratified import best_of_each
 from gpu_lod.allocate.voronoi import distances
-from gpu_lod.errors import InputError
 
 
 @register
@@ -32,9 +31,7 @@ class VortexField(Allocator):
     ) -> None:
         super().__init__(budget, patch, pool)
         self.vortices = checks.integer(vortices, "vortices", at_least=1, at_most=1024)
-        self.radius = checks.number(radius, "radius")
-        if self.radius <= 0:
-            raise InputError(f"radius is {radius}; expected a positive part of the longer side.")
+        self.radius = checks.between(radius, "radius", 1e-6, 1e6)
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])

@@ -13,7 +13,6 @@ from gpu_lod.allocate.base import Pool, Scene, ordered, register
 from gpu_lod.allocate.learned import Learned, even_points, log_relevance, soft_top_k
 from gpu_lod.allocate.losses import repulsion_loss
 from gpu_lod.allocate.voronoi import distances
-from gpu_lod.errors import InputError
 
 
 @register
@@ -48,13 +47,12 @@ class VortexLearned(Learned):
     ) -> None:
         super().__init__(budget, patch, pool)
         checks.integer(vortices, "vortices", at_least=1, at_most=1024)
-        radius, temperature = checks.number(radius, "radius"), checks.number(temperature, "temperature")
-        if radius <= 0 or temperature <= 0:
-            raise InputError(f"radius is {radius} and temperature {temperature}; expected positive numbers.")
+        radius = checks.between(radius, "radius", 1e-6, 1e6)
+        temperature = checks.between(temperature, "temperature", 1e-6, 1e6)
         self.centre_logits = nn.Parameter(even_points(vortices).logit().float())
-        self.log_strengths = nn.Parameter(torch.zeros(vortices))
-        self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius)))
-        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature)))
+        self.log_strengths = nn.Parameter(torch.zeros(vortices, dtype=torch.float32))
+        self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius), dtype=torch.float32))
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), dtype=torch.float32))
 
     @property
     def centres(self) -> torch.Tensor:
