@@ -40,7 +40,8 @@ def cortical_sites(
         fp32, on the fixation's device.
 
     Raises:
-        InputError: a fixation outside [0, 1] or not finite, a budget, size, patch or e0 that is not positive.
+        InputError: a fixation outside [0, 1] or not finite, a budget, size, patch or e0 that is not positive; or
+            an image so long, or an e0 so far from its sides, that there are too many sites to choose from.
 
     Source: Vogel, "A Better Way to Construct the Sunflower Head" (1979), for the spiral; Schwartz (1980) for M.
     """
@@ -68,38 +69,116 @@ def sites_about(
     points: torch.Tensor, budget: int, size: tuple[int, int], patch: int, e0: float | torch.Tensor
 ) -> torch.Tensor:
     """[B, K, 3] in float64; points [B, 2] are too, and e0 may be [B, 1]."""
-    longer = max(size)
     box = box_of(points, size)
-    candidates = 2 * budget + 16
-    while True:
-        index = torch.arange(candidates, dtype=torch.float64, device=points.device)
-        angle = index * GOLDEN_ANGLE
-        direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
-        with torch.no_grad():
-            # A site is inside the image once the density is large enough; rays that leave at once never are.
-            order = _enters(points, index, direction[None], box, e0).argsort(dim=1, stable=True)
-        # Between the last site that is let in and the next. Only these two carry a gradient.
-        edge = order[:, budget - 1 : budget + 1]
-        density = _enters(points, index[edge], direction[edge], box, e0).mean(dim=1)
-        # No later site may be inside: the image's farthest point bounds them.
-        farthest = torch.maximum(points, 1 - points) * box
-        needed = density[:, None] * magnified(farthest.norm(dim=1, keepdim=True), e0) + 1
-        if bool(torch.isfinite(needed).all()) and float(needed.detach().max()) <= candidates:
-            break
-        candidates *= 2
+    with torch.no_grad():
+        index, enters, _ = first_to_enter(
+            points, box, budget, e0 if isinstance(e0, torch.Tensor) else points.new_full((1, 1), e0)
+        )
+        order = index.gather(1, enters[:, 0].argsort(dim=1, stable=True)[:, : budget + 1])
+    # Between the last site that is let in and the next. Only these two carry a gradient.
+    edge = order[:, budget - 1 :]
+    density = ((edge + 0.5) / magnified(reach(points, direction_of(edge), box), e0)).mean(dim=1)
     chosen = order[:, :budget].sort(dim=1).values
     radius = eccentricity((chosen + 0.5) / density[:, None], e0)
-    at = points[:, None] + radius[..., None] * direction[chosen] / box
+    at = points[:, None] + radius[..., None] * direction_of(chosen) / box
     spacing = (radius + e0) * (2 * math.pi / density[:, None]).sqrt()
-    level = (longer * spacing / patch).log2().clamp(min=0)
+    level = (max(size) * spacing / patch).log2().clamp(min=0)
     return torch.cat([at.clamp(0, 1), level[..., None]], dim=-1)  # rounding may step over the edge
 
 
-def _enters(
-    points: torch.Tensor, index: torch.Tensor, direction: torch.Tensor, box: torch.Tensor, e0: float | torch.Tensor
-) -> torch.Tensor:
-    """[B, N] the density from which on a site of the spiral is inside the image; direction is [B or 1, N, 2]."""
-    return (index + 0.5) / magnified(reach(points, direction, box), e0)
+def first_to_enter(
+    points: torch.Tensor, box: torch.Tensor, budget: int, e0: torch.Tensor, limit: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sites among which, for each e0 [B or 1, T], are the K + 1 that are inside the image from the least densities on:
+    indices [B, N], the densities [B, T, N], and that of the K-th and of the one after it, [B, T, 2].
+
+    Convention: some may be of index inf, and enter at inf: rows with fewer sites than the others have them.
+
+    Args:
+        limit: [B, T] about what the last of the densities are, where the caller knows.
+    """
+    e0 = e0.expand(len(points), -1)
+    if limit is None:
+        # What an even spread would need, and some sites more.
+        turn, weight = _turns(box)
+        limit = (budget + 8) / (magnified(reach(points, turn, box)[:, None], e0[..., None]) @ weight)
+    limit = 1.1 * limit
+    for _ in range(_ATTEMPTS):
+        index, edge = _candidates(points, box, limit, e0)
+        # Any K + 1 sites tell of a density that is enough; where these are too dear, all that need less are among the
+        # next ones.
+        enough = torch.full_like(limit, math.inf)
+        if index.shape[1] > budget:
+            enters = (index[:, None] + 0.5) / magnified(edge[:, None], e0[..., None])
+            least = enters.topk(budget + 1, largest=False, sorted=False).values
+            last = least.topk(2).values.flip(-1)
+            enough = last[..., 1]
+            if bool((enough <= limit).all()):
+                return index, enters, last
+        limit = torch.where(enough <= limit, limit, enough.minimum(4 * limit))
+    raise InputError(
+        f"No density has {budget} sites inside an image of {_sides(box)}. Pass a smaller budget, or a larger image."
+    )
+
+
+_ATTEMPTS, _BLOCK, _MOST = 16, 2**15, 2**29
+
+
+def _turns(box: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Directions [1, N, 2] of all turns, close together along the axes as long images need it, and their shares."""
+    decades = 1.5 - math.log10(float(box.min()))
+    angle = torch.logspace(-decades, decades, 32, dtype=box.dtype, device=box.device).atan()
+    border = torch.cat([angle.new_zeros(1), (angle[1:] + angle[:-1]) / 2, angle.new_tensor([math.pi / 2])])
+    quarter = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    signs = quarter.new_tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]])
+    return (quarter * signs[:, None]).view(1, -1, 2), (border.diff() / (2 * math.pi)).repeat(4)
+
+
+def _candidates(
+    points: torch.Tensor, box: torch.Tensor, limit: torch.Tensor, e0: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices [B, N] of all sites that are inside the image at one of its pairs of density and e0, [B, T], and of a few
+    others; and how far it is to the edge in the direction of each.
+
+    Convention: of most directions in a long image, those that leave it at once, it takes the first few sites alone.
+    """
+    short = float(box.min())
+    radii = torch.logspace(math.log10(short / 16), math.log10(1.5), 64, dtype=box.dtype, device=box.device)
+    # How many sites of the spiral are within each radius at most. It grows with the radius, but for rounding.
+    most = ((limit[..., None] * magnified(radii, e0[..., None])).amax(1) * (1 + 1e-6)).cummax(dim=1).values
+    farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1, keepdim=True) * (1 + 1e-6)
+    count = float(most.gather(1, torch.bucketize(farthest, radii)).max())
+    if not count < _MOST:
+        raise InputError(
+            f"An image of {_sides(box)} with an e0 of {float(e0.max()):g} has more than {_MOST} sites to choose from; "
+            "expected a shorter image, or an e0 nearer to its sides. Pass a smaller budget, or the image in parts."
+        )
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for start in range(0, math.ceil(count), _BLOCK):
+        index = torch.arange(start, min(start + _BLOCK, math.ceil(count)), dtype=box.dtype, device=box.device)
+        beyond = int((most < start).sum(1).min())
+        if beyond:
+            # Only directions close to the longer side's leave the image beyond a radius with fewer sites than that.
+            half = index * (GOLDEN_ANGLE / math.pi) - (0.5 if box[0] < box[1] else 0)
+            index = index[(half - half.round()).abs() <= short / float(radii[beyond - 1]) / 2 + 1e-6]
+        edge = reach(points, direction_of(index)[None], box)
+        wanted = index + 0.5 <= most.gather(1, torch.bucketize(edge, radii))
+        row, order = torch.where(wanted, index, math.inf).sort(dim=1)
+        held = int(wanted.sum(1).max())
+        found.append((row[:, :held], edge.gather(1, order[:, :held])))
+    rows, edges = zip(*found, strict=True)
+    return torch.cat(rows, dim=1), torch.cat(edges, dim=1)
+
+
+def _sides(box: torch.Tensor) -> str:
+    height, width = box.flip(0).tolist()
+    return f"{height:g} x {width:g} (height x width, in units of the longer side)"
+
+
+def direction_of(index: torch.Tensor) -> torch.Tensor:
+    """[..., 2] of sites of the spiral."""
+    angle = index * GOLDEN_ANGLE
+    return torch.stack([angle.cos(), angle.sin()], dim=-1)
 
 
 def box_of(points: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -131,7 +210,7 @@ def eccentricity(n: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         # Newton on s = ln(1 + u), in which N is s + exp(-s) - 1: convex, so that it falls to the root from the right.
         s = n + (2 * n).sqrt()
-        for _ in range(40):
+        for _ in range(10):  # from the seventh on, only rounding changes
             s = s - (s + torch.expm1(-s) - n) / -torch.expm1(-s)
     # One more step carries the gradient.
     s = s - (s + torch.expm1(-s) - n) / -torch.expm1(-s)

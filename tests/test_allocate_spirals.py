@@ -77,6 +77,20 @@ def test_few_sites_in_a_long_picture() -> None:
         assert torch.equal(alone.sites, together.sites[image])
 
 
+@pytest.mark.parametrize("size", [(3, 2000), (2000, 3), (8, 4000)])
+def test_long_pictures_have_their_share_too(size: tuple[int, int]) -> None:
+    """Nearly all candidates leave them at once; the fovea's share is exact, and each image's its own."""
+    allocator = lod.allocate.LogPolar(273, 7)
+    fixation = torch.tensor([[0, 0], [0.5, 0.5], [0.31, 0.9], [1, 0.4]])
+    relevance = torch.rand(4, *size)
+    together = allocator(relevance=relevance, fixation=fixation).sites
+    away = (at(together, size) - at(fixation, size)[:, None]).norm(dim=-1)
+    assert ((away <= 0.1).sum(1) == 82).all()
+    for image in range(4):
+        assert len(together[image, :, :2].unique(dim=0)) == 273
+        assert torch.equal(allocator(relevance=relevance[image], fixation=fixation[image]).sites, together[image])
+
+
 def test_cortical_sites_with_another_e0() -> None:
     """The sites of the verb, levels too, with the e0 that scores tell of."""
     allocator = lod.allocate.LogPolar(273, 16)
@@ -412,6 +426,8 @@ def test_a_bank_of_blends() -> None:
         (lambda: lod.allocate.TokenBank(Seven(), 20)(relevance=torch.rand(2, 4, 5)), "made for 7 tokens"),
         (lambda: lod.allocate.LogPolar(9, fovea=1.5), r"in \[0, 1\]"),
         (lambda: lod.allocate.LogPolar(9, radius=0.0), "positive"),
+        (lambda: lod.allocate.LogPolar(9, radius=1e-4), "0.001 to 10"),
+        (lambda: lod.allocate.LogPolar(7, radius=1e300), "0.001 to 10"),
         (lambda: lod.allocate.Spiral(9, kind="square"), "'golden', 'archimedean', 'fibonacci'"),  # type: ignore
         (lambda: lod.allocate.Spiral(9, peaks=0), "peaks"),
         (lambda: lod.allocate.Whirlwind(9, floor=0.0), "positive"),

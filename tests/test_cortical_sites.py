@@ -110,6 +110,27 @@ def test_batches_are_their_images() -> None:
         assert torch.equal(lod.cortical_sites(one, 64, (480, 640)), sites)
 
 
+@pytest.mark.parametrize("size", [(3, 500), (500, 3), (1, 400), (40, 90), (64, 64)])
+@pytest.mark.parametrize(("budget", "e0"), [(1, 0.05), (7, 0.001), (100, 0.01), (100, 10.0), (2000, 0.0001)])
+def test_the_first_to_enter_of_all_sites(size: tuple[int, int], budget: int, e0: float) -> None:
+    """Against a search among all that could be inside, none left out."""
+    fixation = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.31, 0.9], [1.0, 0.4]], dtype=torch.float64)
+    box = torch.tensor([size[1], size[0]], dtype=torch.float64) / max(size)
+    index = torch.arange(2**18, dtype=torch.float64)
+    angle = index * math.pi * (3 - math.sqrt(5))
+    way = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    found = lod.cortical_sites(fixation.float(), budget, size, e0=e0).double()
+    for point, sites in zip(fixation.float().double(), found, strict=True):
+        ahead = (torch.where(way > 0, (1 - point) * box, point * box) / way.abs()).nan_to_num(math.inf)
+        enters = (index + 0.5) / magnified(ahead.amin(-1), e0)
+        inside = enters.argsort()[: budget + 1]
+        density = enters[inside[-2:]].mean()
+        assert float(density * magnified((torch.maximum(point, 1 - point) * box).norm(), e0)) < len(index)
+        first = inside[:-1].sort().values
+        radius = eccentricity((first + 0.5) / density, e0)[:, None]
+        assert torch.allclose(sites[:, :2], point + radius * way[first] / box, atol=1e-5)
+
+
 def test_the_inverse() -> None:
     n = torch.logspace(-9, 2, 200, dtype=torch.float64)
     for e0 in (0.01, 0.05, 1.0):
@@ -142,6 +163,8 @@ def test_gradients_pass_to_the_fixation() -> None:
         ({"patch": 0}, "patch"),
         ({"e0": 0.0}, "e0"),
         ({"e0": math.inf}, "finite"),
+        ({"e0": 1e300}, "e0 of 1e\\+300"),
+        ({"size": (1, 10**9)}, "in parts"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], words: str) -> None:

@@ -9,12 +9,15 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
-from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, magnified, reach, sites_about
+from gpu_lod.cortical_sites import box_of, first_to_enter, magnified, sites_about
 from gpu_lod.errors import InputError
 
 E0_RANGE = 1e-3, 1e3
 """Eccentricities of half magnification that are tried, in units of the fovea's radius: from a density of nearly
 1 / e^2 to one that is all but even."""
+
+RADIUS_RANGE = 1e-3, 10.0
+"""Of the fovea: below, fp32 no longer tells its sites apart; above, it is more than any picture."""
 
 _TRIED, _ROUNDS = 32, 3
 """How many of them at once, and how often, each time between the two that the number asked for lies between. In the
@@ -38,7 +41,7 @@ class LogPolar(Allocator):
 
     Args:
         fovea: the share of the tokens that are in the fovea, in [0, 1].
-        radius: of the fovea.
+        radius: of the fovea, in `RADIUS_RANGE`.
         Without a fixation, the peak of relevance is one (`find_fixations`).
 
     Source: Schwartz (1980) for M; Vogel (1979) for the spiral; see `cortical_sites`.
@@ -54,8 +57,12 @@ class LogPolar(Allocator):
         self.radius = checks.number(radius, "radius")
         if not 0 <= self.fovea <= 1:
             raise InputError(f"fovea is {fovea}; expected a share of the tokens, in [0, 1].")
-        if self.radius <= 0:
-            raise InputError(f"radius is {radius}; expected a positive part of the longer side.")
+        low, high = RADIUS_RANGE
+        if not low <= self.radius <= high:
+            raise InputError(
+                f"radius is {radius}; expected a positive part of the longer side, {low:g} to {high:g}. From 1.5 on "
+                "the fovea is the whole picture, wherever the fixation is."
+            )
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
@@ -75,36 +82,23 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
         end of the range has fewer than wanted, and the other as many or more, there is an e0 between with the number.
     """
     box = box_of(points, size)
-    farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1)[:, None, None]
-    # Of an even density, as many sites are in the circle about the picture; any other needs fewer candidates.
-    circle = math.pi * float(farthest.max()) ** 2 / float(box.prod())
-    index, edge = _candidates(points, box, math.ceil(1.1 * budget * circle) + 16)
-    border = edge.new_tensor(radius)
-    tried = edge.new_tensor([math.log(end * radius) for end in E0_RANGE]).expand(len(points), 2)
-    part = torch.linspace(0, 1, _TRIED, dtype=edge.dtype, device=edge.device)
+    border = points.new_tensor(radius)
+    tried = points.new_tensor([math.log(end * radius) for end in E0_RANGE]).expand(len(points), 2)
+    part = torch.linspace(0, 1, _TRIED, dtype=points.dtype, device=points.device)
+    limit = None
     for _ in range(_ROUNDS):
         tried = torch.lerp(tried[:, :1], tried[:, -1:], part)
-        e0 = tried.exp()[..., None]
-        while True:
-            enters = (index + 0.5) / magnified(edge[:, None], e0)
-            density = enters.topk(budget + 1, largest=False).values[..., -2:].mean(-1, keepdim=True)
-            # With a few sites in a long picture, chance may ask for more of them.
-            if float((density * magnified(farthest, e0)).max()) + 1 <= len(index):
-                break
-            index, edge = _candidates(points, box, 2 * len(index))
-        within = ((enters <= density) & (index + 0.5 <= density * magnified(border, e0))).sum(-1)
+        index, enters, last = first_to_enter(points, box, budget, tried.exp(), limit)
+        density = last.mean(-1, keepdim=True)
+        near = index[:, None] + 0.5 <= density * magnified(border, tried.exp()[..., None])
+        within = ((enters <= density) & near).sum(-1)
         ends = [(within > count).sum(1) - 1, _TRIED - (within < count).sum(1)]
         error = (within - count).abs()
         best = error == error.amin(1, keepdim=True)
         # The middle of those that do, so that no site is at the border itself.
         middle = (best.cumsum(1) >= (best.sum(1, keepdim=True) + 1) // 2).byte().argmax(1, keepdim=True)
         found = tried.gather(1, middle)
-        tried = tried.gather(1, torch.stack(ends, dim=1).clamp(0, _TRIED - 1))
+        between = torch.stack(ends, dim=1).clamp(0, _TRIED - 1)
+        tried, limits = tried.gather(1, between), last[..., 1].log().gather(1, between)
+        limit = torch.lerp(limits[:, :1], limits[:, -1:], part).exp()
     return found.exp()
-
-
-def _candidates(points: torch.Tensor, box: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sites of the spiral [N], and how far it is to the picture's edge in the direction of each, [B, N]."""
-    index = torch.arange(count, dtype=torch.float64, device=points.device)
-    angle = index * GOLDEN_ANGLE
-    return index, reach(points, torch.stack([angle.cos(), angle.sin()], dim=-1)[None], box)
