@@ -54,7 +54,10 @@ class PyramidTopK(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         if self.split is not None and sum(self.split) != self.budget:
-            raise InputError(f"split is {self.split}, which sums to {sum(self.split)}; the budget is {self.budget}.")
+            raise InputError(
+                f"split is {self.split}, which sums to {sum(self.split)}; the budget is {self.budget}. Make it with "
+                f"budget={self.budget} and a split that sums to that."
+            )
         values, levels = scene.amounts(), []
         for level, weight in enumerate(self.weights):
             if level:
