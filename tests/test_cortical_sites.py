@@ -128,7 +128,8 @@ def test_the_first_to_enter_of_all_sites(size: tuple[int, int], budget: int, e0:
         assert float(density * magnified((torch.maximum(point, 1 - point) * box).norm(), e0)) < len(index)
         first = inside[:-1].sort().values
         radius = eccentricity((first + 0.5) / density, e0)[:, None]
-        assert torch.allclose(sites[:, :2], point + radius * way[first] / box, atol=1e-5)
+        # The density is the edge's, and as rounded where e is 1e-4 e0. Another site would be far more astray.
+        assert torch.allclose(sites[:, :2], point + radius * way[first] / box, atol=1e-4)
 
 
 def test_the_inverse() -> None:
