@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_lod as lod
-from gpu_lod.cortical_sites import eccentricity, magnified
+from gpu_lod.cortical_sites import box_of, eccentricity, first_to_enter, magnified
 from gpu_lod.errors import InputError
 
 unit = st.floats(0, 1)
@@ -128,7 +128,17 @@ def test_the_first_to_enter_of_all_sites(size: tuple[int, int], budget: int, e0:
         assert float(density * magnified((torch.maximum(point, 1 - point) * box).norm(), e0)) < len(index)
         first = inside[:-1].sort().values
         radius = eccentricity((first + 0.5) / density, e0)[:, None]
-        assert torch.allclose(sites[:, :2], point + radius * way[first] / box, atol=1e-5)
+        # The density is the edge's, and as rounded where e is 1e-4 e0. Another site would be far more astray.
+        assert torch.allclose(sites[:, :2], point + radius * way[first] / box, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.5, 0.95, 3.0])
+def test_a_wrong_guess_of_the_density_is_found_out(share: float) -> None:
+    points = torch.rand(5, 2, dtype=torch.float64)
+    box, e0 = box_of(points, (3, 700)), torch.tensor([[0.01, 0.1, 1.0]], dtype=torch.float64)
+    _, _, expected = first_to_enter(points, box, 50, e0)
+    _, _, found = first_to_enter(points, box, 50, e0, share * expected[..., 1])
+    assert torch.equal(found, expected)
 
 
 def test_the_inverse() -> None:
