@@ -46,6 +46,8 @@ _LUMA = (0.299, 0.587, 0.114)
 _PAIRS = ((1, 3), (2, 4), (3, 5))
 """Centre and surround of the saliency, levels of the Gaussian pyramid."""
 BANDS = 4
+AT_ONCE = 2**20
+"""Pixels whose saliency is worked on at a time, on a CPU."""
 LEVELS = 6
 """Of the Gaussian pyramid: to the coarsest surround, and one below the last band."""
 
@@ -365,8 +367,12 @@ def _channels(
 
 def saliency_map(image: torch.Tensor) -> torch.Tensor:
     """Channel 5 alone, [B, H, W] of images [B, C, H, W], in plain torch: an eighth of the work of all channels."""
-    work = image.dtype if image.dtype in (torch.float32, torch.float64) else torch.float32
     height, width = image.shape[-2:]
+    at_once = max(1, AT_ONCE // (height * width))
+    if image.device.type == "cpu" and image.shape[0] > at_once:
+        # Fresh memory for the temporaries of a whole batch costs a CPU three times the work.
+        return torch.cat([saliency_map(part) for part in image.split(at_once)])
+    work = image.dtype if image.dtype in (torch.float32, torch.float64) else torch.float32
     levels = gaussian_chain(_luma(_unit(image, work)), min(LEVELS, len(burt_sizes(height, width))))
     return _centre_surround(levels, height, width)[:, 0]
 

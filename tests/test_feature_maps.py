@@ -533,3 +533,12 @@ def test_the_comparer_can_say_no() -> None:
         maps[where][0, 5, 7] += 100 * TOLERANCES["features"][torch.float32] * max(1.0, float(maps[where].max()))
         with pytest.raises(AssertionError, match=name):
             check(maps, expected)
+
+
+def test_the_saliency_alone_is_channel_5_whatever_is_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.rand(5, 3, 37, 29)
+    expected = lod.feature_maps(image, backend="torch")[:, 5]
+    for at_once in (1, 37 * 29 * 2, 2**20):
+        monkeypatch.setattr(sys.modules["gpu_lod.feature_maps"], "AT_ONCE", at_once)
+        found = sys.modules["gpu_lod.feature_maps"].saliency_map(image)
+        assert torch.allclose(found, expected, atol=1e-6)
