@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from PIL import Image
+
 SERVER = """
 import json, os, sys
 import gpu_lod.cli, gpu_lod.commands
@@ -76,3 +79,11 @@ def refused(folder: Path, *cases: tuple[str, int, str], env: dict[str, str] | No
         else:
             assert result.stderr.startswith("gpu-lod: ") and result.stderr.count("\n") == 1, (arguments, result.stderr)
             assert message in result.stderr
+
+
+def cat(folder: Path) -> Path:
+    """An RGB picture of 37 x 26."""
+    values = torch.rand(26, 37, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
+    path = folder / "cat.png"
+    Image.fromarray(values.numpy()).save(path)
+    return path

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scripts
 import torch
-from command_line import done, refused, run, serving
+from command_line import cat, done, refused, run, serving
 from PIL import Image
 
 import gpu_lod as lod
@@ -32,11 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
-    """An RGB picture of 37 x 26."""
-    values = torch.rand(26, 37, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
-    path = tmp_path / "cat.png"
-    Image.fromarray(values.numpy()).save(path)
-    return path
+    return cat(tmp_path)
 
 
 # -- what the commands do ---------------------------------------------------------------------------------------------

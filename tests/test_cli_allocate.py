@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from command_line import done, refused, serving
+from command_line import cat, done, refused, serving
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -36,11 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
-    """An RGB picture of 37 x 26."""
-    values = torch.rand(26, 37, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
-    path = tmp_path / "cat.png"
-    Image.fromarray(values.numpy()).save(path)
-    return path
+    return cat(tmp_path)
 
 
 def test_one_allocator(tmp_path: Path, picture: Path) -> None:
