@@ -185,7 +185,7 @@ def reference(
     result = [image]
     top_height, top_width = image.shape[-2:]
     for height, width in level_sizes(top_height, top_width, levels)[1:]:
-        wide = _halve_mean(wide, height, width) if reduce == "mean" else _halve_extreme(wide, reduce)
+        wide = halve_mean(wide, height, width) if reduce == "mean" else _halve_extreme(wide, reduce)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
     return result
 
@@ -195,25 +195,26 @@ def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.round().to(dtype) if dtype == torch.uint8 else values.to(dtype)
 
 
-def _halve_mean(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def halve_mean(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Area average to (height, width), the next level's size."""
     h, w = x.shape[-2:]
     if h % 2 and h > 1:
         x = _polyphase(x, -2)
     if w % 2 and w > 1:
         x = _polyphase(x, -1)
-    if x.shape[-2] != height and x.shape[-1] != width:
-        # Even sides: bilinear at half the size has its taps at the centres, with weights of exactly 1/2. It is the
-        # fastest way on a CPU by far (avg_pool2d takes about four times as long).
+    if x.shape[-2] != height and x.shape[-1] != width and x.device.type != "cpu":
+        # One kernel for four: bilinear at half the size has its taps at the centres, with weights of exactly 1/2.
         batched = x if x.ndim == 4 else x[None]
         batched = F.interpolate(batched, size=(height, width), mode="bilinear", align_corners=False)
         return batched if x.ndim == 4 else batched[0]
-    # One even side alone. Not by interpolate, which weighs a neighbour on the other side with 0, and 0 * inf is NaN.
+    # Interpolate takes a CPU as long on all its threads, five times as long on one. And where one side alone is even
+    # it weighs a neighbour on the other side with 0, and 0 * inf is NaN.
+    share = 1.0
     if x.shape[-2] != height:
-        x = torch.add(x[..., 0::2, :], x[..., 1::2, :]) * 0.5
+        x, share = torch.add(x[..., 0::2, :], x[..., 1::2, :]), 0.5
     if x.shape[-1] != width:
-        x = torch.add(x[..., 0::2], x[..., 1::2]) * 0.5
-    return x
+        x, share = torch.add(x[..., 0::2], x[..., 1::2]), share / 2
+    return x if share == 1 else x.mul_(share)
 
 
 def _polyphase(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -44,6 +44,8 @@ class Scene:
     """[B, D], fp32"""
     labels: torch.Tensor | None
     """int64 [B, H, W], or [B, Hg, Wg]"""
+    chain: list[torch.Tensor] = field(default_factory=list)
+    """Levels 1, 2, ... of the image's mean chain, [B, C, h, w], where a choice needed them."""
 
     @property
     def batch(self) -> int:
@@ -59,18 +61,16 @@ class Scene:
         return self.relevance.device
 
     @property
-    def pixels_dtype(self) -> torch.dtype:
-        """The image's."""
-        assert self.image is not None
-        return self.image.levels[0].dtype if isinstance(self.image, Pyramid) else self.image.dtype
-
-    def pixels(self) -> torch.Tensor:
-        """Level 0 of the image [B, C, H, W], fp32, uint8 over 255; raises where there is no image."""
+    def top(self) -> torch.Tensor:
+        """Level 0 of the image, [B, C, H, W]; raises where there is no image."""
         if self.image is None:
             raise InputError("there is no image to look at; pass image=.")
         top = self.image.levels[0] if isinstance(self.image, Pyramid) else self.image
-        top = top if top.ndim == 4 else top[None]
-        return top.float() / 255 if top.dtype == torch.uint8 else top.float()
+        return top if top.ndim == 4 else top[None]
+
+    def pixels(self) -> torch.Tensor:
+        """Level 0 of the image [B, C, H, W], fp32, uint8 over 255."""
+        return unit(self.top)
 
     def amounts(self) -> torch.Tensor:
         """Relevance that can be summed: finite, not negative (the least is 0 if it was; -inf is the least there is, and
@@ -89,20 +89,21 @@ class Scene:
         half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
         return torch.minimum(torch.maximum(points * (cells * self.patch / sides), half), 1 - half)
 
-    def sites(self, level: int, index: torch.Tensor) -> torch.Tensor:
-        """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level.
+    def sites(self, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level: one for all, or one each.
 
         A node's patch covers the 2^level x 2^level grid cells that the node does. One that would reach over the edge is
         shifted inward until flush with it, and centred if it is larger than the image.
         """
-        columns = -(-self.grid[1] // 2**level)
-        side = 2**level * self.patch
+        levels = torch.full_like(index, level) if isinstance(level, int) else level
+        step = 1 << levels
+        columns = (self.grid[1] + step - 1) // step
+        side = (step * self.patch)[..., None]
         cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
         size = cells.new_tensor([self.size[1], self.size[0]])
-        centres = (cells + 0.5) * side
-        centres = torch.where(size <= side, size / 2, torch.minimum(centres, size - side / 2))
-        levels = torch.full_like(centres[..., :1], level)
-        return torch.cat([centres / size, levels], dim=-1).float()
+        centres = torch.minimum((cells + 0.5) * side, size - side / 2)
+        centres = torch.where(size <= side, size / 2, centres)
+        return torch.cat([centres / size, levels[..., None]], dim=-1).float()
 
 
 class Allocator(ABC):
@@ -185,9 +186,13 @@ class Allocator(ABC):
     ) -> torch.Tensor:
         assert scene.image is not None
         if not self.blends:
-            return gather_patches(scene.image, tokens.sites, self.patch, mean=mean, std=std)
+            image = scene.image
+            if scene.chain and not isinstance(image, Pyramid):
+                levels = (image, *(level if image.ndim == 4 else level[0] for level in scene.chain))
+                image = Pyramid(levels[: int(tokens.sites[..., 2].max().ceil()) + 1])
+            return gather_patches(image, tokens.sites, self.patch, mean=mean, std=std)
         every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
-        kind = torch.float32 if scene.pixels_dtype == torch.uint8 else scene.pixels_dtype
+        kind = torch.float32 if scene.top.dtype == torch.uint8 else scene.top.dtype
         grid = gather_patches(scene.image, every, self.patch, mean=mean, std=std, dtype=kind)
         return tokens.blend(grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
 
@@ -305,6 +310,11 @@ class Allocator(ABC):
             )
 
 
+def unit(values: torch.Tensor) -> torch.Tensor:
+    """fp32, uint8 over 255."""
+    return values.float() / 255 if values.dtype == torch.uint8 else values.float()
+
+
 def cells_of(size: tuple[int, int], patch: int) -> tuple[int, int]:
     """(Hg, Wg) of a picture."""
     return math.ceil(size[0] / patch), math.ceil(size[1] / patch)
@@ -338,14 +348,18 @@ def at_sites(scene: Scene, values: torch.Tensor, sites: torch.Tensor) -> torch.T
 def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
     """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the 1 to 4 children of each node."""
     height, width = values.shape[-2:]
+    bottom, right = height % 2, width % 2
+
+    def padded(x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+        # F.pad copies even where there is nothing to pad.
+        return (F.pad(x, (0, right, 0, bottom), value=value) if bottom or right else x)[:, None]
+
     if pool == "max":
-        padded = F.pad(values, (0, width % 2, 0, height % 2), value=-math.inf)
-        return F.max_pool2d(padded[:, None], 2)[:, 0]
-    quarters = F.avg_pool2d(F.pad(values, (0, width % 2, 0, height % 2))[:, None], 2)[:, 0]
+        return F.max_pool2d(padded(values, -math.inf), 2)[:, 0]
+    quarters = F.avg_pool2d(padded(values), 2)[:, 0]
     if pool == "sum":
         return 4 * quarters
-    ones = F.pad(torch.ones_like(values[:1]), (0, width % 2, 0, height % 2))
-    return quarters / F.avg_pool2d(ones[:, None], 2)[:, 0]
+    return quarters / F.avg_pool2d(padded(torch.ones_like(values[:1])), 2)[:, 0]
 
 
 def register(allocator: A) -> A:

@@ -7,7 +7,6 @@ import torch
 from gpu_lod.allocate.base import Scene, coarser
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import luma_of
-from gpu_lod.pyramid import Pyramid
 
 ROUNDING = 1 / (12 * 255**2)
 """Variance of a pixel's error when it is stored in 8 bits. Added to energies, it keeps what is below it, noise and the
@@ -16,9 +15,7 @@ last bits of arithmetic, from deciding anything: places without structure rank b
 
 def luma(scene: Scene) -> torch.Tensor:
     """[B, 1, H, W], the picture's luma."""
-    assert scene.image is not None
-    top = scene.image.levels[0] if isinstance(scene.image, Pyramid) else scene.image
-    return luma_of(top if top.ndim == 4 else top[None])
+    return luma_of(scene.top)
 
 
 def checked(energy: torch.Tensor) -> torch.Tensor:

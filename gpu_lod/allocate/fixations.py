@@ -59,7 +59,7 @@ def find_fixations(
     central = -((y[:, None] - 0.5) ** 2 + (x - 0.5) ** 2)
     free = torch.ones_like(coarse, dtype=torch.bool)
     points = []
-    for _ in range(count):
+    for number in range(count):
         # Places that were looked at come last, whatever their relevance.
         seen = torch.where(free, coarse, coarse - coarse.amax((1, 2), keepdim=True) - 1)
         best = seen == seen.amax((1, 2), keepdim=True)
@@ -73,6 +73,8 @@ def find_fixations(
             dim=-1,
         )
         points.append(point.clamp(0, 1))
+        if number == count - 1:
+            break
         dy = (y[None, :, None] - points[-1][:, 1, None, None]) * height / longer
         dx = (x[None, None, :] - points[-1][:, 0, None, None]) * width / longer
         near = (dx**2 + dy**2 <= radius**2).index_put(

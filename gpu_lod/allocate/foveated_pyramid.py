@@ -54,21 +54,23 @@ class FoveatedPyramid(Allocator):
         for _ in range(top):
             sums.append(coarser(sums[-1], "sum"))
             counts.append(coarser(counts[-1], "sum"))
-        magnified = [self._magnification(scene, level, fixation) for level in range(top + 1)]
+        magnified = self._magnification(scene, fixation, top)
         benefits = [total * m for total, m in zip(sums[1:], magnified[1:], strict=True)]
         scores = [total / count * m for total, count, m in zip(sums, counts, magnified, strict=True)]
         cut = tree_cut(benefits, scores[0], self.budget, self.max_level)
         return tokens_of(scene, cut, scores, self.budget)
 
-    def _magnification(self, scene: Scene, level: int, fixation: torch.Tensor) -> torch.Tensor:
-        """[B, h, w] at each node's nearest point."""
-        height, width = scene.size
-        longer, side = max(height, width), 2**level * self.patch
-        offsets = []
-        for n, cells, at in ((height, scene.grid[0], fixation[:, 1]), (width, scene.grid[1], fixation[:, 0])):
-            begin = torch.arange(-(-cells // 2**level), device=scene.device) * side
-            end = torch.clamp(begin + side, max=n)
+    def _magnification(self, scene: Scene, fixation: torch.Tensor, top: int) -> list[torch.Tensor]:
+        """[B, h, w] at each node's nearest point, levels 0 to `top`."""
+        longer = max(scene.size)
+        squares = []
+        for n, cells, at in zip(scene.size, scene.grid, (fixation[:, 1], fixation[:, 0]), strict=True):
+            counts = [-(-cells // 2**level) for level in range(top + 1)]
+            begins = [i * scene.patch << level for level, count in enumerate(counts) for i in range(count)]
+            ends = [min((i + 1) * scene.patch << level, n) for level, count in enumerate(counts) for i in range(count)]
+            begin, end = torch.tensor([begins, ends], dtype=torch.float32, device=scene.device)
             place = at[:, None] * n
-            offsets.append(torch.clamp(torch.maximum(begin - place, place - end), min=0) / longer)
-        eccentricity = torch.sqrt(offsets[0][:, :, None] ** 2 + offsets[1][:, None, :] ** 2)
-        return self.e0 / (eccentricity + self.e0)
+            offset = torch.maximum(begin - place, place - end).clamp(min=0) / longer
+            squares.append(offset.square().split(counts, dim=1))
+        eccentricity = [torch.sqrt(y[:, :, None] + x[:, None, :]) for y, x in zip(*squares, strict=True)]
+        return [self.e0 / (e + self.e0) for e in eccentricity]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, cells_of, coarser, register
-from gpu_lod.allocate.energy import ROUNDING, checked, relevances
+from gpu_lod.allocate.energy import ROUNDING, relevances
+from gpu_lod.allocate.node_losses import losses
 from gpu_lod.allocate.tree_cut import Cut, children, tokens_at, tree_cut
 
 _MOST = 1 - 2**-16
@@ -108,48 +108,3 @@ def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         share = torch.where(room > 0, (threshold - own) / torch.where(room > 0, room, 1.0), 0.0)
         levels.append(level + share.clamp(0, _MOST))
     return levels
-
-
-def losses(scene: Scene) -> list[torch.Tensor]:
-    """What the nodes of levels 1, 2, ... up to the root lose against their children, [B, h_l, w_l] each.
-
-    It is the Laplacian energy of mip level l - 1: the squared differences of its texels from the texel of level l that
-    they are averaged to, summed over channels and the node's texels, each times the pixels that it stands for. That is
-    what the sum of squares falls by. The chain is the mean mip chain on the nodes' own grid, P x P texels a node, that
-    is what the tokens see; a `Pyramid`'s levels are those wherever its sides halve evenly, and elsewhere do not end
-    where nodes do. Texels that reach over the edge average what is inside.
-    """
-    means, patch = scene.pixels(), scene.patch
-    means = means - means[..., :1, :1]  # so that differences of squares lose no digits where the picture is flat
-    sides = scene.grid
-    # Pixels that a texel stands for are rows x columns. All have as many until one reaches over the edge.
-    rows, columns = (torch.ones(n, device=means.device) for n in means.shape[-2:])
-    whole, held, found = True, torch.empty(0), []
-    for level in range((max(sides) - 1).bit_length() + 1):
-        if level:
-            (row_share, rows), (column_share, columns) = _pairs(rows), _pairs(columns)
-            if whole:
-                means = F.interpolate(means, scale_factor=0.5, mode="bilinear")
-            else:
-                means = torch.lerp(means[..., 0::2, :], means[..., 1::2, :], row_share[:, None])
-                means = torch.lerp(means[..., 0::2], means[..., 1::2], column_share)
-            sides = -(-sides[0] // 2), -(-sides[1] // 2)
-        bottom, right = (n * patch - there for n, there in zip(sides, means.shape[-2:], strict=True))
-        squares = means.square() if whole else means.square().mul_(rows[:, None] * columns)
-        pooled = F.avg_pool2d(F.pad(squares, (0, right, 0, bottom)), patch).sum(1)
-        now = pooled * (patch**2 * (4**level if whole else 1))
-        if level:
-            found.append(checked(coarser(held, "sum") - now).clamp(min=0))
-        held = now
-        # Nodes of the next level up have two of these along each side.
-        bottom, right = (2 * -(-n // 2) * patch - there for n, there in zip(sides, means.shape[-2:], strict=True))
-        if bottom or right:
-            means, whole = F.pad(means, (0, right, 0, bottom)), False
-            rows, columns = F.pad(rows, (0, bottom)), F.pad(columns, (0, right))
-    return found
-
-
-def _pairs(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of pairs of weights p, q: q / (p + q), and p + q."""
-    total = weights[0::2] + weights[1::2]
-    return weights[1::2] / total.clamp(min=1), total

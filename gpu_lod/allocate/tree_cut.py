@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -133,7 +134,9 @@ def _costs(below: tuple[int, int], device: torch.device) -> torch.Tensor:
 
 def children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """What nodes have, on the nodes of the next finer level."""
-    return split.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, : size[0], : size[1]]
+    batch, height, width = split.shape
+    twice = split[:, :, None, :, None].expand(-1, -1, 2, -1, 2).reshape(batch, 2 * height, 2 * width)
+    return twice[:, : size[0], : size[1]]
 
 
 def best(values: torch.Tensor, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -172,11 +175,11 @@ def tokens_at(
     index = places(taken, budget)
     scores, order = ordered(torch.cat([values[level].flatten(1) for level, _ in nodes], dim=1).gather(1, index), budget)
     index = index.gather(1, order)
-    sites, first = scene.relevance.new_zeros(*index.shape, 3), 0
-    for level, mask in nodes:
-        here = (index >= first) & (index < first + mask[0].numel())
-        sites = torch.where(here[..., None], scene.sites(level, (index - first).clamp(min=0)), sites)
-        first += mask[0].numel()
+    starts = [0, *accumulate(mask[0].numel() for _, mask in nodes)]
+    table = torch.tensor([starts[:-1], [level for level, _ in nodes]], device=scene.device)
+    entry = torch.bucketize(index, table[0, 1:], right=True)
+    first, level = table[:, entry]
+    sites = scene.sites(level, index - first)
     if levels is not None:
         sites[..., 2] = torch.cat([level.flatten(1) for level in levels], dim=1).gather(1, index)
     return sites, scores
