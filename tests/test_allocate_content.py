@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from images import noise
 
 import gpu_lod as lod
+from gpu_lod.allocate import node_losses
 from gpu_lod.allocate.base import Scene, cells_of
 from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.frequency_aware import energies, given_away
@@ -69,6 +71,26 @@ def test_relevance_of_nodes_is_the_mean_of_their_cells() -> None:
 
 
 # -- TokenDAG ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(64, 64), (67, 96), (61, 90)])
+def test_errors_by_bands_of_rows(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(3, 3, *size)
+    whole = lod.allocate.TokenDAG(1, 4).errors(image)
+    monkeypatch.setattr(node_losses, "AT_ONCE", 16 * size[1])
+    for one, other in zip(lod.allocate.TokenDAG(1, 4).errors(image), whole, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (64, 96), (61, 90)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_patches_are_those_of_the_picture(size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Whether its levels are made once for all, or again to be read."""
+    image = noise(2, 3, *size, dtype=dtype)
+    for picture in (image, image[0]):
+        tokens = lod.allocate.TokenDAG(20, 8)(picture)
+        assert tokens.sites[..., 2].max() > 1
+        assert torch.equal(tokens.patches, lod.gather_patches(picture, tokens.sites, 8))
 
 
 @pytest.mark.parametrize(("height", "width", "patch"), [(50, 61, 4), (64, 64, 4), (1, 9, 2), (5, 13, 14), (23, 40, 1)])

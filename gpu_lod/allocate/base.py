@@ -15,7 +15,7 @@ from gpu_lod import checks
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import saliency_map
+from gpu_lod.feature_maps import AT_ONCE, saliency_map
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
@@ -88,6 +88,15 @@ class Scene:
         cells = points.new_tensor([self.grid[1], self.grid[0]])
         half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
         return torch.minimum(torch.maximum(points * (cells * self.patch / sides), half), 1 - half)
+
+    def split(self, count: int) -> list[Scene]:
+        """Scenes of so many images each, the last of what is left."""
+        given = (None if self.image is None else self.top, self.fixation, self.query, self.labels)
+        parts = [[None] * -(-self.batch // count) if x is None else x.split(count) for x in given]
+        return [
+            replace(self, relevance=relevance, image=image, fixation=fixation, query=query, labels=labels, chain=[])
+            for relevance, image, fixation, query, labels in zip(self.relevance.split(count), *parts, strict=True)
+        ]
 
     def sites(self, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level: one for all, or one each.
@@ -168,7 +177,7 @@ class Allocator(ABC):
                 relevance; a budget larger than the number of sites there are.
         """
         scene, batched = self._scene(image, relevance, query, fixation, labels)
-        sites, scores, *rest = self.choose(scene)
+        sites, scores, *rest = self._chosen(scene)
         weights = rest[0] if rest else None
         if not batched:
             sites, scores, weights = sites[0], scores[0], None if weights is None else weights[0]
@@ -176,6 +185,23 @@ class Allocator(ABC):
         if scene.image is None:
             return tokens
         return replace(tokens, patches=self._patches(scene, tokens, mean, std))
+
+    def work(self, scene: Scene) -> int:
+        """Numbers that it goes through for each image of a scene, where they are many; 0 where they are few."""
+        return 0
+
+    def _chosen(self, scene: Scene) -> tuple[torch.Tensor, ...]:
+        parts = self._parts(scene)
+        if len(parts) == 1:
+            return self.choose(scene)
+        return tuple(map(torch.cat, zip(*map(self.choose, parts), strict=True)))
+
+    def _parts(self, scene: Scene) -> list[Scene]:
+        """The whole; on a CPU so many images at a time that they are no more than `AT_ONCE` numbers, for fresh memory
+        for all of a large batch takes it longer than the work does."""
+        work = self.work(scene)
+        at_once = max(1, AT_ONCE // work) if work and scene.device.type == "cpu" else scene.batch
+        return [scene] if scene.batch <= at_once else scene.split(at_once)
 
     def _patches(
         self,
@@ -188,12 +214,29 @@ class Allocator(ABC):
         if not self.blends:
             image = scene.image
             if scene.chain and not isinstance(image, Pyramid):
-                levels = (image, *(level if image.ndim == 4 else level[0] for level in scene.chain))
-                image = Pyramid(levels[: int(tokens.sites[..., 2].max().ceil()) + 1])
+                levels = math.ceil(float(checks.values(tokens.sites)[..., 2].max()))
+                if 0 < levels <= len(scene.chain):
+                    chain = scene.chain[:levels]
+                    image = Pyramid((image, *(chain if image.ndim == 4 else [level[0] for level in chain])))
             return gather_patches(image, tokens.sites, self.patch, mean=mean, std=std)
+        parts = self._parts(scene)
+        if len(parts) == 1:
+            return self._blended(scene.image, scene, tokens, mean, std)
+        assert tokens.weights is not None
+        weights = tokens.weights.split(parts[0].batch)
+        return torch.cat(
+            [
+                self._blended(part.top, part, replace(tokens, weights=own), mean, std)
+                for part, own in zip(parts, weights, strict=True)
+            ]
+        )
+
+    def _blended(
+        self, image: Any, scene: Scene, tokens: TokenSet, mean: Sequence[float] | None, std: Sequence[float] | None
+    ) -> torch.Tensor:
         every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
         kind = torch.float32 if scene.top.dtype == torch.uint8 else scene.top.dtype
-        grid = gather_patches(scene.image, every, self.patch, mean=mean, std=std, dtype=kind)
+        grid = gather_patches(image, every, self.patch, mean=mean, std=std, dtype=kind)
         return tokens.blend(grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
 
     # -- what it is given -------------------------------------------------------------------------------------------

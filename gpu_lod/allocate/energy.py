@@ -38,8 +38,12 @@ def over_patches(values: torch.Tensor, scene: Scene, level: int, step: int, size
     """
     for dim, cells, extent in ((-2, scene.grid[0], size[0]), (-1, scene.grid[1], size[1])):
         node = scene.patch * 2**level
+        count = -(-cells // 2**level)
+        if count * node == extent == values.shape[dim] * step and node % step == 0:
+            values = values.unflatten(dim, (count, node // step)).mean(dim)  # whole patches of whole values
+            continue
         side = min(node, extent)
-        starts = torch.arange(-(-cells // 2**level), device=values.device)[:, None] * node
+        starts = torch.arange(count, device=values.device)[:, None] * node
         starts = starts.clamp(max=extent - side)
         places = starts // step + torch.arange((side - 1) // step + 2, device=values.device)
         inside = torch.minimum((places + 1) * step, starts + side) - torch.maximum(places * step, starts)

@@ -66,6 +66,9 @@ class FrequencyAware(Allocator):
                 "at most."
             )
 
+    def work(self, scene: Scene) -> int:
+        return scene.size[0] * scene.size[1]
+
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])
         [relevance] = relevances(scene, 0)
@@ -103,12 +106,12 @@ def given_away(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """
     order = torch.sort(worth, dim=2, descending=True, stable=True).indices
     open_ = torch.ones_like(worth, dtype=torch.bool)  # who was not turned down, in the order of the band's wishes
-    bands = torch.arange(worth.shape[1], device=worth.device)[:, None]
     while True:
         asked = open_ & (open_.cumsum(2) <= counts[..., None])
         offers = torch.zeros_like(asked).scatter(2, order, asked)
-        best = torch.where(offers, worth, -1.0).argmax(1, keepdim=True)
-        refused = offers & (best != bands)
+        value = torch.where(offers, worth, -1.0)
+        best = offers & (value == value.amax(1, keepdim=True))
+        refused = offers & ~(best & (best.cumsum(1) == 1))  # of equal ones the first
         if not bool(refused.any()):
             return offers.any(1)
         open_ = open_ & ~refused.gather(2, order)

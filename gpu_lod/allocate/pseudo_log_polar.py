@@ -66,6 +66,9 @@ class PseudoLogPolar(Learned):
             raise InputError(f"the temperatures are {self.temperatures}; expected positive numbers.")
         self.offsets = nn.Parameter(_start(self.budget, round(fovea * self.budget), sigma).float())
 
+    def work(self, scene: Scene) -> int:
+        return self.budget * scene.grid[0] * scene.grid[1]
+
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         centres, logs = self._assigned(scene)
         # Over the patches, a softmax of the logarithms is the shares over their sum, even where all are nothing.

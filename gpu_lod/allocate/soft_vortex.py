@@ -68,6 +68,9 @@ class SoftVortex(Learned):
         """[V, 2], (x, y) in [0, 1]."""
         return self.centre_logits.sigmoid()
 
+    def work(self, scene: Scene) -> int:
+        return self.budget * scene.grid[0] * scene.grid[1]
+
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         height, width = scene.size
         longer = max(height, width)

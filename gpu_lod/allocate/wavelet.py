@@ -55,6 +55,9 @@ class Wavelet(Allocator):
             raise InputError(f"wavelet is {wavelet!r}; expected the name of a discrete one, such as 'haar' or 'db2'.")
         self.wavelet = wavelet
 
+    def work(self, scene: Scene) -> int:
+        return scene.size[0] * scene.size[1]
+
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         top = min(self.levels - 1, (max(scene.grid) - 1).bit_length())
         relevance = relevances(scene, top)
