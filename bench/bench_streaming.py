@@ -130,21 +130,26 @@ def watched(frames: Iterator[torch.Tensor]) -> dict[str, dict[str, list[float]]]
 
 
 def measure(frames: int) -> list[Data]:
-    photos = [torch.from_numpy(getattr(photographs, name)()).permute(2, 0, 1) for name in NAMES]
-    rows = []
-    for scene, make in SCENES.items():
-        videos = [
-            watched(make(photo, other, frames))
-            for photo, other in zip(photos, photos[1:] + photos[:1], strict=True)
-        ]  # fmt: skip
-        for memory in (*MEMORIES, AFRESH):
-            row: Data = {"scene": scene, "memory": memory}
-            for key in ("churn", "held", "refreshed"):
-                row[key] = interval(fmean(video[memory][key]) for video in videos)
-            low, middle, high = quantiles((ms for video in videos for ms in video[memory]["ms"]), n=4)
-            row["ms"] = {"median": round(middle, 4), "iqr": round(high - low, 4)}
-            rows.append(row)
-    return rows
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        photos = [torch.from_numpy(getattr(photographs, name)()).permute(2, 0, 1) for name in NAMES]
+        pairs = list(zip(photos, photos[1:] + photos[:1], strict=True))
+        return [
+            row_of(scene, memory, [video[memory] for video in videos])
+            for scene, make in SCENES.items()
+            for videos in [[watched(make(photo, other, frames)) for photo, other in pairs]]
+            for memory in (*MEMORIES, AFRESH)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def row_of(scene: str, memory: str, videos: list[dict[str, list[float]]]) -> Data:
+    low, middle, high = quantiles((ms for video in videos for ms in video["ms"]), n=4)
+    shares = {key: interval(fmean(video[key]) for video in videos) for key in ("churn", "held", "refreshed")}
+    ms = {"median": round(middle, 4), "iqr": round(high - low, 4)}
+    return {"scene": scene, "memory": memory, **shares, "ms": ms}
 
 
 def tables(path: Path) -> str:
@@ -206,12 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = f"{about['cpu']} {about['threads']} cores"
     path = options.out or RESULTS / "streaming" / f"{slug(device)}.json"
     what = {"budget": BUDGET, "patch": PATCH, "size": list(SIZE), "frames": frames}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        found: Data = {"device": device, **about, **what, "rows": measure(frames)}
-    finally:
-        torch.set_num_threads(threads)
+    found: Data = {"device": device, **about, **what, "rows": measure(frames)}
     jsonschema.validate(found, SCHEMA)
     write(found, path)
     print(f"{tables(path)}\n\nwrote {path}")

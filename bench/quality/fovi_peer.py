@@ -47,8 +47,8 @@ class Fovi:
         """Why it cannot be had, if so."""
         try:
             retina_of(1)
-        except ImportError as error:
-            return f"{error}: pip install --no-deps fovi, and einops, trimesh, plum-dispatch, ipython, torchvision"
+        except Exception as error:  # not ImportError alone: a broken install raises anything
+            return f"{type(error).__name__}: {error}: pip install --no-deps fovi torchvision, and einops trimesh plum-dispatch ipython"
         return ""
 
     @staticmethod
@@ -92,11 +92,7 @@ class Fovi:
 
 @cache
 def retina_of(count: int) -> Any:
-    """A retina with so many samples, or the next smaller number that it can have. It takes seconds to make.
-
-    Raises:
-        ImportError: fovi, or something that it imports, is not installed.
-    """
+    """A retina with so many samples, or the next smaller number that it can have. It takes seconds to make."""
     declare_vision_operators()
     from fovi.sensing.coords import find_desired_res
     from fovi.sensing.retina import RetinalTransform
