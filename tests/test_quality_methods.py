@@ -183,6 +183,8 @@ def test_the_proxy_is_the_error_of_rebuilt_pictures(crops: list[torch.Tensor]) -
         error = float((rebuild(tokens, (128, 128)).image.float() - crop.float()).square().mean()) / unit
         assert abs(float(example.seen(tokens.sites[None], False)) - error) < error / 6 + 0.01, (budget, error)
         errors.append(error)
+    over = torch.cat([torch.tensor([[0.5, 0.5, 4.0]]), tokens.sites])
+    assert float(example.seen(over[None], False)) < 0.01, "a pixel shows the finest token that covers it"
     assert errors[0] > 2 * errors[2] > errors[3] == 0
 
 

@@ -48,7 +48,8 @@ class Fovi:
         try:
             retina_of(1)
         except Exception as error:  # not ImportError alone: a broken install raises anything
-            return f"{type(error).__name__}: {error}: pip install --no-deps fovi torchvision, and einops trimesh plum-dispatch ipython"
+            how = "pip install --no-deps fovi torchvision, and pip install einops trimesh plum-dispatch ipython"
+            return f"{type(error).__name__}: {error}: {how}"
         return ""
 
     @staticmethod
