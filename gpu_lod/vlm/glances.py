@@ -80,7 +80,8 @@ class Glanced(NamedTuple):
     """The tokens of two glances, and who bought the second. Shapes are the same whoever did."""
 
     tokens: TokenSet
-    """Those of the first glance, then those of the second, each by score."""
+    """Those of the first glance, then those of the second, each by score. Where the second was not bought, its places
+    are blank: sites in the middle of the picture, scores and patches of 0."""
     bought: torch.Tensor
     """bool [B]"""
     entropy: torch.Tensor
@@ -106,8 +107,9 @@ class Glanced(NamedTuple):
 class Glances:
     """A coarse glance, and a fine one only where the coarse one's attention is undecided.
 
-    A picture buys more if the entropy of its attention (`attention_entropy`) is above the threshold. Both glances are
-    chosen for the whole batch, no site twice, and shapes are fixed: a mask says which tokens count.
+    A picture buys more if the entropy of its attention (`attention_entropy`) is above the threshold. The second glance
+    is chosen and read for those pictures alone, no site twice, and shapes are fixed all the same: a mask says which
+    tokens count. (On a GPU, who buys is read on the host, which waits for the attention.)
 
         look = Glances(256, 128)
         coarse = look.first(image)                        # [B, 256]
@@ -166,10 +168,11 @@ class Glances:
             attention: of the coarse pass; None takes the relevance on the grid instead.
         """
         scene, batched = _scene(self.base, image, relevance, self._asked(query), None)
-        fine, _ = _scene(self.more, image, relevance, query, None)
+        # Saliency is dear: where attention decides, it is taken of those that buy, and a stand-in has the rest checked.
+        later = relevance is None and attention is not None
+        even = scene.relevance if batched else scene.relevance[0]
+        fine, _ = _scene(self.more, image, even if later else relevance, query, None)
         _room(scene, self.base.budget + self.more.budget)
-        sites, scores, *_ = self.base.choose(scene)
-        chosen = [(sites, scores), *_successive(self.more, fine, 1, 0.15, 1.0, sites)]
         if attention is None:
             entropy = attention_entropy(fine.amounts())
         else:
@@ -178,7 +181,16 @@ class Glances:
             if len(entropy) != scene.batch:
                 raise InputError(f"attention is {tuple(attention.shape)}; expected [{scene.batch}, N].")
         bought = (entropy > self.threshold).to(scene.device)
-        tokens = _tokens(scene, batched, self.base.patch, chosen)
+        sites, scores, *_ = self.base.choose(scene)
+        first = _tokens(scene, batched, self.base.patch, [(sites, scores)])
+        second = _blank(first, self.more.budget)
+        if len(index := bought.nonzero()[:, 0]):
+            fine = _some(fine, index)
+            if later:
+                fine, _ = _scene(self.more, fine.image, None, fine.query, None)
+            chosen = _successive(self.more, fine, 1, 0.15, 1.0, sites[index])
+            second = _spread(second, index, _tokens(fine, batched, self.more.patch, chosen))
+        tokens = _joined(first, second)
         return Glanced(tokens, *((bought, entropy) if batched else (bought[0], entropy[0])), self.base.budget)
 
 
@@ -272,6 +284,47 @@ def _tokens(scene: Scene, batched: bool, patch: int, chosen: list[tuple[torch.Te
         sites, scores = sites[0], scores[0]
     patches = None if scene.image is None else gather_patches(scene.image, sites, patch)
     return TokenSet(sites, scores, patches, patch)
+
+
+def _some(scene: Scene, index: torch.Tensor) -> Scene:
+    """The scene of some images of a batch."""
+    if len(index) == scene.batch:
+        return scene
+
+    def some(value: Any) -> Any:
+        if isinstance(value, Pyramid):
+            return Pyramid(tuple(level[index] for level in value.levels), value.reduce, value.generator)
+        return None if value is None else value[index]
+
+    names = ("relevance", "fixation", "image", "query", "labels")
+    return replace(scene, **{name: some(getattr(scene, name)) for name in names})
+
+
+def _blank(tokens: TokenSet, count: int) -> TokenSet:
+    """So many tokens for each image, which say nothing."""
+    lead = tokens.sites.shape[:-2]
+    sites = tokens.sites.new_tensor([0.5, 0.5, 0.0]).expand(*lead, count, 3)
+    patches = None if tokens.patches is None else tokens.patches.new_zeros(*lead, count, *tokens.patches.shape[-3:])
+    return TokenSet(sites, tokens.scores.new_zeros(*lead, count), patches, tokens.patch)
+
+
+def _spread(blank: TokenSet, index: torch.Tensor, tokens: TokenSet) -> TokenSet:
+    """Tokens of some images of a batch at their places among blank ones."""
+    if tokens.sites.shape == blank.sites.shape:  # of all images, or of the one there is
+        return tokens
+    patches = tokens.patches
+    if patches is not None and blank.patches is not None:
+        patches = blank.patches.index_put((index,), patches)
+    sites, scores = blank.sites.index_put((index,), tokens.sites), blank.scores.index_put((index,), tokens.scores)
+    return TokenSet(sites, scores, patches, tokens.patch)
+
+
+def _joined(first: TokenSet, second: TokenSet) -> TokenSet:
+    """Two token sets of the same images in one."""
+    sites, scores = torch.cat([first.sites, second.sites], -2), torch.cat([first.scores, second.scores], -1)
+    if first.patches is None or second.patches is None:
+        return TokenSet(sites, scores, None, first.patch)
+    return TokenSet(sites, scores, torch.cat([first.patches, second.patches], -4), first.patch)
 
 
 def _part(tokens: TokenSet, first: int, last: int) -> TokenSet:

@@ -1,0 +1,31 @@
+"""FoveatedPyramid, the tree cut by detail x magnification, with one of the two left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from gpu_lod.allocate.base import Need, Scene
+from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
+
+EVEN = 1e6
+"""An e0 beyond which there is no eccentricity: magnification is 1 everywhere."""
+
+
+class PyramidOnly(FoveatedPyramid):
+    """Detail alone: there is no fixation."""
+
+    takes: ClassVar[tuple[Need, ...]] = ()
+
+    def __init__(self, budget: int = 273, patch: int = 14, **arguments: Any) -> None:
+        super().__init__(budget, patch, e0=EVEN, **arguments)
+
+
+class FoveationOnly(FoveatedPyramid):
+    """Magnification alone. Relevance says where the fixation is if none is given, and nothing else."""
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
+        return super().choose(replace(scene, relevance=torch.ones_like(scene.relevance), fixation=fixation))

@@ -1,0 +1,274 @@
+"""Methods beside the package's allocators: another library's retina, ablations, and what is trained for a task."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import gpu_lod as lod
+from gpu_lod.errors import UnsupportedError
+from gpu_lod.rebuild import Rebuilt, rebuild
+from gpu_lod.saliency import saliency
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+from quality import fovi_peer, frame, learned, methods, proxy
+from quality.ablations import FoveationOnly, PyramidOnly
+from quality.methods import Method
+
+P = 8
+fovi = pytest.mark.skipif(find_spec("fovi") is None, reason="fovi is not installed")
+
+
+class Exact(frame.Task):
+    """The share of pixels that are what they were."""
+
+    name = "exact"
+    title = "Exact"
+    patch = P
+    sources: ClassVar[tuple[str, ...]] = ()
+    metrics = (frame.Metric("same", "of all pixels", accuracy=True),)
+
+    def pictures(self, seeds: int, quick: bool) -> list[frame.Picture]:
+        image = torch.randint(0, 256, (3, 48, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+        relevance = torch.rand(48, 64, generator=torch.Generator().manual_seed(1))
+        return [frame.Picture("dots", image, {"lots": relevance}, target=(0.25, 0.5))]
+
+    def measure(self, picture: frame.Picture, tokens: Any, rebuilt: Rebuilt) -> dict[str, float | None]:
+        assert tokens is not None, "None is the full image"
+        return {"same": float((rebuilt.image == picture.image).all(0).float().mean())}
+
+
+def unit(name: str, fixation: str | None = None, budget: int = 6, **arguments: Any) -> frame.Unit:
+    task = Exact()
+    [picture] = task.pictures(1, True)
+    return frame.Unit(task, picture, Method(name, tuple(arguments.items()), fixation), "lots", budget)
+
+
+# -- what rebuilds pictures itself -------------------------------------------------------------------------------------
+
+
+class LeftHalf:
+    """Shows the part of the picture that is left of the fixation, and remembers what it was given."""
+
+    needs: ClassVar[tuple[str, ...]] = ("relevance",)
+    takes: ClassVar[tuple[str, ...]] = ("fixation",)
+    seen: ClassVar[list[Any]] = []
+
+    def __init__(self, budget: int, patch: int) -> None:
+        self.seen[:] = [budget, patch]
+
+    def rebuild(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any) -> tuple[Rebuilt, float]:
+        self.seen += [relevance, fixation]
+        covered = (torch.arange(image.shape[2]) < (fixation or (0.5,))[0] * image.shape[2]).expand(image.shape[1:])
+        return Rebuilt(torch.where(covered, image, 255 - image), covered), 1.5
+
+
+def test_a_method_may_rebuild_the_picture_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "class_of", lambda name: LeftHalf)
+    for fixation, place, share in (("oracle", (0.25, 0.5), 0.25), ("saliency", None, 0.5), ("centre", (0.5, 0.5), 0.5)):
+        one = unit("half", fixation)
+        line = frame.compute(one)
+        assert line == {"tokens": 6, "coverage": share, "ms": 1.5, "values": {"same": share}}
+        assert LeftHalf.seen == [6, P, one.picture.relevance["lots"], place]
+
+
+@fovi
+@pytest.mark.parametrize(
+    ("reach", "fixation"), [("area", (0.3, 0.6)), ("corners", (0.3, 0.6)), ("corners", (0.9, 0.1))]
+)
+def test_pixels_show_the_sample_that_is_nearest_on_the_cortex(reach: str, fixation: tuple[float, float]) -> None:
+    """By fovi's own function for the cortical coordinates of its samples, one pixel at a time."""
+    from fovi.sensing.manifold import vis_cartesian_to_cortical_cartesian_coords
+
+    height, width = 60, 84
+    x, y = torch.arange(width), torch.arange(height)[:, None]
+    image = torch.stack([(x + 0 * y), (0 * x + y), 0 * x + 0 * y]).to(torch.uint8)  # a pixel says where it is
+    found, ms = fovi_peer.Fovi(4, P, reach).rebuild(image, image[0].float(), fixation)
+    diameter = fovi_peer.Fovi(4, P, reach)._diameter(height, width, fixation)
+    assert ms > 0
+    gaze = torch.tensor(fixation) * torch.tensor([width, height])
+    away = (torch.stack([x + 0.5 + 0 * y, 0 * x + y + 0.5], -1) - gaze).norm(dim=-1)
+    assert torch.equal(found.covered, away <= diameter / 2) and (reach == "area" or bool(found.covered.all()))
+    retina = fovi_peer.retina_of(4 * P**2)
+    assert 0.8 * 4 * P**2 < len(retina.sampler.coords) <= 4 * P**2
+    samples = retina.sampler.coords.cartesian.double()  # y up
+    places = gaze + samples * torch.tensor([1, -1]) * diameter / 2
+    inside = ((places >= 0) & (places < torch.tensor([width, height]))).all(1)
+    cortex = torch.from_numpy(vis_cartesian_to_cortical_cartesian_coords(samples[inside].numpy(), 0.5, 16))
+    for pixel in found.covered.nonzero()[:: 1 + height * width // 60]:
+        own = (pixel.flip(0) + 0.5 - gaze) * torch.tensor([1, -1]) / (diameter / 2)
+        mine = torch.from_numpy(vis_cartesian_to_cortical_cartesian_coords(own[None].double().numpy(), 0.5, 16))
+        apart = (cortex - mine).norm(dim=1)
+        near = places[inside][apart <= apart.min() + 1e-3].floor()
+        shown = found.image[:2, pixel[0], pixel[1]].double()
+        assert (shown == near).all(1).any(), (pixel, shown, near)
+
+
+@fovi
+def test_fovi_looks_at_the_peak_where_no_fixation_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    relevance = torch.zeros(48, 64)
+    relevance[8:16, 40:48] = 1
+    image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8)
+    itself, given = (fovi_peer.Fovi(4, P).rebuild(image, relevance, at)[0] for at in (None, (44 / 64, 12 / 48)))
+    assert torch.equal(itself.image, given.image) and torch.equal(itself.covered, given.covered)
+    lines = [frame.compute(unit("fovi", at, 4, reach="corners")) for at in ("centre", "saliency", "oracle")]
+    assert all(line["tokens"] == 4 and line["coverage"] == 1 for line in lines)
+    assert len({line["values"]["same"] for line in lines}) > 1
+
+
+def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(count: int) -> None:
+        raise ModuleNotFoundError("No module named 'trimesh'")
+
+    monkeypatch.setattr(fovi_peer, "retina_of", missing)
+    assert "No module named 'trimesh': pip install" in methods.left_out()["fovi"]
+    assert not any(method.name == "fovi" for method in methods.methods(1, False))
+
+
+# -- ablations ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_ablation_leaves_one_thing_out() -> None:
+    relevance, other = torch.rand(2, 1, 16, 16)
+    foveated = FoveationOnly(40, P)
+    near = foveated(relevance=relevance, fixation=(0.2, 0.7))
+    assert torch.equal(near.sites, foveated(relevance=other, fixation=(0.2, 0.7)).sites)
+    away = [
+        (near.sites[0, near.sites[0, :, 2] == level, :2] - torch.tensor([0.2, 0.7])).norm(dim=1) for level in (0, 2)
+    ]
+    assert float(away[0].max()) < float(away[1].mean())
+    peak = lod.allocate.find_fixations(relevance)[:, 0]
+    assert torch.equal(foveated(relevance=relevance).sites, foveated(relevance=other, fixation=peak).sites)
+
+    symmetric = relevance + relevance.flip(2)
+    sites = PyramidOnly(40, P)(relevance=symmetric.square()).sites[0]
+    assert float((sites[:, 0].mean() - 0.5).abs()) < 0.05, "no side is preferred"
+    assert not torch.equal(sites, PyramidOnly(40, P)(relevance=other).sites[0])
+    labels = {(method.label, method.fixation) for method in methods.methods(1, True)}
+    assert ("FoveatedPyramid, pyramid only", None) in labels
+    assert {("FoveatedPyramid, foveation only", at) for at in ("centre", "saliency", "oracle")} <= labels
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def crops(photo: torch.Tensor) -> list[torch.Tensor]:
+    return [photo[:, y : y + 128, x : x + 128] for y, x in ((0, 180), (100, 300))]
+
+
+def examples_of(crops: list[torch.Tensor]) -> list[proxy.Example]:
+    return [proxy.example(crop, saliency(crop, "gradient")[0], P, (0.4, 0.3)) for crop in crops]
+
+
+def test_the_proxy_is_the_error_of_rebuilt_pictures(crops: list[torch.Tensor]) -> None:
+    """Of tokens that tile, within a sixth; and 0 and 1 at its ends."""
+    crop = crops[0]
+    [example] = examples_of([crop])
+    assert float(example.masked(torch.ones(1, 16, 16))) == 0
+    assert float(example.masked(torch.zeros(1, 16, 16))) == pytest.approx(1)
+    alone = torch.tensor([[[0.5, 0.5, 0.0]]])
+    assert float(example.seen(alone, False)) > 0.9
+    unit = float((crop.float() - crop.float().mean((1, 2), keepdim=True)).square().mean())
+    errors = []
+    for budget in (40, 100, 190, 256):
+        tokens = lod.allocate.TokenDAG(budget, P, continuous=False)(crop)
+        error = float((rebuild(tokens, (128, 128)).image.float() - crop.float()).square().mean()) / unit
+        assert abs(float(example.seen(tokens.sites[None], False)) - error) < error / 6 + 0.01, (budget, error)
+        errors.append(error)
+    over = torch.cat([torch.tensor([[0.5, 0.5, 4.0]]), tokens.sites])
+    assert float(example.seen(over[None], False)) < 0.01, "a pixel shows the finest token that covers it"
+    assert errors[0] > 2 * errors[2] > errors[3] == 0
+
+
+def test_the_proxy_of_blends(crops: list[torch.Tensor]) -> None:
+    """A token of level 1 that is the mean of the four patches in its square."""
+    [example] = examples_of(crops[:1])
+    patches = crops[0].float().unfold(1, P, P).unfold(2, P, P)
+    mean = torch.stack([patches[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]).mean(0)
+    sites = torch.tensor([[[(x + 0.5) / 8, (y + 0.5) / 8, 1.0] for y in range(8) for x in range(8)]])
+    tokens = lod.TokenSet(sites[0], torch.ones(64), mean.permute(1, 2, 0, 3, 4).flatten(0, 1).contiguous(), P)
+    shown = rebuild(tokens, (128, 128)).image
+    unit = float((crops[0].float() - crops[0].float().mean((1, 2), keepdim=True)).square().mean())
+    error = float((shown - crops[0].float()).square().mean()) / unit
+    assert float(example.blend_error[1].mean()) == pytest.approx(error, rel=0.1)
+    assert float(example.seen(sites, True)) == pytest.approx(error, rel=0.1)
+    assert float(example.seen(sites, False)) < 0.5 * error
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, crops: list[torch.Tensor]) -> Iterator[Path]:
+    """A task to train for, with few steps on one crop, which is held out too."""
+    monkeypatch.setattr(learned, "SETS", {"exact": lambda patch: iter(examples_of(crops[:1] * 4))})
+    monkeypatch.setattr(learned, "CACHE", tmp_path)
+    monkeypatch.setattr(learned.Trained, "steps", 30)
+    monkeypatch.setattr(learned.PseudoLogPolar, "steps", 30)
+    learned._examples.cache_clear()
+    yield tmp_path
+    learned._examples.cache_clear()
+
+
+@pytest.mark.parametrize("kind", learned.KINDS)
+def test_training_lowers_the_proxy(kind: type[Any], tiny: Path, crops: list[torch.Tensor]) -> None:
+    [held] = examples_of(crops[:1])
+    found = learned.weights(kind, learned.MIDDLE, P, "exact")
+    assert found["trained"] < found["untrained"]
+    before, after = kind(learned.MIDDLE, P), kind(learned.MIDDLE, P, "exact")
+    for allocator, name in ((before, "untrained"), (after, "trained")):
+        allocator.prepare([held])
+        assert float(allocator.eval().error(held, 0).detach()) == pytest.approx(found[name], abs=1e-5)
+    assert not after.training and len(list(tiny.iterdir())) == 1
+
+
+def test_weights_are_the_same_in_any_order_and_kept(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = learned.PseudoLogPolar, learned.SoftVortex
+    first = [learned.weights(kind, 20, P, "exact")["state"] for kind in kinds]
+    torch.manual_seed(7)
+    again = [learned.train(kind, budget, P, "exact")["state"] for kind, budget in zip(kinds, (20, 150), strict=True)][
+        ::-1
+    ]
+    for one, other in zip(first, again[::-1], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    monkeypatch.setattr(learned, "train", None)
+    learned.weights(learned.SoftVortex, 33, P, "exact")  # of no budget of its own
+    with pytest.raises(TypeError):
+        learned.weights(learned.PseudoLogPolar, 33, P, "exact")
+    notes = learned.trained(["exact", "other"], [20, 33], P)
+    assert [(note["method"], note["budget"]) for note in notes] == [
+        ("PseudoLogPolar, trained", 20), ("SoftVortex, trained", learned.MIDDLE),
+    ]  # fmt: skip
+    assert all(note["trained"] < note["untrained"] for note in notes)
+    monkeypatch.setattr(learned, "_digest", lambda: "changed")
+    assert not learned.trained(["exact"], [20, 33], P)
+
+
+@pytest.mark.parametrize("kind", learned.KINDS)
+def test_trained_rows(kind: type[Any], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MIDDLE", 20)
+    line = frame.compute(unit(f"{kind.__name__}, trained", budget=20))
+    assert "skipped" not in line and 0 < line["coverage"] <= 1 and line["ms"] > 0
+    if kind is learned.SoftVortex:
+        assert learned.SoftVortex(20, P)(torch.full((3, 48, 64), 200, dtype=torch.uint8)).patches.unique().tolist() == [
+            200
+        ]
+
+
+def test_nothing_to_train_on_is_said(tiny: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no pictures to train on for vqa"):
+        learned.weights(learned.SoftVortex, 20, P, "vqa")
+
+
+def test_no_picture_is_trained_on_and_tested() -> None:
+    from quality import pages
+    from quality.features import Features
+
+    assert not set(learned.PHOTOGRAPHS) & {name for name, _ in Features(network=None)._photographs()}
+    assert min(learned.PAGES) > 100, "tests have a few seeds"
+    assert pages.drawn("noise", learned.PAGES[0]).truth != pages.drawn("noise", 0).truth
