@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
@@ -31,10 +30,14 @@ class _Count(TorchDispatchMode):
         self.live = self.peak = 0
         self._held: dict[int, Any] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and what keeps the compiler out takes longer than most operators
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {id(storage) for storage in _storages((args, kwargs))}
+        before = {id(storage) for storage in _storages(args, (kwargs or {}).values())}
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        for storage in _storages([result]):
             key = id(storage)
             if key not in before and key not in self._held:
                 self.live += storage.nbytes()
@@ -50,6 +53,11 @@ class _Count(TorchDispatchMode):
         return drop
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """One Python object a storage, as long as the storage lives."""
-    return [leaf.untyped_storage() for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+def _storages(*several: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of tensors among values, and in lists of them: one Python object a storage, as long as the storage lives."""
+    for values in several:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value.untyped_storage()
+            elif isinstance(value, (list, tuple)):
+                yield from _storages(value)
