@@ -309,6 +309,9 @@ def test_a_unit_becomes_values_by_picture(small: None, untrained: None, tmp_path
     assert list(line["values"]["answers"]) == ["seed 1, picture 0", "seed 1, picture 1"]
     assert line["values"]["place"] == {"seed 1": own["place"]} and line["by_eccentricity"] == own["by_eccentricity"]
     assert visual.time(unit)["ms"] > 0
+    beyond = next(unit for unit in visual.units(plan(tmp_path, budgets=(GRID**2 + 1,))) if unit.own.relevance)
+    assert f"the budget is {GRID**2 + 1}, and there are {GRID**2} patches" in visual.compute(beyond)["skipped"]
+    visual.units(plan(tmp_path))
     lines = [
         {"place": one.place, **visual.compute(one)} for one in found if one.own.allocator in ("GridTopK", "Random")
     ]

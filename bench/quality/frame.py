@@ -22,7 +22,7 @@ from gpu_lod.rebuild import Rebuilt, rebuild
 from gpu_lod.token_set import TokenSet
 from quality.memory import peak_bytes
 from quality.methods import BASELINE, CENTRE, FULL, ORACLE, SALIENCY, Method, left_out, methods
-from quality.task import Found, Plan, Task, digest_of
+from quality.task import Found, Plan, Task, digest_of, reason_of
 
 BUDGETS, QUICK_BUDGETS = (64, 128, 150, 273, 576), (150, 273)
 CALLS = 3
@@ -166,7 +166,7 @@ def compute(unit: Unit) -> Found:
                 allocator, given, fixation = unit.allocator()
                 tokens, peak = peak_bytes(lambda: allocator(*given, fixation=fixation))
             except GpuLodError as error:
-                return {"skipped": " ".join(f"{type(error).__name__}: {error}".split())}
+                return {"skipped": reason_of(error)}
             rebuilt = rebuild(tokens, (height, width))
             values = unit.task.measure(picture, tokens, rebuilt)
         found = {"tokens": tokens.budget, "coverage": float(rebuilt.coverage), "peak_bytes": peak}

@@ -35,7 +35,7 @@ def costs(task: Data, name: str) -> str:
         handles = {}
         every = {k: tables.comparable(task, k) for k in tables.budgets(task)}
         rows = [row for some in every.values() for row in some if row["budget"] is not None and first in row["values"]]
-        for label in sorted({named(row) for row in rows}, key=lambda label: label in styles):
+        for label in sorted({named(row) for row in rows}, key=lambda label: (label in styles, label)):
             own = sorted((row for row in rows if named(row) == label), key=lambda row: row["budget"])
             aside = (
                 1 + 0.012 * ([*styles].index(label) - len(styles) / 2) if label in styles else 1

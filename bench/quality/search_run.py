@@ -12,11 +12,12 @@ from typing import Any
 
 import gpu_lod as lod
 from gpu_lod import vlm
+from gpu_lod.errors import GpuLodError
 from quality import search, search_scenes, search_training, summary
 from quality.methods import FULL, class_of, code_of
-from quality.task import HERE, Found, Metric, Plan, Task, digest_of, digest_of_files
+from quality.task import HERE, Found, Metric, Plan, Task, digest_of, digest_of_files, reason_of
 
-TIMED = 2
+TIMED = 5
 """Pictures that allocators are timed on."""
 
 
@@ -82,7 +83,10 @@ class VisualSearch(Task):
         return place | {"config": digest_of(digest.encode(), _code(unit.allocator).encode())}
 
     def compute(self, unit: Unit) -> Found:
-        found = search.run(unit.own, self._form, self._folder)
+        try:
+            found = search.run(unit.own, self._form, self._folder)
+        except GpuLodError as error:
+            return {"skipped": reason_of(error)}
         seed = unit.own.seed
         values = {kind: {f"seed {seed}": found[kind]} for kind in ("place", "colour")}
         values["answers"] = {f"seed {seed}, picture {i}": value for i, value in enumerate(found["pictures"])}

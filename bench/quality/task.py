@@ -113,6 +113,11 @@ class Task(ABC):
         return digest_of(*code, json.dumps(self.settings(), sort_keys=True).encode())
 
 
+def reason_of(error: Exception) -> str:
+    """Why there is nothing, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def digest_of(*parts: bytes) -> str:
     found = hashlib.sha256()
     for part in parts:
