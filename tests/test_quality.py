@@ -24,12 +24,11 @@ from gpu_lod.rebuild import Rebuilt
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
 
-from quality import documents, frame, methods, ocr, pages, reading, report, result, run, summary  # noqa: E402
+from quality import documents, frame, methods, ocr, pages, reading, result, run, summary, tables, task, workers  # noqa: E402
 from quality.journal import Journal  # noqa: E402
 from quality.methods import FULL, Method  # noqa: E402
 from quality.reading import Line  # noqa: E402
 
-FILES = report.result_files()
 NAMES = ("GridTopK", "Downsample", "Random", "LogPolar")
 
 
@@ -37,14 +36,14 @@ class Stopped(Exception):
     """A run that is stopped in the middle."""
 
 
-class Brightness(frame.Task):
+class Brightness(frame.RebuiltPictures):
     """How near the mean of the rebuilt picture is to that of the full one."""
 
     name = "brightness"
     title = "Brightness"
     patch = 8
     sources: ClassVar[tuple[str, ...]] = ()
-    metrics = (frame.Metric("mean", "1 - the difference of means", accuracy=True), frame.Metric("never", "unknown"))
+    metrics = (task.Metric("mean", "1 - the difference of means", accuracy=True), task.Metric("never", "unknown"))
 
     def __init__(self, stop_after: int | None = None, by: type[BaseException] = Stopped) -> None:
         super().__init__()
@@ -67,12 +66,22 @@ class Brightness(frame.Task):
         return {"mean": 1 - abs(float(gap)) / 255, "never": None}
 
 
-def measured(path: Path, task: frame.Task, quick: bool = False) -> dict[str, Any]:
+def plan(folder: Path, quick: bool = False, **more: Any) -> task.Plan:
+    return task.Plan(quick, folder, **{"budgets": (6,), "only": NAMES, **more})
+
+
+def measured(path: Path, task: frame.RebuiltPictures, only: tuple[str, ...] = NAMES[:3]) -> dict[str, Any]:
     with Journal(path) as journal:
-        found = run.measure([task], journal, (6, 12), 3, quick, Console(file=StringIO()), NAMES)
+        found = run.measure({}, [task], journal, plan(path.parent, only=only), 1, Console(file=StringIO()))
     for row in found["tasks"][task.name]["rows"]:
-        row["ms"] = 0.0
+        assert (row["ms"] is None) == (row["budget"] is None) and (row["ms"] or 1) > 0
+        row["ms"] = None
     return found
+
+
+def units_in(path: Path) -> list[dict[str, Any]]:
+    """Lines of units, without those of times."""
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "timing" not in line["place"]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,11 +97,13 @@ def one_thread() -> Iterator[None]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run that nothing stopped."""
     path = tmp_path_factory.mktemp("quality") / "units.jsonl"
-    return path, measured(path, Brightness())
+    return path, measured(path, Brightness(), NAMES)
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_result(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    path = tmp_path / "units.jsonl"
+def test_a_run_that_was_stopped_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = tmp_path / "whole" / "units.jsonl"
+    expected, path = measured(whole, Brightness()), tmp_path / "units.jsonl"
     with pytest.raises(Stopped):
         measured(path, Brightness(stop_after=11))
     done = path.read_bytes().splitlines()
@@ -100,8 +111,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_result(whole: tuple[Path, di
     path.write_bytes(b"\n".join(done)[:-9])  # the last line is torn
     task = Brightness()
     again = measured(path, task)
-    assert again == whole[1]
-    assert task.calls == len(whole[0].read_bytes().splitlines()) - 10
+    assert again == expected
+    assert task.calls == len(units_in(whole)) - 10
     task = Brightness(stop_after=0)
     assert measured(path, task) == again and task.calls == 0
 
@@ -127,7 +138,7 @@ def test_no_line_holds_what_json_does_not() -> None:
 
 
 def test_what_changed_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(task: frame.Task, method: Method) -> str:
+    def config(task: frame.RebuiltPictures, method: Method) -> str:
         return str(frame.Unit(task, task.pictures(1, False)[0], method, None, 6).place["config"])
 
     before = config(Brightness(), Method("GridTopK"))
@@ -158,13 +169,20 @@ def test_rows_are_what_was_asked_for(whole: tuple[Path, dict[str, Any]]) -> None
     rows = whole[1]["tasks"]["brightness"]["rows"]
     keys = {(row["method"], row["fixation"], row["relevance"], row["budget"]) for row in rows}
     assert len(keys) == len(rows)
-    for budget in (6, 12):
-        assert {("GridTopK", None, kind, budget) for kind in ("first", "second")} <= keys
-        assert {(name, None, None, budget) for name in ("Downsample", "Random")} <= keys
-        for label in ("LogPolar", "LogPolar, fovea 20%", "LogPolar, fovea 40%"):
-            assert {(label, at, "first", budget) for at in ("centre", "saliency", "oracle")} <= keys
+    assert {("GridTopK", None, kind, 6) for kind in ("first", "second")} <= keys
+    assert {(name, None, None, 6) for name in ("Downsample", "Random")} <= keys
+    for label in ("LogPolar", "LogPolar, fovea 20%", "LogPolar, fovea 40%"):
+        assert {(label, at, "first", 6) for at in ("centre", "saliency", "oracle")} <= keys
     assert (FULL.label, None, None, None) in keys
-    assert all(json.loads(line)["ms"] > 0 for line in whole[0].read_text().splitlines() if '"budget": null' not in line)
+    with Journal(whole[0]) as journal:
+        for line in units_in(whole[0]):
+            timed = journal.get(workers.timing_of(line["place"]))
+            assert (timed is not None) == (line["place"]["budget"] is not None and line["place"]["draw"] in (None, 0))
+            assert timed is None or timed["ms"] > 0
+    for row in rows:
+        assert row["per_token"] == pytest.approx(1000 * row["values"]["mean"]["mean"] / row["tokens"], abs=1e-5)
+        # What was chosen is held at the end: 6 patches of 8 x 8 x 3 bytes.
+        assert row["budget"] is None or row["peak_bytes"] >= row["tokens"] * 192
     assert all(row["values"]["mean"]["n"] == 3 and "never" not in row["values"] for row in rows)
 
 
@@ -191,13 +209,12 @@ def test_every_allocator_is_compared_or_left_out_with_a_reason() -> None:
 
 
 def test_a_budget_beyond_the_patches_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    asked = plan(tmp_path, quick=True, budgets=(100,), seeds=1, only=("GridTopK", "Downsample"))
     with Journal(tmp_path / "units.jsonl") as journal:
-        found = run.measure(
-            [Brightness()], journal, (100,), 1, True, Console(file=StringIO()), ("GridTopK", "Downsample")
-        )
-    task = found["tasks"]["brightness"]
-    assert "the budget is 100, and there are 48 patches" in task["skipped"]["GridTopK, first, 100"]
-    assert {row["method"] for row in task["rows"]} == {FULL.label, "Downsample"}
+        data = run.measure({}, [Brightness()], journal, asked, 1, Console(file=StringIO()))
+    found = data["tasks"]["brightness"]
+    assert "the budget is 100, and there are 48 patches" in found["skipped"]["GridTopK, first, 100"]
+    assert {row["method"] for row in found["rows"]} == {FULL.label, "Downsample"}
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -216,19 +233,23 @@ def test_the_interval_of_a_case_by_hand() -> None:
 
 def line(method: str, picture: str, value: float | None, budget: int = 6, draw: int | None = None) -> dict[str, Any]:
     place = {
-        "method": method, "fixation": None, "relevance": None if method == "Random" else "first", "budget": budget,
-        "picture": picture, "seed": 0, "draw": draw,
+        "method": method, "fixation": None, "relevance": None if method == "Random" else "first", "error": 0.0,
+        "budget": budget, "picture": picture, "seed": 0, "draw": draw,
     }  # fmt: skip
-    return {"place": place, "tokens": budget, "coverage": 0.5, "ms": 1.0, "values": {"mean": value}}
+    return {"place": place, "tokens": budget, "coverage": 0.5, "peak_bytes": 9, "values": {"mean": {picture: value}}}
 
 
 def test_draws_of_a_picture_are_one_value_and_differences_are_paired() -> None:
     lines = [line("Random", "a", 0.2, draw=0), line("Random", "a", 0.4, draw=1), line("Random", "b", 0.9, draw=0)]
     lines += [line("GridTopK", "a", 0.1), line("GridTopK", "b", 0.8), line("GridTopK", "c", 0.0)]
-    rows = {row["method"]: row for row in summary.summarise(Brightness(), lines, ["first"])["rows"]}
+    times = {
+        summary.place_key(workers.timing_of(one["place"])): {"ms": ms} for one, ms in zip(lines, (3, 5), strict=False)
+    }
+    rows = {row["method"]: row for row in summary.summarise(Brightness(), lines, times, ["first"])["rows"]}
     assert rows["Random"]["values"]["mean"] == summary.interval([0.3, 0.9])
     assert rows["Random"]["difference"]["mean"] == summary.interval([0.3 - 0.1, 0.9 - 0.8])
     assert rows["GridTopK"]["difference"] == {}
+    assert (rows["Random"]["ms"], rows["GridTopK"]["ms"], rows["Random"]["peak_bytes"]) == (4, None, 9)
 
 
 @pytest.mark.parametrize(
@@ -243,11 +264,29 @@ def test_draws_of_a_picture_are_one_value_and_differences_are_paired() -> None:
 )
 def test_the_verdict_on_accuracy(gains: list[float], expected: str) -> None:
     found: dict[Any, Any] = {
-        ("GridTopK", None, "first", 6): {(str(i), 0): 0.4 for i in range(3)},
-        ("Spiral", None, "first", 6): {(str(i), 0): 0.4 + gain for i, gain in enumerate(gains)},
+        ("GridTopK", None, "first", 0.0, 6): {str(i): 0.4 for i in range(3)},
+        ("Spiral", None, "first", 0.0, 6): {str(i): 0.4 + gain for i, gain in enumerate(gains)},
     }
-    assert summary.verdict(("Spiral", None, "first", 6), found, "first") == expected
-    assert summary.verdict(("GridTopK", None, "first", 6), found, "first") == "baseline"
+    assert summary.verdict(("Spiral", None, "first", 0.0, 6), found, "first") == expected
+    assert summary.verdict(("GridTopK", None, "first", 0.0, 6), found, "first") == "baseline"
+    assert summary.verdict((FULL.label, None, None, 0.0, None), found, "first") == "every token"
+
+
+def test_a_row_is_compared_on_its_own_relevance_as_wrong_as_its_own() -> None:
+    found: dict[Any, Any] = {
+        ("GridTopK", None, kind, error, budget): {"a": value}
+        for kind, error, budget, value in (
+            ("first", 0.0, 6, 0.1), ("query", 0.0, 6, 0.2), ("query", 0.1, 6, 0.3), ("query", 0.1, 12, 0.4),
+        )
+    }  # fmt: skip
+    for kind, error, budget, expected in (
+        ("first", 0.0, None, 0.1), ("query", 0.0, None, 0.2), ("query", 0.1, None, 0.3), ("query", 0.1, 12, 0.4),
+        ("query", 0.4, None, 0.2),  # GridTopK was not measured as wrong as that
+        ("first", 0.1, None, 0.1),  # an oracle's error; relevance is right
+        ("trained", 0.0, None, 0.1), (None, 0.0, None, 0.1),
+    ):  # fmt: skip
+        own = ("Spiral", None, kind, error, 6)
+        assert summary.baseline_of(found, own, "first", budget) == {"a": expected}
 
 
 @pytest.mark.parametrize(
@@ -256,24 +295,25 @@ def test_the_verdict_on_accuracy(gains: list[float], expected: str) -> None:
     ids=["nearly all of it", "too much is lost", "the baseline halves as well"],
 )
 def test_the_verdict_on_half_the_tokens(own: float, itself: float, expected: str) -> None:
-    def sample(value: float) -> dict[tuple[str, int], float]:
-        return {(str(i), 0): value + 0.001 * i for i in range(3)}
+    def sample(value: float) -> dict[str, float]:
+        return {str(i): value + 0.001 * i for i in range(3)}
 
     found: dict[Any, Any] = {
-        ("GridTopK", None, "first", 6): sample(itself),
-        ("GridTopK", None, "first", 12): sample(0.6),
-        ("Spiral", None, "first", 6): sample(own),
+        ("GridTopK", None, "first", 0.0, 6): sample(itself),
+        ("GridTopK", None, "first", 0.0, 12): sample(0.6),
+        ("Spiral", None, "first", 0.0, 6): sample(own),
     }
-    assert summary.verdict(("Spiral", None, "first", 6), found, "first") == expected
+    assert summary.verdict(("Spiral", None, "first", 0.0, 6), found, "first") == expected
 
 
 @pytest.mark.parametrize(("value", "answer"), [(0.6, "yes"), (0.595, "yes"), (0.5, "no"), (None, "open")])
 def test_the_claim(value: float | None, answer: str) -> None:
-    own = {(str(i), 0): 0.1 * i if value is None else value for i in range(3)}
+    own = {str(i): 0.1 * i if value is None else value for i in range(3)}
     found: dict[Any, Any] = {
-        ("GridTopK", None, "first", 273): {(str(i), 0): 0.6 - (0.4 if value is None else 0) for i in range(3)},
-        ("LogPolar", "centre", "first", 150): own,
-        ("LogPolar", "centre", "first", 64): own,
+        ("GridTopK", None, "first", 0.0, 273): {str(i): 0.6 - (0.4 if value is None else 0) for i in range(3)},
+        ("LogPolar", "centre", "first", 0.0, 150): own,
+        ("LogPolar", "oracle", "first", 0.1, 150): own,
+        ("LogPolar", "centre", "first", 0.0, 64): own,
     }
     [row] = summary.claim(found, "first")
     assert (row["method"], row["fixation"], row["answer"]) == ("LogPolar", "centre", answer)
@@ -489,42 +529,6 @@ def test_results_fit_the_schema_and_broken_ones_do_not(whole: tuple[Path, dict[s
         jsonschema.validate(data, result.SCHEMA)
 
 
-def test_the_tables_show_the_rows_best_first(whole: tuple[Path, dict[str, Any]]) -> None:
-    text = report.markdown(whole[1], "file.json")
-    for label, fixation in (("LogPolar, fovea 20%", "oracle"), ("GridTopK", ""), ("Random", "")):
-        assert f"| {label} | {fixation} |" in text
-    task = whole[1]["tasks"]["brightness"]
-    row = next(row for row in task["rows"] if row["method"] == "Random" and row["budget"] == 6)
-    value = row["values"]["mean"]
-    assert f"| {value['mean']:.3f} ± {(value['high'] - value['low']) / 2:.3f} |" in text
-    for _, (first, *rest) in report.tables(task):
-        column = [float(cells[first.index("mean")].split()[0]) for cells in rest]
-        assert column == sorted(column, reverse=True) and len(column) > 10
-    assert "AdaptiveStratified: " in text
-    few = {"mean": 0.5, "low": -0.1, "high": 1.1}
-    assert [report._figure({**few, "n": n}) for n in (2, 3)] == ["0.500", "0.500 ± 0.600"]
-    assert [report._points({**few, "n": n}) for n in (2, 3)] == ["+50.0 points", "+50.0 ± 60.0 points"]
-
-
-def test_the_page_holds_a_plot_and_every_table(whole: tuple[Path, dict[str, Any]]) -> None:
-    pytest.importorskip("matplotlib")
-    data = json.loads(json.dumps(whole[1]))
-    data["tasks"]["brightness"]["metrics"].append({"name": "<also>", "meaning": "nothing", "accuracy": False})
-    text = report.page([data])
-    assert text.count("<svg") == 1 and text.count("<table>") == 2
-    assert "GridTopK" in text and "<also>" not in text and "&lt;also&gt;" in text
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_committed_files_show_both_baselines_and_no_oracle_alone(path: Path) -> None:
-    for task in report.load(path)["tasks"].values():
-        for budget in {row["budget"] for row in task["rows"]} - {None}:
-            assert {"GridTopK", "Downsample", "Random"} <= {
-                row["method"] for row in task["rows"] if row["budget"] == budget
-            }
-        assert not any(summary.alone(row, task["rows"]) for row in task["rows"])
-
-
 def test_an_oracle_alone_is_noticed() -> None:
     rows = [
         {"method": "LogPolar", "fixation": at, "relevance": "first", "budget": 6}
@@ -534,25 +538,21 @@ def test_an_oracle_alone_is_noticed() -> None:
     assert summary.alone(rows[2], rows[1:]) and not summary.alone(rows[1], rows[1:])
 
 
-def test_the_doc_shows_the_files() -> None:
-    text = report.DOC.read_text("utf-8")
-    assert report.with_tables(text) == text, "python bench/quality/report.py"
-
-
 def test_the_program_writes_a_file_and_goes_on_after_an_interrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = [Brightness(stop_after=4, by=KeyboardInterrupt), Brightness(), Brightness(stop_after=0)]
-    monkeypatch.setattr(run, "TASKS", ("brightness",))
+    monkeypatch.setattr(run, "TASKS", {"brightness": "quality.brightness"})
     monkeypatch.setitem(sys.modules, "quality.brightness", SimpleNamespace(task=lambda: tasks.pop(0)))
-    arguments = ["--quick", "--only", "brightness", "--budgets", "6", "--seeds", "1", "--out", str(tmp_path)]
+    arguments = ["--quick", "--only", "brightness", "--budgets", "6", "--seeds", "1", "--jobs", "1"]
+    arguments += ["--out", str(tmp_path)]
     threads = torch.get_num_threads()
     assert run.main(arguments) == 130 and not (tmp_path / "quick.json").exists()
     assert "4 units are done" in capsys.readouterr().out
     assert run.main(arguments) == 0 and torch.get_num_threads() == threads
-    first = report.load(tmp_path / "quick.json")
+    first = tables.load(tmp_path / "quick.json")
     assert run.main(arguments) == 0
-    assert report.load(tmp_path / "quick.json")["tasks"] == first["tasks"]
+    assert tables.load(tmp_path / "quick.json")["tasks"] == first["tasks"]
     assert {row["method"] for row in first["tasks"]["brightness"]["rows"]} >= {"HybridAtlas", "TokenDAG", "Random"}
 
 
@@ -564,8 +564,25 @@ def test_a_package_that_is_missing_is_named(
     assert "pip install 'gpu-lod[quality]'" in " ".join(capsys.readouterr().out.split())
 
 
-def test_unknown_tasks_and_budgets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in ((["--only", "nothing"], "there is no nothing"), (["--budgets", "0,5"], "counts of tokens")):
-        with pytest.raises(SystemExit):
-            run.main(arguments)
-        assert said in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "nothing"], "there is no nothing"),
+        (["--budgets", "0,5"], "counts of tokens"),
+        (["--jobs", "0"], "--jobs is 0"),
+        (["--methods", "GridTopK"], "name a folder with --out"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_of_one_task_keeps_the_others(tmp_path: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    path = tmp_path / "full.json"
+    path.write_text(json.dumps(whole[1]))
+    assert run._others(path, {}) == json.loads(json.dumps(whole[1]["tasks"]))
+    assert run._others(path, {"brightness": None}) == {} == run._others(tmp_path / "none.json", {})
+    path.write_text(json.dumps({**whole[1], "schema": 1}))
+    assert run._others(path, {}) == {}

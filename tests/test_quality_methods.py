@@ -21,19 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 from quality import fovi_peer, frame, learned, methods, proxy
 from quality.ablations import FoveationOnly, PyramidOnly
 from quality.methods import Method
+from quality.task import Metric
 
 P = 8
 fovi = pytest.mark.skipif(find_spec("fovi") is None, reason="fovi is not installed")
 
 
-class Exact(frame.Task):
+class Exact(frame.RebuiltPictures):
     """The share of pixels that are what they were."""
 
     name = "exact"
     title = "Exact"
     patch = P
     sources: ClassVar[tuple[str, ...]] = ()
-    metrics = (frame.Metric("same", "of all pixels", accuracy=True),)
+    metrics = (Metric("same", "of all pixels", accuracy=True),)
 
     def pictures(self, seeds: int, quick: bool) -> list[frame.Picture]:
         image = torch.randint(0, 256, (3, 48, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -64,10 +65,17 @@ class LeftHalf:
     def __init__(self, budget: int, patch: int) -> None:
         self.seen[:] = [budget, patch]
 
-    def rebuild(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any) -> tuple[Rebuilt, float]:
+    def __call__(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any) -> LeftHalf:
         self.seen += [relevance, fixation]
-        covered = (torch.arange(image.shape[2]) < (fixation or (0.5,))[0] * image.shape[2]).expand(image.shape[1:])
-        return Rebuilt(torch.where(covered, image, 255 - image), covered), 1.5
+        self.image = image
+        self.covered = (torch.arange(image.shape[2]) < (fixation or (0.5,))[0] * image.shape[2]).expand(image.shape[1:])
+        return self
+
+    def rebuilt(self) -> Rebuilt:
+        return Rebuilt(torch.where(self.covered, self.image, 255 - self.image), self.covered)
+
+    def choose(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any) -> None:
+        self.seen.append("choose")
 
 
 def test_a_method_may_rebuild_the_picture_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +83,11 @@ def test_a_method_may_rebuild_the_picture_itself(monkeypatch: pytest.MonkeyPatch
     for fixation, place, share in (("oracle", (0.25, 0.5), 0.25), ("saliency", None, 0.5), ("centre", (0.5, 0.5), 0.5)):
         one = unit("half", fixation)
         line = frame.compute(one)
-        assert line == {"tokens": 6, "coverage": share, "ms": 1.5, "values": {"same": share}}
+        values = {"same": {"dots, seed 0": share}}
+        assert line == {"tokens": 6, "coverage": share, "peak_bytes": line["peak_bytes"], "values": values}
+        assert line["peak_bytes"] > 0
         assert LeftHalf.seen == [6, P, one.picture.relevance["lots"], place]
+        assert frame.choosing_ms(one) > 0 and LeftHalf.seen[2:] == ["choose"] * (frame.CALLS + 1)
 
 
 @fovi
@@ -90,9 +101,8 @@ def test_pixels_show_the_sample_that_is_nearest_on_the_cortex(reach: str, fixati
     height, width = 60, 84
     x, y = torch.arange(width), torch.arange(height)[:, None]
     image = torch.stack([(x + 0 * y), (0 * x + y), 0 * x + 0 * y]).to(torch.uint8)  # a pixel says where it is
-    found, ms = fovi_peer.Fovi(4, P, reach).rebuild(image, image[0].float(), fixation)
+    found = fovi_peer.Fovi(4, P, reach)(image, image[0].float(), fixation).rebuilt()
     diameter = fovi_peer.Fovi(4, P, reach)._diameter(height, width, fixation)
-    assert ms > 0
     gaze = torch.tensor(fixation) * torch.tensor([width, height])
     away = (torch.stack([x + 0.5 + 0 * y, 0 * x + y + 0.5], -1) - gaze).norm(dim=-1)
     assert torch.equal(found.covered, away <= diameter / 2) and (reach == "area" or bool(found.covered.all()))
@@ -116,11 +126,11 @@ def test_fovi_looks_at_the_peak_where_no_fixation_is_given(monkeypatch: pytest.M
     relevance = torch.zeros(48, 64)
     relevance[8:16, 40:48] = 1
     image = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8)
-    itself, given = (fovi_peer.Fovi(4, P).rebuild(image, relevance, at)[0] for at in (None, (44 / 64, 12 / 48)))
+    itself, given = (fovi_peer.Fovi(4, P)(image, relevance, at).rebuilt() for at in (None, (44 / 64, 12 / 48)))
     assert torch.equal(itself.image, given.image) and torch.equal(itself.covered, given.covered)
     lines = [frame.compute(unit("fovi", at, 4, reach="corners")) for at in ("centre", "saliency", "oracle")]
     assert all(line["tokens"] == 4 and line["coverage"] == 1 for line in lines)
-    assert len({line["values"]["same"] for line in lines}) > 1
+    assert len({line["values"]["same"]["dots, seed 0"] for line in lines}) > 1
 
 
 def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +263,7 @@ def test_weights_are_the_same_in_any_order_and_kept(tiny: Path, monkeypatch: pyt
 def test_trained_rows(kind: type[Any], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned, "MIDDLE", 20)
     line = frame.compute(unit(f"{kind.__name__}, trained", budget=20))
-    assert "skipped" not in line and 0 < line["coverage"] <= 1 and line["ms"] > 0
+    assert "skipped" not in line and 0 < line["coverage"] <= 1 and line["peak_bytes"] > 0
     if kind is learned.SoftVortex:
         assert learned.SoftVortex(20, P)(torch.full((3, 48, 64), 200, dtype=torch.uint8)).patches.unique().tolist() == [
             200

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -24,7 +23,7 @@ pytest.importorskip("skimage", reason="the photographs come with scikit-image: p
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
 
-from quality import search, search_doc, search_relevance, search_run, search_training  # noqa: E402
+from quality import search, search_relevance, search_run, search_training, summary, task  # noqa: E402
 from quality.search_reader import KINDS, Reader, queries  # noqa: E402
 from quality.search_scenes import (  # noqa: E402
     APART,
@@ -43,7 +42,6 @@ from quality.search_scenes import (  # noqa: E402
 )  # fmt: skip
 from quality.search_training import GRID, PATCH, Training  # noqa: E402
 
-FILES = sorted((CHECKOUT / "bench" / "results" / "search").glob("search.json"))
 SMALL = search.Form(budgets=(64,), seeds=2, pictures=2, allocators=("Random", "GridTopK", "LogPolar"))
 
 
@@ -258,62 +256,80 @@ def test_metrics_by_hand() -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_run_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[search.Unit] = []
-
-    def fake(unit: search.Unit, form: search.Form, folder: Path) -> dict[str, Any]:
-        if len(computed) == 7:
-            raise Stopped
-        computed.append(unit)
-        return {"accuracy": len(unit.allocator) + unit.error}
-
-    monkeypatch.setattr(search, "run", fake)
-    with pytest.raises(Stopped):
-        search_run.run_all(SMALL, tmp_path)
-    lines = tmp_path / "units.jsonl"
-    text = lines.read_text()
-    lines.write_text(text[: len(text) - 9])  # the last line is torn
-    first, computed[:] = list(computed), []
-    monkeypatch.setattr(search, "run", lambda *given: {"accuracy": len(given[0].allocator) + given[0].error})
-    whole = search_run.run_all(SMALL, tmp_path / "whole")
-    monkeypatch.setattr(search, "run", lambda *given: computed.append(given[0]) or {
-        "accuracy": len(given[0].allocator) + given[0].error
-    })  # fmt: skip
-    assert search_run.run_all(SMALL, tmp_path) == whole
-    assert len(computed) == len(whole) - 6 and not set(first[:6]) & set(computed)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "QUICK", SMALL)
 
 
-def test_intervals_and_differences_by_hand() -> None:
+def plan(folder: Path, **more: Any) -> task.Plan:
+    return task.Plan(True, folder, seeds=2, **more)
+
+
+def test_the_task_has_the_units_of_the_search(small: None, tmp_path: Path) -> None:
+    visual = search_run.task()
+    found = visual.units(plan(tmp_path))
+    assert [unit.own for unit in found] == list(search.units(SMALL))
+    assert len({summary.place_key(unit.place) for unit in found}) == len(found)
+    full = [unit for unit in found if unit.own.allocator == search.FULL]
+    assert [(unit.place["method"], unit.place["budget"], unit.timed) for unit in full] == [
+        ("full image", None, False)
+    ] * 2
+    assert all(unit.timed == (unit.own.seed == 0 and unit not in full) for unit in found)
+    assert {unit.groups[0] for unit in found} == {"seed 0", "seed 1"}
+    assert {unit.groups[1:] for unit in found} == {
+        (),
+        *((f"seed {n}, {kind}",) for n in (0, 1) for kind in ("saliency", "query")),
+    }
+    few = visual.units(plan(tmp_path, budgets=(9,), only=("Random",)))
+    assert [(unit.own.budget, unit.own.allocator) for unit in few] == [
+        (GRID**2, search.FULL), (9, "Random"), (GRID**2, search.FULL), (9, "Random"),
+    ]  # fmt: skip
+
+
+def test_what_changed_is_computed_again(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def configs() -> dict[str, str]:
+        return {unit.place["method"]: unit.place["config"] for unit in search_run.task().units(plan(tmp_path))}
+
+    before = configs()
+    assert configs() == before
+    monkeypatch.setattr(search_run, "_code", lambda name: f"changed {name}" if name == "LogPolar" else "")
+    changed = configs()
+    assert changed["GridTopK"] == changed["Random"] != changed["LogPolar"]
+    monkeypatch.undo()
+    monkeypatch.setattr(search, "QUICK", search.Form((64,), 2, 3, SMALL.allocators))
+    assert not set(configs().values()) & set(before.values())
+
+
+def test_a_unit_becomes_values_by_picture(small: None, untrained: None, tmp_path: Path) -> None:
+    visual = search_run.task()
+    found = visual.units(plan(tmp_path))
+    unit = next(unit for unit in found if unit.own.allocator == "GridTopK" and unit.own.seed == 1)
+    own, line = search.run(unit.own, SMALL), visual.compute(unit)
+    assert list(line["values"]["answers"].values()) == own["pictures"] and line["tokens"] == 64
+    assert list(line["values"]["answers"]) == ["seed 1, picture 0", "seed 1, picture 1"]
+    assert line["values"]["place"] == {"seed 1": own["place"]} and line["by_eccentricity"] == own["by_eccentricity"]
+    assert visual.time(unit)["ms"] > 0
+    beyond = next(unit for unit in visual.units(plan(tmp_path, budgets=(GRID**2 + 1,))) if unit.own.relevance)
+    assert f"the budget is {GRID**2 + 1}, and there are {GRID**2} patches" in visual.compute(beyond)["skipped"]
+    visual.units(plan(tmp_path))
+    lines = [
+        {"place": one.place, **visual.compute(one)} for one in found if one.own.allocator in ("GridTopK", "Random")
+    ]
+    rows = summary.summarise(visual, lines, {}, visual.about()["relevance"])["rows"]
+    random = next(row for row in rows if row["method"] == "Random")
+    saliency = next(row for row in rows if (row["method"], row["relevance"]) == ("GridTopK", "saliency"))
+    assert random["values"]["answers"]["n"] == 4 and random["values"]["place"]["n"] == 2
+    assert random["difference"]["answers"]["mean"] == pytest.approx(
+        random["values"]["answers"]["mean"] - saliency["values"]["answers"]["mean"], abs=2e-5
+    )
+    assert sum(asked for _, asked in random["by_eccentricity"].values()) == 2 * SMALL.pictures * COUNT * len(KINDS)
+
+
+def test_intervals_by_hand() -> None:
     low, high = search_run.interval([1.0, 2.0, 3.0, 4.0])
     half = 3.18245 * math.sqrt(5 / 3) / 2  # Student's t of 3 degrees
     assert abs(low - (2.5 - half)) < 1e-4 and abs(high - (2.5 + half)) < 1e-4
-
-    def metrics(*pictures: float) -> dict[str, Any]:
-        mean = sum(pictures) / len(pictures)
-        return {"accuracy": mean, "place": mean, "colour": mean, "pictures": list(pictures), "ms": 1.0,
-                "by_eccentricity": {"0.0-": [1, 2]}}  # fmt: skip
-
-    found = [
-        (search.Unit(seed, 64, name, "saliency", None), metrics(*values))
-        for seed in (0, 1)
-        for name, values in (("GridTopK", (0.5, 0.25)), ("Stratified", (0.75, 0.5 + 0.5 * seed)))
-    ]
-    rows = {row["allocator"]: row for row in search_run.rows_of(found)}
-    assert rows["GridTopK"]["over_baseline"] == {"difference": 0, "interval": [0, 0]}
-    assert rows["Stratified"]["over_baseline"]["difference"] == 0.375
-    assert rows["Stratified"]["by_seed"] == [0.625, 0.875] and rows["Stratified"]["by_eccentricity"]["0.0-"] == [2, 4]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_committed_file_has_all_rows(path: Path) -> None:
-    data = json.loads(path.read_text())
-    jsonschema.validate(data, search_run.SCHEMA)
-    names = {row["allocator"] for row in data["rows"]}
-    assert {"Random", "Downsample", "GridTopK", search.FULL} <= names
-    assert names | set(data["about"]["left_out"]) >= set(lod.allocate.names())
-    del data["rows"][0]["interval"]
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(data, search_run.SCHEMA)
+    assert search_run.interval([0.5]) == [0.5, 0.5]
 
 
 # -- relevance that learns ---------------------------------------------------------------------------------------------
@@ -366,11 +382,3 @@ def test_a_killed_training_goes_on_and_gives_the_same(
     resumed, same = search_relevance.trained(plan, 0, tmp_path / "part", reader, log=False)
     assert same == losses and torch.equal(resumed.weigh.weight, whole.weigh.weight)
     assert len(calls) == 7 + 2  # those after the last checkpoint again, and no others
-
-
-def test_the_doc_shows_the_files() -> None:
-    text = search_doc.DOC.read_text("utf-8")
-    assert search_doc.with_tables(text) == text, "python bench/quality/search_doc.py"
-    lines = search_doc.accuracy(json.loads((CHECKOUT / "bench/results/search/search.json").read_text())["rows"])
-    assert lines[0] == ["allocator", "relevance", "fixation", "K = 64", "K = 128", "K = 1024"]
-    assert lines[1][3].startswith("0.9")

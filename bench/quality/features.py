@@ -17,7 +17,8 @@ from gpu_lod.feature_maps import saliency_map
 from gpu_lod.rebuild import Rebuilt
 from gpu_lod.saliency import saliency
 from gpu_lod.token_set import TokenSet
-from quality.frame import Metric, Picture, Task
+from quality.frame import Picture, RebuiltPictures
+from quality.task import Metric
 
 SHORTER = 320
 """Pixels along the shorter side of what the network sees."""
@@ -48,7 +49,7 @@ class EfficientNet:
             return self._network.extract_features(values)[0]
 
 
-class Features(Task):
+class Features(RebuiltPictures):
     name = "features"
     title = "Feature fidelity"
     sources = ("features.py",)

@@ -13,10 +13,9 @@ are made in, the cortical manifold; the rest is the mean of the samples.
 from __future__ import annotations
 
 import math
-import time
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +23,6 @@ from inputs import declare_vision_operators
 
 from gpu_lod.allocate import GridTopK
 from gpu_lod.rebuild import Rebuilt
-
-CALLS = 3
-"""Timed ones of each unit, after the one that counts."""
 
 
 class Fovi:
@@ -41,6 +37,7 @@ class Fovi:
 
     def __init__(self, budget: int, patch: int, reach: str = "area") -> None:
         self.budget, self.patch, self.reach = budget, patch, reach
+        self.retina = retina_of(budget * patch**2)
 
     @staticmethod
     def absent() -> str:
@@ -60,29 +57,35 @@ class Fovi:
         except PackageNotFoundError:
             return ""
 
-    def rebuild(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any) -> tuple[Rebuilt, float]:
-        """The picture made of samples, and how many ms it takes to choose them: where they stand in the picture, not
-        what is there.
+    def __call__(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any = None) -> Seen:
+        """The samples.
 
         Shape: image uint8 [C, H, W]; relevance [H, W], whose peak is the fixation where None is given.
         """
+        fixation, gaze, field = self._look(image, relevance, fixation)
+        samples = (255 * self.retina(image[None], gaze, fixation_size=field)[0]).round().to(torch.uint8)
+        size = (image.shape[-2], image.shape[-1])
+        x, y = self._places(size, gaze, field)
+        inside = (x >= 0) & (x < size[1]) & (y >= 0) & (y < size[0])
+        return Seen(self.retina, samples[:, inside], inside, size, fixation, float(field[0, 0]))
+
+    def choose(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any = None) -> Any:
+        """Where the samples stand in the picture, not what is there."""
+        _, gaze, field = self._look(image, relevance, fixation)
+        return self._places((image.shape[-2], image.shape[-1]), gaze, field)
+
+    def _look(self, image: torch.Tensor, relevance: torch.Tensor, fixation: Any) -> tuple[Any, ...]:
+        """The fixation, and as the retina takes them: the gaze, and the sides of the field in pixels."""
         if fixation is None:  # where allocators look then
             scene, _ = GridTopK(1, self.patch)._scene(image, relevance, None, None, None)
             fixation = scene.fixations()[0, 0].tolist()
-        height, width = image.shape[-2:]
-        diameter = self._diameter(height, width, fixation)
-        retina = retina_of(self.budget * self.patch**2)
+        diameter = self._diameter(image.shape[-2], image.shape[-1], fixation)
         gaze = torch.tensor([[fixation[1], fixation[0]]], dtype=torch.float32)  # its order is (row, column)
-        field = torch.tensor([[diameter, diameter]], dtype=torch.float32)
-        samples = (255 * retina(image[None], gaze, fixation_size=field)[0]).round().to(torch.uint8)
-        times = []
-        for _ in range(CALLS):
-            start = time.perf_counter()
-            x, y = (place[0] for place in retina.sampler._direct_pixel_coords((height, width), gaze, field))
-            times.append((time.perf_counter() - start) * 1e3)
-        inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-        picture = shown(retina, samples[:, inside], inside, (height, width), fixation, diameter)
-        return picture, round(median(times), 4)
+        return fixation, gaze, torch.tensor([[diameter, diameter]], dtype=torch.float32)
+
+    def _places(self, size: tuple[int, int], gaze: torch.Tensor, field: torch.Tensor) -> tuple[Any, Any]:
+        x, y = self.retina.sampler._direct_pixel_coords(size, gaze, field)
+        return x[0], y[0]
 
     def _diameter(self, height: int, width: int, fixation: Any) -> float:
         if self.reach == "area":
@@ -102,22 +105,30 @@ def retina_of(count: int) -> Any:
     return RetinalTransform(rings, fov=16, cmf_a=0.5, auto_match_cart_resources=False, device="cpu").eval()
 
 
-def shown(
-    retina: Any, samples: torch.Tensor, inside: torch.Tensor, size: tuple[int, int], fixation: Any, diameter: float
-) -> Rebuilt:
-    """A picture whose every pixel shows the nearest of samples [C, N] on the cortex, those of the retina's that are
-    inside the picture."""
-    from scipy.spatial import cKDTree
+@dataclass(frozen=True)
+class Seen:
+    """What a retina sees of a picture: samples [C, N], those of it that are inside the picture."""
 
-    height, width = size
-    x, y = torch.arange(width) + 0.5 - fixation[0] * width, torch.arange(height) + 0.5 - fixation[1] * height
-    places = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1) / (diameter / 2)
-    covered = places.norm(dim=-1) <= 1
-    tree = cKDTree(_cortical(retina, retina.sampler.sampling_grid[0, 0, inside]))
-    nearest = torch.from_numpy(tree.query(_cortical(retina, places[covered]))[1])
-    image = samples.float().mean(1).round().to(torch.uint8)[:, None, None].repeat(1, height, width)
-    image[:, covered] = samples[:, nearest]
-    return Rebuilt(image, covered)
+    retina: Any
+    samples: torch.Tensor
+    inside: torch.Tensor
+    size: tuple[int, int]
+    fixation: Any
+    diameter: float
+
+    def rebuilt(self) -> Rebuilt:
+        """The picture whose every pixel shows the sample that is nearest on the cortex."""
+        from scipy.spatial import cKDTree
+
+        (height, width), at = self.size, self.fixation
+        x, y = torch.arange(width) + 0.5 - at[0] * width, torch.arange(height) + 0.5 - at[1] * height
+        places = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1) / (self.diameter / 2)
+        covered = places.norm(dim=-1) <= 1
+        tree = cKDTree(_cortical(self.retina, self.retina.sampler.sampling_grid[0, 0, self.inside]))
+        nearest = torch.from_numpy(tree.query(_cortical(self.retina, places[covered]))[1])
+        image = self.samples.float().mean(1).round().to(torch.uint8)[:, None, None].repeat(1, height, width)
+        image[:, covered] = self.samples[:, nearest]
+        return Rebuilt(image, covered)
 
 
 def _cortical(retina: Any, places: torch.Tensor) -> Any:

@@ -1,44 +1,34 @@
-"""What a task is, what is done once for each unit of work, and what is kept of it.
+"""Tasks that look at pictures rebuilt from K tokens.
 
-A task is a module of this folder with a function `task()`, and is named in `run.TASKS`. It gives pictures with a
-relevance map each, and says how good a picture is that was rebuilt from K tokens. The frame does the rest: which
-allocators, at which fixations and budgets, how often, and what comes out of it.
+Such a task gives pictures with a relevance map each, and says how good a picture is that was rebuilt. The frame does
+the rest: which allocators, at which fixations and budgets, how often, and what comes out of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from statistics import median
 from typing import Any, ClassVar
 
 import torch
 
+import gpu_lod as lod
 from gpu_lod.errors import GpuLodError
 from gpu_lod.rebuild import Rebuilt, rebuild
 from gpu_lod.token_set import TokenSet
-from quality.journal import Journal
-from quality.methods import BASELINE, CENTRE, FULL, ORACLE, SALIENCY, Method
+from quality.learned import trained
+from quality.memory import peak_bytes
+from quality.methods import BASELINE, CENTRE, FULL, ORACLE, SALIENCY, Method, class_of, left_out, methods
+from quality.task import Found, Plan, Task, digest_of, reason_of
 
+BUDGETS, QUICK_BUDGETS = (64, 128, 150, 273, 576), (150, 273)
 CALLS = 3
-"""Timed choices of each unit, after the one that counts."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number that says how good a rebuilt picture is."""
-
-    name: str
-    meaning: str
-    accuracy: bool = False
-    """In [0, 1], 1 the best: compared with the baseline. A task's first accuracy is the one that the verdict is on."""
-    better: str = "higher"
+"""Timed choices of each unit, after one to warm up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,24 +53,22 @@ class Picture:
         return digest_of(shape.encode(), self.image.contiguous().numpy().tobytes())
 
 
-class Task(ABC):
-    """What an allocation is good for.
+class RebuiltPictures(Task):
+    """What a rebuilt picture is good for.
 
     Convention: `measure` gets the tokens (None for the full image, none at all of a method that has its own instead of
         ours) and what was rebuilt from them, and gives a value of every metric, None where there is none, such as a
         truth that nobody knows.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
+    shared = ("task.py", "frame.py", "memory.py")
     patch: ClassVar[int] = 14
-    metrics: ClassVar[tuple[Metric, ...]]
-    sources: ClassVar[tuple[str, ...]]
-    """Files of this folder that results depend on: a change to one makes them stale."""
+    ms = "choosing, from the grid's relevance to the sites"
 
     def __init__(self) -> None:
-        self.skipped: dict[str, str] = {}
-        """What could not be had, and why."""
+        super().__init__()
+        self._pictures: list[Picture] = []
+        self._budgets: tuple[int, ...] = ()
 
     @abstractmethod
     def pictures(self, seeds: int, quick: bool) -> list[Picture]: ...
@@ -88,26 +76,39 @@ class Task(ABC):
     @abstractmethod
     def measure(self, picture: Picture, tokens: TokenSet | None, rebuilt: Rebuilt) -> dict[str, float | None]: ...
 
-    def settings(self) -> dict[str, Any]:
-        """What else results depend on, such as versions of other libraries."""
-        return {}
+    def units(self, plan: Plan) -> list[Unit]:
+        self._pictures = self.pictures(plan.seeds, plan.quick)
+        self._budgets = plan.budgets or (QUICK_BUDGETS if plan.quick else BUDGETS)
+        every = methods(plan.seeds, plan.quick, plan.only)
+        return list(units_of(self, self._pictures, every, self._budgets, plan.quick))
 
-    @property
-    def accuracy(self) -> str:
-        return next(metric.name for metric in self.metrics if metric.accuracy)
+    def compute(self, unit: Unit) -> Found:
+        return compute(unit)
 
-    @cached_property
-    def digest(self) -> str:
-        here = Path(__file__).resolve().parent
-        code = [(here / name).read_bytes() for name in ("frame.py", *self.sources)]
-        return digest_of(*code, json.dumps([self.settings(), self.patch], sort_keys=True).encode())
+    def time(self, unit: Unit) -> Found:
+        return {"ms": choosing_ms(unit)}
+
+    def about(self) -> Found:
+        return {
+            "relevance": list(self._pictures[0].relevance) if self._pictures else [""],
+            "pictures": [
+                {
+                    "name": p.name, "seed": p.seed, "size": list(p.image.shape[-2:]), "about": p.about,
+                    "cells": cells_of(p.image, self.patch),
+                }
+                for p in self._pictures
+            ],
+            "budgets": list(self._budgets),
+            "left_out": left_out(),
+            "trained": trained([self.name], self._budgets),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A method on a picture: what is computed once, and never again."""
+    """A method on a picture."""
 
-    task: Task
+    task: RebuiltPictures
     picture: Picture
     method: Method
     relevance: str | None
@@ -115,20 +116,36 @@ class Unit:
     budget: int | None
     """None is the full image."""
     place: dict[str, Any] = field(init=False)
-    """What the journal files it under."""
 
     def __post_init__(self) -> None:
         place = {
             "task": self.task.name, "picture": self.picture.name, "seed": self.picture.seed,
             "method": self.method.label, "fixation": self.method.fixation, "draw": self.method.draw,
-            "relevance": self.relevance, "budget": self.budget,
+            "relevance": self.relevance, "error": 0.0, "budget": self.budget,
             "config": digest_of(self.task.digest.encode(), self.picture.digest.encode(), self.method.digest.encode()),
         }  # fmt: skip
         object.__setattr__(self, "place", place)
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """What is trained is trained once."""
+        trained = self.method != FULL and hasattr(class_of(self.method.name), "trained_on")
+        return (f"{self.method.name}, {self.budget}",) if trained else ()
+
+    @property
+    def timed(self) -> bool:
+        return self.budget is not None and self.method.draw in (None, 0)
+
+    def allocator(self) -> tuple[Any, tuple[Any, ...], Any]:
+        """What chooses, and what it is given: picture and relevance; and the fixation."""
+        places = {CENTRE: (0.5, 0.5), SALIENCY: None, ORACLE: self.picture.target, None: None}
+        relevance = None if self.relevance is None else self.picture.relevance[self.relevance]
+        made = self.method.make(self.budget or 0, self.task.patch, self.task.name)
+        return made, (self.picture.image, relevance), places[self.method.fixation]
+
 
 def units_of(
-    task: Task, pictures: Sequence[Picture], methods: Sequence[Method], budgets: Sequence[int], quick: bool
+    task: RebuiltPictures, pictures: Sequence[Picture], methods: Sequence[Method], budgets: Sequence[int], quick: bool
 ) -> Iterator[Unit]:
     """Every unit of a task: picture by picture, so that a stopped run has whole ones. The quick form has relevance of
     other kinds than the first for the baseline alone."""
@@ -143,60 +160,52 @@ def units_of(
                     yield Unit(task, picture, method, kind, budget)
 
 
-def run(
-    units: Sequence[Unit], journal: Journal, done: Callable[[Unit], None] = lambda unit: None
-) -> list[dict[str, Any]]:
-    """The journal's line of each unit; computed and written there where it has none yet."""
-    lines = []
-    for unit in units:
-        line = journal.get(unit.place)
-        if line is None:
-            line = journal.add(unit.place, compute(unit))
-        lines.append(line)
-        done(unit)
-    return lines
-
-
-def compute(unit: Unit) -> dict[str, Any]:
-    """What one unit gives: values of the metrics, coverage, tokens and the time that choosing took, or why not."""
+def compute(unit: Unit) -> Found:
+    """What one unit gives, as `Task.compute` says."""
     picture, image = unit.picture, unit.picture.image
     height, width = image.shape[-2:]
+    sample = f"{picture.name}, seed {picture.seed}"
     if unit.budget is None:
         whole = Rebuilt(image, torch.ones(height, width, dtype=torch.bool))
-        cells = -(-height // unit.task.patch) * -(-width // unit.task.patch)
-        return {"tokens": cells, "coverage": 1.0, "ms": 0.0, "values": unit.task.measure(picture, None, whole)}
-    with torch.no_grad():
-        try:
-            allocator = unit.method.make(unit.budget, unit.task.patch, unit.task.name)
-            relevance = None if unit.relevance is None else picture.relevance[unit.relevance]
-            places = {CENTRE: (0.5, 0.5), SALIENCY: None, ORACLE: picture.target, None: None}
-            fixation = places[unit.method.fixation]
-            if hasattr(allocator, "rebuild"):  # it has tokens of its own
-                tokens = TokenSet(torch.empty(0, 3), torch.empty(0), None, unit.task.patch)
-                rebuilt, ms = allocator.rebuild(image, relevance, fixation)
-            else:
-                tokens = allocator(image, relevance, fixation=fixation)
-                ms = choosing_ms(allocator, image, relevance, fixation)
+        values = unit.task.measure(picture, None, whole)
+        found: Found = {"tokens": cells_of(image, unit.task.patch), "coverage": 1.0, "peak_bytes": None}
+    else:
+        with torch.no_grad():
+            try:
+                allocator, given, fixation = unit.allocator()
+                tokens, peak = peak_bytes(lambda: allocator(*given, fixation=fixation))
+            except GpuLodError as error:
+                return {"skipped": reason_of(error)}
+            if isinstance(tokens, TokenSet):
                 rebuilt = rebuild(tokens, (height, width))
-        except GpuLodError as error:
-            return {"skipped": " ".join(f"{type(error).__name__}: {error}".split())}
-        values = unit.task.measure(picture, tokens, rebuilt)
-    return {"tokens": unit.budget, "coverage": float(rebuilt.coverage), "ms": ms, "values": values}
+            else:  # what it has instead of ours
+                rebuilt, tokens = tokens.rebuilt(), TokenSet(torch.empty(0, 3), torch.empty(0), None, unit.task.patch)
+            values = unit.task.measure(picture, tokens, rebuilt)
+        found = {"tokens": unit.budget, "coverage": float(rebuilt.coverage), "peak_bytes": peak}
+    return found | {"values": {metric: {sample: value} for metric, value in values.items()}}
 
 
-def choosing_ms(allocator: Any, image: torch.Tensor, relevance: torch.Tensor | None, fixation: Any) -> float:
+def choosing_ms(unit: Unit) -> float:
     """Median time from the relevance of the grid to the sites: no pooling before, no patches after."""
-    scene, _ = allocator._scene(image, relevance, None, fixation, None)
-    times = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        allocator.choose(scene)
-        times.append((time.perf_counter() - start) * 1e3)
-    return round(median(times), 4)
+    allocator, (image, relevance), fixation = unit.allocator()
+    with torch.no_grad():
+        choose = chooser(allocator, image, relevance, fixation)
+        times = []
+        for _ in range(CALLS + 1):
+            start = time.perf_counter()
+            choose()
+            times.append((time.perf_counter() - start) * 1e3)
+    return round(median(times[1:]), 4)
 
 
-def digest_of(*parts: bytes) -> str:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(hashlib.sha256(part).digest())
-    return found.hexdigest()[:16]
+def chooser(allocator: Any, image: torch.Tensor, relevance: torch.Tensor | None, fixation: Any) -> Callable[[], Any]:
+    """What is timed."""
+    if not isinstance(allocator, lod.allocate.Allocator):
+        return partial(allocator.choose, image, relevance, fixation)
+    return partial(allocator.choose, allocator._scene(image, relevance, None, fixation, None)[0])
+
+
+def cells_of(image: torch.Tensor, patch: int) -> int:
+    """Patches of the full picture."""
+    height, width = image.shape[-2:]
+    return -(-height // patch) * -(-width // patch)

@@ -32,7 +32,7 @@ OWN = {
     )},
 }  # fmt: skip
 """What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
-one with `rebuild(image, relevance, fixation)`, which gives the `Rebuilt` itself and the ms that choosing took."""
+what is called like one, has `choose(image, relevance, fixation)`, and gives what has `rebuilt()` and is no `TokenSet`."""
 READERS = ("rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap")
 """Modules beside the allocator's that decide what is rebuilt."""
 

@@ -21,15 +21,16 @@ from gpu_lod.rebuild import Rebuilt
 from gpu_lod.saliency import saliency
 from gpu_lod.token_set import TokenSet
 from quality import documents, pages
-from quality.frame import Metric, Picture, Task
+from quality.frame import Picture, RebuiltPictures
 from quality.pages import Page
 from quality.reading import Line, RapidOCR, Reader, Tesseract, accuracy, error_rate, text_in
+from quality.task import Metric
 
 BOOST = 4.0
 CACHE = Path(__file__).resolve().parents[2] / "out" / "quality" / "documents"
 
 
-class OCR(Task):
+class OCR(RebuiltPictures):
     name = "ocr"
     title = "OCR recovery"
     sources = ("ocr.py", "pages.py", "documents.py", "reading.py")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MEASURED = ("cpu", "commit", "date")
+"""What a task says of its own run, beside processes and seeds: tasks of one file may be measured one by one."""
+
 _INTERVAL: dict[str, Any] = {
     "type": "object",
     "required": ["mean", "low", "high", "n"],
@@ -21,10 +24,14 @@ _ROW: dict[str, Any] = {
         "method",
         "fixation",
         "relevance",
+        "error",
         "budget",
         "tokens",
         "coverage",
+        "peak_bytes",
         "ms",
+        "reader_ms",
+        "per_token",
         "values",
         "difference",
         "beyond_even",
@@ -36,12 +43,20 @@ _ROW: dict[str, Any] = {
         "relevance": {"type": ["string", "null"]},
         "budget": {"type": ["integer", "null"], "minimum": 1},
         "tokens": {"type": "integer", "minimum": 1},
-        "coverage": {"type": "number", "minimum": 0, "maximum": 1},
-        "ms": {"type": "number", "minimum": 0},
+        "error": {"type": "number", "minimum": 0},
+        "coverage": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+        "peak_bytes": {"type": ["number", "null"], "minimum": 0},
+        "ms": {"type": ["number", "null"], "minimum": 0},
+        "reader_ms": {"type": ["number", "null"], "minimum": 0},
+        "per_token": {"type": ["number", "null"]},
+        "by_eccentricity": {
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+        },
         "values": {"type": "object", "additionalProperties": _INTERVAL},
         "difference": {"type": "object", "additionalProperties": {"oneOf": [_INTERVAL, {"type": "null"}]}},
         "beyond_even": {"oneOf": [_INTERVAL, {"type": "null"}]},
-        "verdict": {"enum": ["upper bound", "baseline", "earns: accuracy", "earns: half the tokens", "open", "no"]},
+        "verdict": {"enum": ["every token", "baseline", "earns: accuracy", "earns: half the tokens", "open", "no"]},
     },
     "additionalProperties": False,
 }
@@ -50,25 +65,36 @@ _CLAIM: dict[str, Any] = {
     "required": ["method", "fixation", "difference", "answer"],
     "properties": {"difference": _INTERVAL, "answer": {"enum": ["yes", "no", "open"]}},
 }
+_TRAINED: dict[str, Any] = {
+    "type": "object",
+    "required": ["method", "task", "budget", "untrained", "trained"],
+    "properties": {name: {"type": "number"} for name in ("untrained", "trained")},
+}
 _TASK: dict[str, Any] = {
     "type": "object",
     "required": [
-        "title", "accuracy", "metrics", "relevance", "settings", "pictures", "absent", "rows", "claim", "skipped",
+        "title", "accuracy", "metrics", "ms", "relevance", "budgets", "settings", "measured", "pictures",
+        "left_out", "absent", "rows", "claim", "skipped",
     ],
     "properties": {
+        "measured": {
+            "type": "object",
+            "required": ["jobs", "seeds", *MEASURED],
+            "properties": {"jobs": {"type": ["integer", "null"], "minimum": 1}, "seeds": {"type": "integer"}},
+        },
         "pictures": {"type": "array", "minItems": 1},
         "rows": {"type": "array", "minItems": 1, "items": _ROW},
         "claim": {"type": "array", "items": _CLAIM},
+        "trained": {"type": "array", "items": _TRAINED},
     },
 }  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": [
-        "schema", "form", "budgets", "seeds", "interval", "left_out", "cpu", "threads", "versions", "commit", "date",
-        "tasks",
+        "schema", "form", "interval", "cpu", "threads", "versions", "commit", "date", "tasks",
     ],
     "properties": {
-        "schema": {"const": 1},
+        "schema": {"const": 2},
         "form": {"enum": ["quick", "full"]},
         "tasks": {"type": "object", "minProperties": 1, "additionalProperties": _TASK},
     },

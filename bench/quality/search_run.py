@@ -1,193 +1,138 @@
-"""The visual search by itself: bench/results/search/search.json and a table on the terminal.
-
-python bench/quality/search_run.py [--full] [--out FILE] [--work FOLDER]
-
-A stopped run goes on where it was: units that are done are lines of a file in the work folder, and so are readers.
-"""
+"""Task c, visual search: `search` as `run.py` runs it."""
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import itertools
 import json
-import statistics
-import sys
-import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import jsonschema
-import torch
-from scipy import stats
+import gpu_lod as lod
+from gpu_lod import vlm
+from gpu_lod.errors import GpuLodError
+from quality import search, search_scenes, search_training, summary
+from quality.methods import FULL, class_of, code_of
+from quality.task import HERE, Found, Metric, Plan, Task, digest_of, digest_of_files, reason_of
 
-HERE = Path(__file__).resolve().parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
-
-from rows import RESULTS, common, versions, write  # noqa: E402
-
-from quality import search, search_scenes, search_training  # noqa: E402
-
-Row = dict[str, Any]
-CONFIDENCE = 0.95
-SOURCES = ("search", "search_reader", "search_scenes", "search_training")
-"""Modules that results depend on."""
-_ROW = ("budget", "allocator", "relevance", "fixation", "error")
-_INTERVAL = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "required": ["task", "versions", "commit", "date", "form", "seeds", "about", "rows"],
-    "properties": {
-        "seeds": {"type": "integer", "minimum": 3},
-        "rows": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": [*_ROW, "accuracy", "interval", "by_seed", "place", "colour", "by_eccentricity", "ms"],
-                "properties": {
-                    "accuracy": {"type": "number", "minimum": 0, "maximum": 1},
-                    "interval": _INTERVAL,
-                    "over_baseline": {"type": "object", "required": ["difference", "interval"]},
-                },
-            },
-        },
-    },
-}
+TIMED = 5
+"""Pictures that allocators are timed on."""
 
 
-def digest(form: search.Form) -> str:
-    """Of all that results depend on: the form, the code of the task, the library's version."""
-    code = [(HERE / f"{name}.py").read_bytes() for name in SOURCES]
-    about = json.dumps([asdict(form), common()["versions"]], sort_keys=True).encode()
-    return hashlib.sha256(b"".join([*code, about])).hexdigest()[:12]
+@dataclass(frozen=True)
+class Unit:
+    """One of `search`, and where it is filed."""
+
+    own: search.Unit
+    place: dict[str, Any]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The reader of a seed, and what gives relevance there."""
+        seed = f"seed {self.own.seed}"
+        return (seed,) if self.own.relevance is None else (seed, f"{seed}, {self.own.relevance}")
+
+    @property
+    def timed(self) -> bool:
+        return self.own.seed == 0 and self.place["budget"] is not None
 
 
-def finished(path: Path) -> dict[str, Row]:
-    """Metrics by key; a line that is torn counts as never written."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
+class VisualSearch(Task):
+    name = "search"
+    title = "Visual search"
+    sources = tuple(sorted(path.name for path in HERE.glob("search*.py")))
+    ms = "one call for a picture, patches included, from a pyramid and a relevance map"
+    metrics = (
+        Metric("answers", "share of questions that are answered rightly", accuracy=True),
+        Metric("place", "of those that ask by place, each seed's share a value", accuracy=True),
+        Metric("colour", "of those that ask by the colour of the frame", accuracy=True),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._form, self._folder = search.QUICK, Path()
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "reader": "one a seed, for all allocators; trained on tokens of " + ", ".join(search_training.MIXTURE)
+            + " drawn evenly, with relevance about some of the digits; seeds share the training pictures, not the "
+            "order nor the start, and have test pictures of their own",
+            "error": "deviation, in sides, of the noise on the place that the query's relevance or the oracle is about",
+            "by_eccentricity": "[right, asked] by the digit's distance from the fixation in sides; from the picture's "
+            "centre where there is no fixation",
+            "chance": 1 / search_scenes.CLASSES,
+        }  # fmt: skip
+
+    def units(self, plan: Plan) -> list[Unit]:
+        form = search.QUICK if plan.quick else search.full()
+        names = tuple(name for name in form.allocators if plan.only is None or name in plan.only)
+        self._form = replace(form, budgets=plan.budgets or form.budgets, seeds=plan.seeds, allocators=names)
+        same = json.dumps([self._form.pictures, asdict(self._form.training)])
+        mixture = [code_of(class_of(name).__module__) for name in search_training.MIXTURE]
+        digest = digest_of(self.digest.encode(), same.encode(), *(code.encode() for code in mixture))
+        self._folder = plan.folder / "search" / digest
+        return [Unit(unit, self._place(unit, digest)) for unit in search.units(self._form)]
+
+    def _place(self, unit: search.Unit, digest: str) -> dict[str, Any]:
+        place = {"task": self.name, "method": unit.allocator, **unit.place}
+        del place["allocator"]
+        if unit.allocator == search.FULL:
+            place |= {"method": FULL.label, "budget": None}
+        return place | {"config": digest_of(digest.encode(), _code(unit.allocator).encode())}
+
+    def compute(self, unit: Unit) -> Found:
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[json.dumps(entry["place"], sort_keys=True)] = entry["metrics"]
-    return found
+            found = search.run(unit.own, self._form, self._folder)
+        except GpuLodError as error:
+            return {"skipped": reason_of(error)}
+        seed = unit.own.seed
+        values = {kind: {f"seed {seed}": found[kind]} for kind in ("place", "colour")}
+        values["answers"] = {f"seed {seed}, picture {i}": value for i, value in enumerate(found["pictures"])}
+        return {
+            "tokens": unit.own.budget,
+            "coverage": 1.0 if unit.place["budget"] is None else found.get("coverage"),
+            "peak_bytes": found.get("peak_bytes"),
+            "values": values,
+            "by_eccentricity": found["by_eccentricity"],
+        }
+
+    def time(self, unit: Unit) -> Found:
+        found = search.run(unit.own, replace(self._form, pictures=TIMED), self._folder)
+        return {name: found[name] for name in ("ms", "reader_ms") if name in found}
+
+    def about(self) -> Found:
+        side, cells = search_scenes.SIDE, search_training.GRID**2
+        name = f"{self._form.pictures} photographs, {search_scenes.COUNT} digits of {search_scenes.DIGIT} px in each"
+        about = "digits and photographs of the test are in no training picture"
+        pictures = [
+            {"name": name, "seed": seed, "size": [side, side], "about": about, "cells": cells}
+            for seed in range(self._form.seeds)
+        ]
+        kinds = [unit.relevance for unit in search.units(replace(self._form, seeds=1)) if unit.relevance is not None]
+        return {
+            "relevance": list(dict.fromkeys(["saliency", *kinds])),
+            "pictures": pictures,
+            "budgets": list(self._form.budgets),
+            "left_out": search.left_out(self._form),
+        }
 
 
-def run_all(form: search.Form, work: Path) -> list[tuple[search.Unit, Row]]:
-    """Every unit with its metrics, each computed once."""
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "units.jsonl"
-    done, found = finished(path), []
-    with path.open("a") as file:
-        file.write("\n")  # what follows a torn line is one of its own
-        for unit in search.units(form):
-            key = json.dumps(unit.place, sort_keys=True)
-            if key not in done:
-                done[key] = search.run(unit, form, work)
-                file.write(json.dumps({"place": unit.place, "metrics": done[key]}) + "\n")
-                file.flush()
-            found.append((unit, done[key]))
-    return found
-
-
-def interval(values: list[float]) -> list[float]:
+def interval(values: Sequence[float]) -> list[float]:
     """Of the mean, by Student's t."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return [mean, mean]
-    half = stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return [round(float(mean - half), 5), round(float(mean + half), 5)]
+    found = summary.interval(values)
+    return [fmean(values)] * 2 if found["low"] is None else [found["low"], found["high"]]
 
 
-def rows_of(found: list[tuple[search.Unit, Row]]) -> list[Row]:
-    """Units of all seeds together: means, intervals over pictures x seeds, and differences to the baseline of the same
-    budget on saliency, picture by picture."""
-
-    def row_of(unit: search.Unit) -> tuple[Any, ...]:
-        return tuple(unit.place[name] for name in _ROW)
-
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for unit, metrics in found:
-        groups.setdefault(row_of(unit), []).append(metrics)
-    pictures = {row: list(itertools.chain(*(part["pictures"] for part in parts))) for row, parts in groups.items()}
-    result = []
-    for row, parts in groups.items():
-        mine, base = pictures[row], pictures.get((row[0], search.BASELINE, "saliency", None, 0.0))
-        bins = {
-            name: [sum(part["by_eccentricity"][name][i] for part in parts) for i in (0, 1)]
-            for name in parts[0]["by_eccentricity"]
-        }
-        entry = {
-            **dict(zip(_ROW, row, strict=True)),
-            "accuracy": round(statistics.fmean(mine), 5),
-            "interval": interval(mine),
-            "by_seed": [part["accuracy"] for part in parts],
-            **{kind: round(statistics.fmean(part[kind] for part in parts), 5) for kind in ("place", "colour")},
-            "by_eccentricity": bins,
-            "ms": round(statistics.median(part["ms"] for part in parts), 3),
-        }
-        if base is not None:
-            apart = [a - b for a, b in zip(mine, base, strict=True)]
-            entry["over_baseline"] = {"difference": round(statistics.fmean(apart), 5), "interval": interval(apart)}
-        result.append(entry)
-    return result
+@cache
+def _code(name: str) -> str:
+    """A digest of what chooses: an allocator, or what comes from `gpu_lod.vlm`."""
+    name = search.BASELINE if name == search.FULL else name
+    if name in lod.allocate.names():
+        return code_of(class_of(name).__module__)
+    return digest_of_files(Path(str(vlm.__file__)).parent.rglob("*.py"))
 
 
-def about(form: search.Form) -> dict[str, Any]:
-    """What a reader of the numbers has to know."""
-    return {
-        "pictures": f"{search_scenes.SIDE} x {search_scenes.SIDE}, {search_scenes.COUNT} digits of "
-        f"{search_scenes.DIGIT} px each, patches of {search_training.PATCH} px, a grid of {search_training.GRID}^2; "
-        "digits and photographs of the test are in no training picture",
-        "reader": "one a seed, for all allocators; trained on tokens of " + ", ".join(search_training.MIXTURE)
-        + " drawn evenly, with relevance about some of the digits; seeds share the training pictures, not the order "
-        "nor the start, and have test pictures of their own",
-        "interval": "95%, Student's t over pictures x seeds; over_baseline is paired by picture, with "
-        f"{search.BASELINE} on saliency at the same budget",
-        "error": "deviation, in sides, of the noise on the place that the query's relevance or the oracle is about",
-        "by_eccentricity": "[right, asked] by the digit's distance from the fixation in sides; from the picture's "
-        "centre where there is no fixation",
-        "ms": "median of one call for one picture, patches included, from a pyramid and a relevance map; a shared "
-        "machine, one thread: rough",
-        "chance": 1 / search_scenes.CLASSES,
-        "left_out": search.left_out(form),
-    }  # fmt: skip
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all budgets and allocators, and a longer training: hours")
-    parser.add_argument("--out", type=Path, default=RESULTS / "search" / "search.json")
-    parser.add_argument("--work", type=Path, default=Path("out/quality/search"), help="what a stopped run goes on from")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # the jobs are small: more threads wait for each other
-    form = search.full() if options.full else search.QUICK
-    start = time.perf_counter()
-    rows = rows_of(run_all(form, options.work / digest(form)))
-    data = {
-        "task": "search",
-        **common(),
-        "form": asdict(form),
-        "seeds": form.seeds,
-        "about": about(form),
-        "seconds": round(time.perf_counter() - start, 1),
-        "rows": rows,
-    }
-    data["versions"] |= versions(("scikit-learn", "scikit-image"))
-    data = json.loads(json.dumps(data))
-    jsonschema.validate(data, SCHEMA)
-    write(data, options.out)
-    for row in sorted(rows, key=lambda row: (row["budget"], -row["accuracy"])):
-        low, high = row["interval"]
-        what = [row["allocator"], *(str(row[name]) for name in ("relevance", "fixation") if row[name])]
-        print(f"{row['budget']:5} {row['accuracy']:.3f} [{low:.3f}, {high:.3f}] {', '.join(what)}, {row['error']}")
-    print(f"wrote {options.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def task() -> VisualSearch:
+    return VisualSearch()

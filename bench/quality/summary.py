@@ -3,20 +3,25 @@
 Convention: the sample is the pictures (one page drawn from two seeds is two pictures). What a method that draws lots
     gets on one picture is averaged over its draws first. Intervals are Student's t, 95%; differences to the baseline
     are taken picture by picture.
+
+A row is compared with the baseline at the same budget, on the same relevance, which is wrong by the same where that was
+measured; what looks at no relevance, or at one that the baseline was not given, with the baseline on the first kind.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any
 
 from scipy.stats import t as student
 
-from quality.frame import Task
 from quality.journal import Line
 from quality.methods import BASELINE, FULL, ORACLE
+from quality.task import Task
+from quality.workers import timing_of
 
 GAIN, LOSS = 0.03, 0.02
 """A method earns its place by an accuracy higher by GAIN, or by half the tokens at a loss below LOSS."""
@@ -26,9 +31,13 @@ CLAIM = ("LogPolar", 150, 273)
 """Can this one, at so many tokens, match the baseline at so many?"""
 LEVEL = "95% Student's t over pictures, draws of one picture averaged first, differences paired by picture"
 
-Key = tuple[str, str | None, str | None, int | None]
-"""Method, fixation, relevance, budget."""
-Sample = dict[tuple[str, int], float]
+PER_TOKEN = 1000
+"""Accuracy per token is the accuracy x PER_TOKEN / K: points of a thousandth for each token."""
+KEY = ("method", "fixation", "relevance", "error", "budget")
+"""What makes a row, in the place of a line."""
+
+Key = tuple[Any, ...]
+Sample = dict[str, float]
 """By picture."""
 
 
@@ -44,18 +53,16 @@ def interval(values: Iterable[float]) -> dict[str, Any]:
 
 def samples(lines: Sequence[Line], metric: str) -> dict[Key, Sample]:
     """A value of the metric for each picture, of every method; those without one are left out."""
-    drawn: dict[Key, dict[tuple[str, int], list[float]]] = {}
+    drawn: dict[Key, dict[str, list[float]]] = {}
     for line in lines:
-        value = line.get("values", {}).get(metric)
-        if value is not None:
-            place = line["place"]
-            drawn.setdefault(key_of(line), {}).setdefault((place["picture"], place["seed"]), []).append(value)
+        for picture, value in line.get("values", {}).get(metric, {}).items():
+            if value is not None:
+                drawn.setdefault(key_of(line), {}).setdefault(picture, []).append(value)
     return {key: {picture: fmean(values) for picture, values in own.items()} for key, own in drawn.items()}
 
 
 def key_of(line: Line) -> Key:
-    place = line["place"]
-    return place["method"], place["fixation"], place["relevance"], place["budget"]
+    return tuple(line["place"][name] for name in KEY)
 
 
 def less(one: Sample, other: Sample) -> dict[str, Any] | None:
@@ -64,11 +71,12 @@ def less(one: Sample, other: Sample) -> dict[str, Any] | None:
     return interval(one[picture] - other[picture] for picture in both) if both else None
 
 
-def summarise(task: Task, lines: Sequence[Line], kinds: Sequence[str]) -> dict[str, Any]:
+def summarise(task: Task, lines: Sequence[Line], times: Mapping[str, Line], kinds: Sequence[str]) -> dict[str, Any]:
     """Rows of a task, and what they say of the claim.
 
     Args:
-        kinds: of relevance; methods that look at none are compared with the baseline of the first.
+        times: lines of `workers.time`, by `place_key`.
+        kinds: of relevance; the first is that of the verdict.
     """
     by_metric = {metric.name: samples(lines, metric.name) for metric in task.metrics}
     primary = by_metric[task.accuracy]
@@ -77,58 +85,75 @@ def summarise(task: Task, lines: Sequence[Line], kinds: Sequence[str]) -> dict[s
         groups.setdefault(key_of(line), []).append(line)
     rows, skipped = [], {}
     for key, own in groups.items():
-        method, fixation, relevance, budget = key
         done = [line for line in own if "skipped" not in line]
         reasons = {line["skipped"] for line in own if "skipped" in line}
         if reasons:
-            skipped[", ".join(str(part) for part in key if part is not None)] = "; ".join(sorted(reasons))
+            skipped[", ".join(str(part) for part in key if part)] = "; ".join(sorted(reasons))
         if not done:
             continue
-        kind = relevance or kinds[0]
+        timed = [times[name] for line in done if (name := place_key(timing_of(line["place"]))) in times]
         row: dict[str, Any] = {
-            "method": method, "fixation": fixation, "relevance": relevance, "budget": budget,
+            **dict(zip(KEY, key, strict=True)),
             "tokens": round(fmean(line["tokens"] for line in done)),
-            "coverage": _short(fmean(line["coverage"] for line in done)),
-            "ms": _short(median(line["ms"] for line in done)),
+            "coverage": _middle(fmean, done, "coverage"),
+            "peak_bytes": _middle(median, done, "peak_bytes"),
+            "ms": _middle(median, timed, "ms"),
+            "reader_ms": _middle(median, timed, "reader_ms"),
             "values": {name: interval(found[key].values()) for name, found in by_metric.items() if key in found},
             "difference": {},
-        }  # fmt: skip
+        }
+        first = row["values"].get(task.accuracy)
+        row["per_token"] = _short(first["mean"] * PER_TOKEN / row["tokens"]) if first else None
         for metric in task.metrics:
-            own_values, baseline = by_metric[metric.name].get(key), baseline_of(by_metric[metric.name], kind, budget)
-            if metric.accuracy and own_values and baseline and method != BASELINE:
+            own_values, baseline = by_metric[metric.name].get(key), baseline_of(by_metric[metric.name], key, kinds[0])
+            if metric.accuracy and own_values and baseline and row["method"] != BASELINE:
                 row["difference"][metric.name] = less(own_values, baseline)
-        even = primary.get((EVEN, None, None, budget))
-        row["beyond_even"] = less(primary[key], even) if even and key in primary and method != EVEN else None
-        row["verdict"] = verdict(key, primary, kind)
+        even = primary.get((EVEN, None, None, 0.0, row["budget"]))
+        row["beyond_even"] = less(primary[key], even) if even and key in primary and row["method"] != EVEN else None
+        row["verdict"] = verdict(key, primary, kinds[0])
+        if bins := [line["by_eccentricity"] for line in done if "by_eccentricity" in line]:
+            row["by_eccentricity"] = {
+                name: [sum(one[name][0] for one in bins), sum(one[name][1] for one in bins)] for name in bins[0]
+            }
         rows.append(row)
     return {"rows": rows, "claim": claim(primary, kinds[0]), "skipped": skipped}
 
 
-def baseline_of(found: Mapping[Key, Sample], kind: str, budget: int | None) -> Sample | None:
-    return found.get((BASELINE, None, kind, budget))
+def place_key(place: Line) -> str:
+    return json.dumps(place, sort_keys=True)
+
+
+def baseline_of(found: Mapping[Key, Sample], key: Key, kind: str, budget: int | None = None) -> Sample | None:
+    """What a row is compared with: as the module says, at the row's budget unless another is asked for."""
+    _, _, relevance, error, own = key
+    for where in ((relevance, error), (relevance, 0.0), (kind, 0.0)):
+        if sample := found.get((BASELINE, None, *where, budget or own)):
+            return sample
+    return None
 
 
 def verdict(key: Key, found: Mapping[Key, Sample], kind: str) -> str:
     """By the rule: "earns: accuracy", "earns: half the tokens", "no", or "open" where the pictures are too few to say.
 
-    A gain is earned with a mean of GAIN and an interval above 0. For half the tokens this method at K' <= K / 2 loses
-    less than LOSS against the baseline at K, the whole interval; that counts only where the baseline itself, at K',
-    loses more.
+    A gain is earned with a mean of GAIN and an interval above 0. Twice the speed is half the tokens: what an encoder
+    pays for is each token, and choosing them is little beside it. So for the second half of the rule this method at
+    K' <= K / 2 loses less than LOSS against the baseline at K, the whole interval; that counts only where the baseline
+    itself, at K', loses more.
     """
-    method, *_, budget = key
+    method, budget = key[0], key[-1]
     if method == FULL.name:
-        return "upper bound"
+        return "every token"
     if method == BASELINE:
         return "baseline"
-    own, baseline = found.get(key), baseline_of(found, kind, budget)
+    own, baseline = found.get(key), baseline_of(found, key, kind)
     gain = less(own, baseline) if own and baseline else None
     if gain is None:
         return "open"
     if gain["mean"] >= GAIN and gain["low"] is not None and gain["low"] > 0:
         return "earns: accuracy"
-    assert budget is not None and own is not None
-    for more in sorted({k for *_, k in found if k is not None and k >= 2 * budget}):
-        dear = baseline_of(found, kind, more)
+    assert own is not None
+    for more in sorted({other[-1] for other in found if other[-1] is not None and other[-1] >= 2 * budget}):
+        dear = baseline_of(found, key, kind, more)
         loss, itself = (less(one, dear) if one and dear else None for one in (own, baseline))
         if loss and itself and loss["low"] is not None and loss["low"] > -LOSS and itself["mean"] <= -LOSS:
             return "earns: half the tokens"
@@ -138,10 +163,10 @@ def verdict(key: Key, found: Mapping[Key, Sample], kind: str) -> str:
 def claim(found: Mapping[Key, Sample], kind: str) -> list[dict[str, Any]]:
     """The claimant's few tokens against the baseline's many: a row for each fixation and ablation."""
     name, few, many = CLAIM
-    dear = baseline_of(found, kind, many)
+    dear = found.get((BASELINE, None, kind, 0.0, many))
     rows = []
-    for (method, fixation, relevance, budget), own in found.items():
-        if method.partition(",")[0] == name and budget == few and relevance == kind and dear:
+    for (method, fixation, relevance, error, budget), own in found.items():
+        if method.partition(",")[0] == name and (relevance, error, budget) == (kind, 0.0, few) and dear:
             gap = less(own, dear)
             if gap is None:
                 continue
@@ -157,6 +182,11 @@ def alone(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether an oracle's row stands without the rows of the centre and of saliency."""
     same = [other for other in rows if all(other[k] == row[k] for k in ("method", "relevance", "budget"))]
     return row["fixation"] == ORACLE and len({other["fixation"] for other in same}) < 3
+
+
+def _middle(of: Callable[[list[float]], float], lines: Sequence[Line], name: str) -> float | None:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return _short(of(values)) if values else None
 
 
 def _short(value: float) -> float:

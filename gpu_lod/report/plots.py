@@ -68,7 +68,7 @@ def time_over_size(rows: list[Row], limits: tuple[float, float], name: str) -> s
         for axis in axes:
             _over_sizes(axis, rows)
         figure.legend(handles, [handle.get_label() for handle in handles], loc="outside right upper", fontsize=7)
-        return _inline(svg_of(figure), name)
+        return inline(svg_of(figure), name)
 
 
 def limits_of(several: list[list[Row]]) -> tuple[float, float]:
@@ -150,7 +150,7 @@ def svg_of(figure: Any) -> str:
     return written.getvalue()
 
 
-def _inline(svg: str, name: str) -> str:
+def inline(svg: str, name: str) -> str:
     """For a page with several: no declaration, nothing that names another place, and ids of its own."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r' xmlns(:xlink)?="[^"]*"', "", body).replace("xlink:href", "href")
