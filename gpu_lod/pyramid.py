@@ -15,7 +15,8 @@ from gpu_lod.errors import InputError, LimitError, PyramidChangedError, Unsuppor
 from gpu_lod.kernels.device import device_of
 from gpu_lod.kernels.textures import Source
 from gpu_lod.texture import Texture
-from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, tensors_to_textures
+from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of
+from gpu_lod.uploads import tensors_to_textures
 
 Reduce = Literal["mean", "max", "min"]
 Kind = Literal["mean", "max", "min", "gaussian", "laplacian"]

@@ -20,7 +20,7 @@ _FORMATS = {
     "float16": (G.R16F, G.RG16F, G.RGBA16F, G.RGBA16F),
     "float32": (G.R32F, G.RG32F, G.RGBA32F, G.RGBA32F),
 }
-_TEXEL_BYTES = {"uint8": 1, "unorm16": 2, "float16": 2, "float32": 4}
+_CHANNEL_BYTES = {"uint8": 1, "unorm16": 2, "float16": 2, "float32": 4}
 _STORAGE: dict[torch.dtype, Storage] = {
     torch.uint8: "uint8",
     torch.float16: "float16",
@@ -44,10 +44,17 @@ class TextureKey:
         return _FORMATS[self.storage][self.channels - 1]
 
     @property
+    def stored_channels(self) -> int:
+        return 4 if self.channels == 3 else self.channels
+
+    @property
+    def texel_bytes(self) -> int:
+        return _CHANNEL_BYTES[self.storage] * self.stored_channels
+
+    @property
     def nbytes(self) -> int:
-        texel = _TEXEL_BYTES[self.storage] * (4 if self.channels == 3 else self.channels)
         return sum(
-            max(1, self.width >> level) * max(1, self.height >> level) * self.layers * texel
+            max(1, self.width >> level) * max(1, self.height >> level) * self.layers * self.texel_bytes
             for level in range(self.levels)
         )
 

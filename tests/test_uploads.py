@@ -1,4 +1,4 @@
-"""Ordinary tensors on their way into textures: in strips, and what memory that takes."""
+"""Tensors on their way into textures: in strips, and what memory that takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from images import DTYPES, noise
 
 import gpu_lod as lod
-from gpu_lod import transfer
+from gpu_lod import uploads
 from gpu_lod.bridge import Pool
 from gpu_lod.pyramid import level_sizes
 
@@ -19,14 +19,17 @@ MIB = 2**20
 
 @pytest.mark.parametrize("strip", [64, 1000, 40_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strips_make_the_same_texture(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strip: int) -> None:
+def test_strips_make_the_texture_that_shaders_make(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strip: int
+) -> None:
     sites = [[0.1, 0.2, 0.0], [0.9, 0.8, 1.4], [0.5, 0.5, 3.0]]
     for shape in ((2, 3, 45, 33), (5, 1, 16, 64), (4, 70, 31), (1, 2, 1, 90), (40, 3, 8, 8)):
         levels = lod.mipmap(noise(*shape, dtype=dtype)).levels
-        monkeypatch.setattr(transfer, "STRIP_BYTES", 2**40)
-        whole = lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl")
-        monkeypatch.setattr(transfer, "STRIP_BYTES", strip)
-        assert torch.equal(lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl"), whole)
+        monkeypatch.setattr(uploads, "STAGING_BYTES", strip)
+        found = lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl")
+        with monkeypatch.context() as by_shader:
+            by_shader.setattr(uploads, "by_host", lambda ctx: False)
+            assert torch.equal(found, lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl"))
 
 
 def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,12 +37,12 @@ def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch
     hz = lod.hiz(noise(30, 5, 37, 20))
     boxes = torch.rand(30, 6, 2, 2).sort(dim=2).values.flatten(2)
     expected = lod.region_max(hz, boxes, backend="torch")
-    monkeypatch.setattr(transfer, "STRIP_BYTES", 3000)
+    monkeypatch.setattr(uploads, "STAGING_BYTES", 3000)
     assert torch.equal(lod.region_max(lod.Pyramid(hz.levels, "max"), boxes, backend="gl"), expected)
 
 
 def test_strips_of_tensors_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "STRIP_BYTES", 500)
+    monkeypatch.setattr(uploads, "STAGING_BYTES", 500)
     image = noise(2, 40, 30, 3).permute(0, 3, 1, 2)  # channels last
     levels = [image, *lod.mipmap(image).levels[1:]]
     found = lod.foveate(lod.Pyramid(tuple(levels)), (0.4, 0.6), backend="gl")
