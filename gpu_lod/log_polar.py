@@ -10,15 +10,16 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import Private
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.kernels import samplers
-from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.mipmap import stored
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
 
 _SPACINGS = ("log", "cortical")
@@ -92,19 +93,14 @@ def log_polar(
             src.check_unchanged()
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend=chosen.backend)
-    points = dispatch.kept(points, pyramid.levels)
-    if chosen.backend == "cuda":
-        sample = functools.partial(_cuda, pyramid, points, rule, border)
+    source = texture_chain.source(src, backend=chosen.backend)
+    points = dispatch.kept(points, source.levels)
+    if isinstance(source, Pyramid) and chosen.backend == "cuda":
+        sample = functools.partial(_cuda, source, points, rule, border)
     else:
-        ctx = pyramid.texture_context() or context_for(*pyramid.levels)
-        sample = functools.partial(_gl, ctx, pyramid, points, rule, border, chosen.generator or "compute")
-    (result,) = dispatch.run_gl(
-        lambda *levels: (sample(),),
-        lambda *levels: (reference(list(levels), points, rule, border),),
-        *pyramid.levels,
-    )
-    return result
+        ctx = source.texture_context() or context_for(*source.levels)
+        sample = functools.partial(_gl, ctx, source, points, rule, border, chosen.generator or "compute")
+    return texture_chain.run(source, sample, lambda levels: reference(levels, points, rule, border))
 
 
 def _choose(
@@ -310,9 +306,7 @@ def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-def _gl(
-    ctx: Context, pyramid: Pyramid, fixation: torch.Tensor, rule: Rule, border: str, generator: str
-) -> torch.Tensor:
+def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, border: str, generator: str) -> torch.Tensor:
     height, width = pyramid.size
     longer = max(height, width)
     channels, batch = pyramid.channels, pyramid.batch

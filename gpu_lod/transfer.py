@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpu_lod.bridge import Buffer, Private
+from gpu_lod.bridge import Buffer, Private, Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import LimitError
@@ -122,19 +122,27 @@ def packed_planes(
     ctx: Context, batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> tuple[list[Planes], list[torch.Tensor]]:
     """Uninitialised levels [batch, channels, h, w], one behind the other in one buffer: as planes and as tensors."""
-    size = dtype.itemsize
-    offsets, end = [], 0
-    for h, w in sizes:
-        offsets.append(end)
-        end += -(-batch * channels * h * w * size // ALIGNMENT) * ALIGNMENT
     if not sizes:
         return [], []
-    lease = ctx.bridge.lease(end)
-    flat = lease.tensor(dtype, (end // size,))
+    return packed_in(ctx.bridge.lease(packed_bytes(batch, channels, sizes, dtype)), batch, channels, sizes, dtype)
+
+
+def packed_bytes(batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """What levels one behind the other take."""
+    return sum(-(-batch * channels * h * w * dtype.itemsize // ALIGNMENT) * ALIGNMENT for h, w in sizes)
+
+
+def packed_in(
+    lease: Shared, batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[list[Planes], list[torch.Tensor]]:
+    """Such levels in a buffer that is there."""
+    size, offset = dtype.itemsize, 0
+    flat = lease.tensor(dtype, (lease.nbytes // size,))
     planes, tensors = [], []
-    for (h, w), offset in zip(sizes, offsets, strict=True):
+    for h, w in sizes:
         planes.append(Planes(lease.item, offset, batch * channels, h, w, dtype, lease))
         tensors.append(flat.as_strided((batch, channels, h, w), (channels * h * w, h * w, w, 1), offset // size))
+        offset += packed_bytes(batch, channels, [(h, w)], dtype)
     return planes, tensors
 
 

@@ -81,6 +81,7 @@ class Uploader:
         nbytes = nbytes or STAGING_BYTES
         self._lease = ctx.bridge.lease(nbytes)
         self._lease.tensor(torch.uint8, (nbytes,)).zero_()  # a fourth channel may be anything but slow to compute with
+        self._views: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         ctx.gl.PixelStorei(G.UNPACK_ALIGNMENT, 1)
 
     def write(self, values: torch.Tensor, texture: Texture, level: int, *, layer: int = 0, row: int = 0) -> None:
@@ -90,6 +91,7 @@ class Uploader:
         row_bytes = width * key.texel_bytes
         if self._lease.nbytes < row_bytes:  # a single row is more
             self._lease = self._ctx.bridge.lease(row_bytes)
+            self._views.clear()
         at_once = self._lease.nbytes // row_bytes
         whole, tall = max(at_once // rows, 1), min(at_once, rows)
         texture.bind(self._ctx.gl)
@@ -107,7 +109,10 @@ class Uploader:
         dtype = _DTYPES[key.storage]
         if texels.dtype == dtype and key.channels == key.stored_channels and texels.is_contiguous():
             return texels.data_ptr()
-        staged = self._lease.tensor(dtype, (*texels.shape[:3], key.stored_channels))
+        shape = (*texels.shape[:3], key.stored_channels)
+        staged = self._views.get((dtype, shape))
+        if staged is None:
+            staged = self._views[dtype, shape] = self._lease.tensor(dtype, shape)
         staged[..., : key.channels].copy_(texels)
         if key.storage == "unorm16":
             staged.mul_(257)  # bits of value / 255 in 65535ths
