@@ -87,7 +87,7 @@ def foveate(
         if isinstance(src, Pyramid):
             src.check_unchanged()
         return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
-    source = texture_chain.source(src, levels, backend=chosen.backend)
+    source = texture_chain.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
         sample = partial(samplers.foveate, source.cuda_textures(), points, *rule)

@@ -105,7 +105,9 @@ def gather_patches(
             src.check_unchanged()
         chain = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels)
         return reference(chain, points, look)
-    source = texture_chain.source(src, levels, backend=chosen.backend)
+    batch = image.shape[0] if image.ndim == 4 else 1
+    result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
+    source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
         scale = look.scale or (1.0,) * source.channels

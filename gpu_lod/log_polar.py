@@ -93,7 +93,8 @@ def log_polar(
             src.check_unchanged()
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
-    source = texture_chain.source(src, backend=chosen.backend)
+    result_bytes = batch * image.shape[-3] * rings * wedges * image.itemsize
+    source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and chosen.backend == "cuda":
         sample = functools.partial(_cuda, source, points, rule, border)

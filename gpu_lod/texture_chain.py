@@ -20,8 +20,8 @@ from gpu_lod.uploads import STAGING_BYTES, Uploader, finish
 LEVELS_AT_ONCE = 3
 """What the registers generator makes in one dispatch; so many below a band's first."""
 
-MOST = 1.8
-"""Memory beside the image and the result, in images: what textures leave of it, the bands share."""
+MOST = 1.8, 1.5
+"""Memory beside the image and the result, in images and in results: what textures leave of it, the bands share."""
 
 BAND_BYTES = (2**16, 2**20)
 """The least and the most that a band may take."""
@@ -34,9 +34,11 @@ class TextureChain:
     Args:
         image: [B, C, H, W] or [C, H, W].
         levels: how many, level 0 included; None goes down to 1 x 1.
+        result_bytes: of what is sampled from it. The larger it is, the more room there is for bands.
     """
 
-    def __init__(self, image: torch.Tensor, levels: int | None = None) -> None:
+    def __init__(self, image: torch.Tensor, levels: int | None = None, *, result_bytes: int = 0) -> None:
+        self._result_bytes = result_bytes
         self.image = image
         self.size = (image.shape[-2], image.shape[-1])
         self._sizes = level_sizes(*self.size, levels)
@@ -79,7 +81,9 @@ class TextureChain:
             )
             texture.clamp_levels(ctx.gl, 0, len(self) - 1)
             textures.append((first, texture))
-        room = MOST * image.nbytes - sum(texture.key.nbytes for _, texture in textures)
+        room = (
+            MOST[0] * image.nbytes + MOST[1] * self._result_bytes - sum(texture.key.nbytes for _, texture in textures)
+        )
         # Bands of all stages and what goes into textures are about three times the first band.
         bands = _Bands(ctx, image, self._sizes, int(room / 3 if room > 0 else image.nbytes / 8))
         for first, texture in textures:
@@ -171,7 +175,11 @@ Source = Pyramid | TextureChain
 
 
 def source(
-    src: torch.Tensor | Pyramid, levels: int | None = None, *, backend: Literal["gl", "cuda", "torch"]
+    src: torch.Tensor | Pyramid,
+    levels: int | None = None,
+    *,
+    result_bytes: int,
+    backend: Literal["gl", "cuda", "torch"],
 ) -> Source:
     """What a sampler's shaders or kernels read.
 
@@ -180,11 +188,12 @@ def source(
 
     Args:
         levels: that an image's chain is to have.
+        result_bytes: of what the sampler makes.
     """
     if isinstance(src, Pyramid):
         return src
     if backend == "gl" and src.device.type == "cpu" and recording.current() is None:
-        return TextureChain(src, levels)
+        return TextureChain(src, levels, result_bytes=result_bytes)
     return mipmap(src, levels, backend=backend)
 
 
