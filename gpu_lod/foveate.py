@@ -311,7 +311,7 @@ def _gl(
     }
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
     with ctx.active(pyramid.device):
-        textures = pyramid.textures(ctx)
+        textures = pyramid.textures(ctx, filtered=anisotropy > 1)
         target, result = new_planes(ctx, (batch, channels, height, width), dtype)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
@@ -325,7 +325,7 @@ def _gl(
             elif ctx.software and width % part.per_word == 0 and part.span_fits(ctx, 0, part.elements - 1):
                 _blocks(ctx, part, fixation[first : first + count], len(pyramid), (e0, bias), here, defines)
             else:
-                _pixels(ctx, part, here, defines)
+                _pixels(ctx, part, here, defines | {"FETCHED": ctx.textures.fetched(texture)})
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     if pyramid.dtype == torch.bfloat16:
         result = result.bfloat16()

@@ -320,10 +320,10 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
         points = ctx.private.lease(batch * 8).write(fixation.float())
         for binding, table in ((1, rings), (2, wedges), (3, points)):
             bind_table(ctx, binding, table)
-        common: dict[str, object] = {"BORDER_ZERO": border == "zero"}
         uniforms = {"u_aspect": (longer / width, longer / height)}
         for first, texture in textures:
             count = texture.key.layers
+            common = {"BORDER_ZERO": border == "zero", "FETCHED": ctx.textures.fetched(texture)}
             part = target.layers(first * channels, count * channels)
             if generator == "fragment":
                 _fragment(ctx, texture, part, common, uniforms | {"u_first_image": first})
@@ -363,7 +363,7 @@ def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, 
     return ctx.constants.get(("log_polar", rule, longer, last), make)
 
 
-def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
+def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, Any], uniforms: dict[str, Any]) -> None:
     channels = texture.key.channels
     rings_at_once = RINGS_AT_ONCE_SOFTWARE if ctx.software else 1
     texture.bind(ctx.gl)
@@ -380,7 +380,7 @@ def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, objec
         )
 
 
-def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
+def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, Any], uniforms: dict[str, Any]) -> None:
     key = texture.key
     if max(target.width, target.height) > ctx.limits.texture_size:
         raise LimitError(

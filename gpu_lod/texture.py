@@ -145,8 +145,9 @@ class TexturePool:
     """Textures of one context.
 
     Args:
-        software: a software renderer. Mesa's filter 8-bit textures in 8-bit arithmetic, off by more than a count; in
-            16-bit textures, which hold the same values exactly, they filter in fp32.
+        software: a software renderer. Mesa's filter 8-bit textures in 8-bit arithmetic, off by more than a count: there
+            shaders filter such textures themselves. In 16-bit ones, which hold the same values exactly, the texture
+            unit filters in fp32.
     """
 
     def __init__(self, gl: GL, software: bool, max_idle_bytes: int = 512 * 2**20) -> None:
@@ -156,8 +157,12 @@ class TexturePool:
         self._given: deque[_TextureObject] = deque()
 
     def storage(self, dtype: torch.dtype, *, filtered: bool) -> Storage:
-        """How texels of a dtype are kept; `filtered` if a linear filter will read them."""
+        """How texels of a dtype are kept; `filtered` if a texture unit's linear filter will read them."""
         return "unorm16" if filtered and self._software and dtype == torch.uint8 else _STORAGE[dtype]
+
+    def fetched(self, texture: Texture) -> bool:
+        """True where shaders filter the texture themselves (shaders/trilinear.glsl)."""
+        return self._software and texture.key.storage == "uint8"
 
     def lease(
         self,

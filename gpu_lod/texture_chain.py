@@ -59,7 +59,7 @@ class TextureChain:
         """None: it is a texture nowhere yet."""
         return None
 
-    def textures(self, ctx: Context) -> list[tuple[int, Texture]]:
+    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Texture]]:
         """As of `Pyramid`, but made anew at each call: with the values that a pyramid of the image would give.
 
         Raises:
@@ -77,7 +77,7 @@ class TextureChain:
                 levels=len(self),
                 dtype=GL_DTYPES[self.dtype],
                 channels=self.channels,
-                filtered=True,
+                filtered=filtered,
             )
             texture.clamp_levels(ctx.gl, 0, len(self) - 1)
             textures.append((first, texture))

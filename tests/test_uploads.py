@@ -67,7 +67,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("verb", ["log_polar", "foveate", "gather_patches"])
 def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torch.dtype) -> None:
     """Sampling an RGB pyramid takes its texture, which has a fourth channel and all levels, and two strips."""
