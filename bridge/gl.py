@@ -49,6 +49,12 @@ NEAREST, LINEAR = 0x2600, 0x2601
 NEAREST_MIPMAP_NEAREST, LINEAR_MIPMAP_NEAREST, LINEAR_MIPMAP_LINEAR = 0x2700, 0x2701, 0x2703
 CLAMP_TO_EDGE = 0x812F
 WEIGHTED_AVERAGE, REDUCE_MIN, REDUCE_MAX = 0x9367, 0x8007, 0x8008
+RED, RG, RGBA = 0x1903, 0x8227, 0x1908
+UNSIGNED_BYTE, UNSIGNED_SHORT, HALF_FLOAT, FLOAT = 0x1401, 0x1403, 0x140B, 0x1406
+PIXEL_UNPACK_BUFFER, PIXEL_UNPACK_BUFFER_BINDING = 0x88EC, 0x88EF
+UNPACK_ALIGNMENT = 0x0CF5
+UNPACK_SWAP_BYTES, UNPACK_LSB_FIRST, UNPACK_ROW_LENGTH = 0x0CF0, 0x0CF1, 0x0CF2
+UNPACK_SKIP_ROWS, UNPACK_SKIP_PIXELS, UNPACK_SKIP_IMAGES, UNPACK_IMAGE_HEIGHT = 0x0CF3, 0x0CF4, 0x806D, 0x806E
 R8, RG8, RGBA8 = 0x8229, 0x822B, 0x8058
 R16, RG16, RGBA16 = 0x822A, 0x822C, 0x805B
 R16F, RG16F, RGBA16F = 0x822D, 0x822F, 0x881A
@@ -136,10 +142,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "IsTexture": (c_ubyte, _u),
     "MapBufferRange": (_p, _u, c_ssize_t, c_ssize_t, _u),
     "MemoryBarrier": (None, _u),
+    "PixelStorei": (None, _u, _i),
     "PolygonMode": (None, _u, _u),
     "PrimitiveRestartIndex": (None, _u),
     "TexParameteri": (None, _u, _u, _i),
     "TexStorage3D": (None, _u, _i, _u, _i, _i, _i),
+    "TexSubImage3D": (None, _u, _i, _i, _i, _i, _i, _i, _i, _u, _u, _p),
     "UseProgram": (None, _u),
     "Viewport": (None, _i, _i, _i, _i),
 }

@@ -10,18 +10,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
-from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.mipmap import stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture import Texture
+from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
@@ -86,18 +87,13 @@ def foveate(
         if isinstance(src, Pyramid):
             src.check_unchanged()
         return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend=chosen.backend)
-    points = dispatch.kept(points, pyramid.levels)
-    if cuda:
-        sample = partial(samplers.foveate, pyramid.cuda_textures(), points, *rule)
+    source = texture_chain.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
+    points = dispatch.kept(points, source.levels)
+    if isinstance(source, Pyramid) and cuda:
+        sample = partial(samplers.foveate, source.cuda_textures(), points, *rule)
     else:
-        sample = partial(_gl, pyramid.texture_context() or context_for(*pyramid.levels), pyramid, points, *rule)
-    (result,) = dispatch.run_gl(
-        lambda *levels: (sample(),),
-        lambda *levels: (reference(list(levels), points, *rule),),
-        *pyramid.levels,
-    )
-    return result
+        sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, *rule)
+    return texture_chain.run(source, sample, lambda levels: reference(levels, points, *rule))
 
 
 def _choose(
@@ -298,7 +294,7 @@ def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor,
 
 
 def _gl(
-    ctx: Context, pyramid: Pyramid, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float
+    ctx: Context, pyramid: Source, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float
 ) -> torch.Tensor:
     height, width = pyramid.size
     longer = max(height, width)
@@ -315,7 +311,7 @@ def _gl(
     }
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
     with ctx.active(pyramid.device):
-        textures = pyramid.textures(ctx)
+        textures = pyramid.textures(ctx, filtered=anisotropy > 1)
         target, result = new_planes(ctx, (batch, channels, height, width), dtype)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
@@ -329,7 +325,7 @@ def _gl(
             elif ctx.software and width % part.per_word == 0 and part.span_fits(ctx, 0, part.elements - 1):
                 _blocks(ctx, part, fixation[first : first + count], len(pyramid), (e0, bias), here, defines)
             else:
-                _pixels(ctx, part, here, defines)
+                _pixels(ctx, part, here, defines | {"FETCHED": ctx.textures.fetched(texture)})
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     if pyramid.dtype == torch.bfloat16:
         result = result.bfloat16()

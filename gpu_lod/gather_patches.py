@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, operators, recording
+from gpu_lod import checks, dispatch, operators, recording, texture_chain
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
@@ -18,10 +18,11 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
-from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.mipmap import stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
+from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes
 
 _BORDERS = ("clamp", "zero")
@@ -104,22 +105,19 @@ def gather_patches(
             src.check_unchanged()
         chain = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels)
         return reference(chain, points, look)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, levels, backend=chosen.backend)
-    points = dispatch.kept(points, pyramid.levels)
-    if cuda:
-        scale = look.scale or (1.0,) * pyramid.channels
-        offset = look.offset if look.scale else (0.0,) * pyramid.channels
+    batch = image.shape[0] if image.ndim == 4 else 1
+    result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
+    source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
+    points = dispatch.kept(points, source.levels)
+    if isinstance(source, Pyramid) and cuda:
+        scale = look.scale or (1.0,) * source.channels
+        offset = look.offset if look.scale else (0.0,) * source.channels
         how = {"border_zero": look.zero}
-        textures = pyramid.cuda_textures()
+        textures = source.cuda_textures()
         sample = partial(samplers.patches, textures, points, look.patch, scale, offset, look.dtype, **how)
     else:
-        sample = partial(_gl, pyramid.texture_context() or context_for(*pyramid.levels), pyramid, points, look)
-    (result,) = dispatch.run_gl(
-        lambda *levels: (sample(),),
-        lambda *levels: (reference(list(levels), points, look),),
-        *pyramid.levels,
-    )
-    return result
+        sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, look)
+    return texture_chain.run(source, sample, lambda levels: reference(levels, points, look))
 
 
 def _choose(
@@ -313,7 +311,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     return result if levels[0].ndim == 4 else result[0]
 
 
-def _gl(ctx: Context, pyramid: Pyramid, sites: torch.Tensor, look: Look) -> torch.Tensor:
+def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch.Tensor:
     height, width = pyramid.size
     channels, batch, patch = pyramid.channels, pyramid.batch, look.patch
     budget = sites.shape[1]
@@ -343,7 +341,8 @@ def _gl(ctx: Context, pyramid: Pyramid, sites: torch.Tensor, look: Look) -> torc
             texture.bind(ctx.gl)
             count = texture.key.layers
             part = target.layers(first * budget * channels, count * budget * channels)
-            _make(ctx, part, channels, uniforms | {"u_first_site": first * budget}, defines)
+            fetched = {"FETCHED": ctx.textures.fetched(texture)}
+            _make(ctx, part, channels, uniforms | {"u_first_site": first * budget}, defines | fetched)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if pyramid.batched else result[0]
 

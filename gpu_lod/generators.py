@@ -157,15 +157,29 @@ def _compute(ctx: Context, chain: Chain, reduce: Reduce) -> None:
         scratch = None
         if wide and level < len(chain.planes) - 1:
             scratch = scratch_planes(ctx, (target.count, target.height, target.width), torch.float32)
-        _reduce_level(ctx, reduce, source, target, scratch, wide and level > 1)
+        reduce_level(ctx, reduce, source, target, scratch, wide and level > 1)
         source = scratch or target
 
 
-def _reduce_level(
-    ctx: Context, reduce: Reduce, source: Planes, target: Planes, scratch: Planes | None, source_wide: bool
+def reduce_level(
+    ctx: Context,
+    reduce: Reduce,
+    source: Planes,
+    target: Planes,
+    scratch: Planes | None = None,
+    source_wide: bool = False,
+    *,
+    rows: tuple[int, int] | None = None,
 ) -> None:
+    """One level from the one above it, and into `scratch` the same in fp32.
+
+    Args:
+        source_wide: the source is fp32 whatever the target is.
+        rows: of a band of a level, which row is its first and how many the level has; None is the whole level.
+    """
     defines = {"SOURCE_WIDE": source_wide, **_reduction(reduce), **_taps(source)}
-    reduce_by(ctx, "reduce_level.comp", source, target, scratch, defines, above=0)
+    uniforms = {"u_rows": rows or (0, target.height)}
+    reduce_by(ctx, "reduce_level.comp", source, target, scratch, defines, above=0, uniforms=uniforms)
 
 
 def reduce_by(
@@ -177,6 +191,7 @@ def reduce_by(
     defines: Mapping[str, object],
     *,
     above: int,
+    uniforms: Mapping[str, object] | None = None,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
 
@@ -200,11 +215,12 @@ def reduce_by(
         origin = source.bind(ctx, 1, *span(chunk.first, last))
         if scratch is not None:
             scratch.bind(ctx, 2, chunk.first, last)
-        uniforms = {
+        here = {
             "u_source_size": (source.width, source.height),
             "u_source_first": origin + chunk.plane * source.area,
+            **(uniforms or {}),
         }
-        make_words(ctx, shader, target, chunk, uniforms=uniforms, defines={"KEEP_WIDE": scratch is not None, **defines})
+        make_words(ctx, shader, target, chunk, uniforms=here, defines={"KEEP_WIDE": scratch is not None, **defines})
     ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
 
 
@@ -257,7 +273,7 @@ def _driver(ctx: Context, chain: Chain, reduce: Reduce) -> Textures:
 
 
 def _registers(ctx: Context, chain: Chain, reduce: Reduce) -> None:
-    several_levels.reduce_chain(ctx, chain.planes, reduce, functools.partial(_reduce_level, ctx, reduce))
+    several_levels.reduce_chain(ctx, chain.planes, reduce, functools.partial(reduce_level, ctx, reduce))
 
 
 def _single_pass(ctx: Context, chain: Chain, reduce: Reduce) -> None:

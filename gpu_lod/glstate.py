@@ -26,7 +26,18 @@ _CAPABILITIES = (
     G.SAMPLE_MASK,
     *(G.CLIP_DISTANCE0 + plane for plane in range(8)),
 )
+_UNPACKING = (  # how pixels lie in memory: all but the alignment are 0 in a fresh context
+    G.UNPACK_ALIGNMENT,
+    G.UNPACK_SWAP_BYTES,
+    G.UNPACK_LSB_FIRST,
+    G.UNPACK_ROW_LENGTH,
+    G.UNPACK_SKIP_ROWS,
+    G.UNPACK_SKIP_PIXELS,
+    G.UNPACK_SKIP_IMAGES,
+    G.UNPACK_IMAGE_HEIGHT,
+)
 _BUFFERS = (
+    (G.PIXEL_UNPACK_BUFFER, G.PIXEL_UNPACK_BUFFER_BINDING),
     (G.COPY_READ_BUFFER, G.COPY_READ_BUFFER_BINDING),
     (G.COPY_WRITE_BUFFER, G.COPY_WRITE_BUFFER_BINDING),
     (G.DISPATCH_INDIRECT_BUFFER, G.DISPATCH_INDIRECT_BUFFER_BINDING),
@@ -44,6 +55,7 @@ def preserved(gl: GL) -> Iterator[None]:
     mask = gl.integers(G.COLOR_WRITEMASK, 4)
     polygon_mode = gl.integers(G.POLYGON_MODE, 2)[0]
     enabled = [capability for capability in _CAPABILITIES if gl.IsEnabled(capability)]
+    unpacking = [gl.integer(name) for name in _UNPACKING]
     # The general binding points come last when restoring: binding an index sets them too.
     buffers = [(target, gl.integer(name)) for target, name in _BUFFERS]
     storage = [
@@ -81,6 +93,9 @@ def preserved(gl: GL) -> Iterator[None]:
             gl.BindSampler(unit, 0)
         for capability in enabled:
             gl.Disable(capability)
+        for name in _UNPACKING[1:]:
+            gl.PixelStorei(name, 0)
+        gl.BindBuffer(G.PIXEL_UNPACK_BUFFER, 0)
         gl.ColorMask(1, 1, 1, 1)
         gl.PolygonMode(0x0408, G.FILL)
         yield
@@ -94,6 +109,8 @@ def preserved(gl: GL) -> Iterator[None]:
         gl.PolygonMode(0x0408, polygon_mode)
         for capability in enabled:
             gl.Enable(capability)
+        for name, value in zip(_UNPACKING, unpacking, strict=True):
+            gl.PixelStorei(name, value)
         for index, (name, start, size) in enumerate(storage):
             if size:
                 gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, index, name, start, size)

@@ -10,15 +10,16 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import Private
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.kernels import samplers
-from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.mipmap import stored
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
 
 _SPACINGS = ("log", "cortical")
@@ -92,19 +93,15 @@ def log_polar(
             src.check_unchanged()
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
-    pyramid = src if isinstance(src, Pyramid) else mipmap(src, backend=chosen.backend)
-    points = dispatch.kept(points, pyramid.levels)
-    if chosen.backend == "cuda":
-        sample = functools.partial(_cuda, pyramid, points, rule, border)
+    result_bytes = batch * image.shape[-3] * rings * wedges * image.itemsize
+    source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
+    points = dispatch.kept(points, source.levels)
+    if isinstance(source, Pyramid) and chosen.backend == "cuda":
+        sample = functools.partial(_cuda, source, points, rule, border)
     else:
-        ctx = pyramid.texture_context() or context_for(*pyramid.levels)
-        sample = functools.partial(_gl, ctx, pyramid, points, rule, border, chosen.generator or "compute")
-    (result,) = dispatch.run_gl(
-        lambda *levels: (sample(),),
-        lambda *levels: (reference(list(levels), points, rule, border),),
-        *pyramid.levels,
-    )
-    return result
+        ctx = source.texture_context() or context_for(*source.levels)
+        sample = functools.partial(_gl, ctx, source, points, rule, border, chosen.generator or "compute")
+    return texture_chain.run(source, sample, lambda levels: reference(levels, points, rule, border))
 
 
 def _choose(
@@ -310,9 +307,7 @@ def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-def _gl(
-    ctx: Context, pyramid: Pyramid, fixation: torch.Tensor, rule: Rule, border: str, generator: str
-) -> torch.Tensor:
+def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, border: str, generator: str) -> torch.Tensor:
     height, width = pyramid.size
     longer = max(height, width)
     channels, batch = pyramid.channels, pyramid.batch
@@ -325,10 +320,10 @@ def _gl(
         points = ctx.private.lease(batch * 8).write(fixation.float())
         for binding, table in ((1, rings), (2, wedges), (3, points)):
             bind_table(ctx, binding, table)
-        common: dict[str, object] = {"BORDER_ZERO": border == "zero"}
         uniforms = {"u_aspect": (longer / width, longer / height)}
         for first, texture in textures:
             count = texture.key.layers
+            common = {"BORDER_ZERO": border == "zero", "FETCHED": ctx.textures.fetched(texture)}
             part = target.layers(first * channels, count * channels)
             if generator == "fragment":
                 _fragment(ctx, texture, part, common, uniforms | {"u_first_image": first})
@@ -368,7 +363,7 @@ def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, 
     return ctx.constants.get(("log_polar", rule, longer, last), make)
 
 
-def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
+def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, Any], uniforms: dict[str, Any]) -> None:
     channels = texture.key.channels
     rings_at_once = RINGS_AT_ONCE_SOFTWARE if ctx.software else 1
     texture.bind(ctx.gl)
@@ -385,7 +380,7 @@ def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, objec
         )
 
 
-def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, object], uniforms: dict[str, Any]) -> None:
+def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, Any], uniforms: dict[str, Any]) -> None:
     key = texture.key
     if max(target.width, target.height) > ctx.limits.texture_size:
         raise LimitError(

@@ -15,7 +15,8 @@ from gpu_lod.errors import InputError, LimitError, PyramidChangedError, Unsuppor
 from gpu_lod.kernels.device import device_of
 from gpu_lod.kernels.textures import Source
 from gpu_lod.texture import Texture
-from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of, tensors_to_textures
+from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of
+from gpu_lod.uploads import tensors_to_textures
 
 Reduce = Literal["mean", "max", "min"]
 Kind = Literal["mean", "max", "min", "gaussian", "laplacian"]
@@ -219,20 +220,24 @@ class Pyramid:
             self.textures(ctx)
         return self
 
-    def textures(self, ctx: Context) -> list[tuple[int, Texture]]:
+    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Texture]]:
         """The pyramid as array textures: (first layer, texture), more than one for huge batches.
 
         A layer of a mean pyramid is an image, for filtering; of a max or min pyramid one channel, for exact fetches.
+
+        Args:
+            filtered: nothing but a texture unit's own filter will do, on software renderers too.
 
         Raises:
             InputError: a mean pyramid of more than 4 channels.
             LimitError: larger than the device's textures.
         """
         self.check_unchanged()
-        key = ("textures", id(ctx))
+        storage = ctx.textures.storage(GL_DTYPES[self.dtype], filtered=filtered)
+        key = ("textures", id(ctx), storage)
         if key not in self._cache:
-            filtered = self.reduce == "mean"
-            self._cache[key] = (ctx, self._make_textures(ctx, self.channels if filtered else 1, filtered=filtered))
+            channels = self.channels if self.reduce == "mean" else 1
+            self._cache[key] = (ctx, self._make_textures(ctx, channels, filtered=filtered))
         textures: list[tuple[int, Texture]] = self._cache[key][1]
         return textures
 
@@ -290,10 +295,8 @@ class Pyramid:
         return result
 
     def _keep_textures(self, ctx: Context, textures: list[tuple[int, Texture]]) -> None:
-        """Textures that a generator made on the way, with the same stored values, if samplers can use them."""
-        dtype = GL_DTYPES[self.dtype]
-        if ctx.textures.storage(dtype, filtered=True) == ctx.textures.storage(dtype, filtered=False):
-            self._cache["textures", id(ctx)] = (ctx, textures)
+        """Textures that a generator made on the way, with the same stored values."""
+        self._cache["textures", id(ctx), textures[0][1].key.storage] = (ctx, textures)
 
 
 def check_texture_size(ctx: Context, height: int, width: int) -> None:

@@ -20,7 +20,7 @@ _FORMATS = {
     "float16": (G.R16F, G.RG16F, G.RGBA16F, G.RGBA16F),
     "float32": (G.R32F, G.RG32F, G.RGBA32F, G.RGBA32F),
 }
-_TEXEL_BYTES = {"uint8": 1, "unorm16": 2, "float16": 2, "float32": 4}
+_CHANNEL_BYTES = {"uint8": 1, "unorm16": 2, "float16": 2, "float32": 4}
 _STORAGE: dict[torch.dtype, Storage] = {
     torch.uint8: "uint8",
     torch.float16: "float16",
@@ -44,10 +44,17 @@ class TextureKey:
         return _FORMATS[self.storage][self.channels - 1]
 
     @property
+    def stored_channels(self) -> int:
+        return 4 if self.channels == 3 else self.channels
+
+    @property
+    def texel_bytes(self) -> int:
+        return _CHANNEL_BYTES[self.storage] * self.stored_channels
+
+    @property
     def nbytes(self) -> int:
-        texel = _TEXEL_BYTES[self.storage] * (4 if self.channels == 3 else self.channels)
         return sum(
-            max(1, self.width >> level) * max(1, self.height >> level) * self.layers * texel
+            max(1, self.width >> level) * max(1, self.height >> level) * self.layers * self.texel_bytes
             for level in range(self.levels)
         )
 
@@ -138,8 +145,9 @@ class TexturePool:
     """Textures of one context.
 
     Args:
-        software: a software renderer. Mesa's filter 8-bit textures in 8-bit arithmetic, off by more than a count; in
-            16-bit textures, which hold the same values exactly, they filter in fp32.
+        software: a software renderer. Mesa's filter 8-bit textures in 8-bit arithmetic, off by more than a count: there
+            shaders filter such textures themselves. In 16-bit ones, which hold the same values exactly, the texture
+            unit filters in fp32.
     """
 
     def __init__(self, gl: GL, software: bool, max_idle_bytes: int = 512 * 2**20) -> None:
@@ -149,8 +157,12 @@ class TexturePool:
         self._given: deque[_TextureObject] = deque()
 
     def storage(self, dtype: torch.dtype, *, filtered: bool) -> Storage:
-        """How texels of a dtype are kept; `filtered` if a linear filter will read them."""
+        """How texels of a dtype are kept; `filtered` if a texture unit's linear filter will read them."""
         return "unorm16" if filtered and self._software and dtype == torch.uint8 else _STORAGE[dtype]
+
+    def fetched(self, texture: Texture) -> bool:
+        """True where shaders filter the texture themselves (shaders/trilinear.glsl)."""
+        return self._software and texture.key.storage == "uint8"
 
     def lease(
         self,

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from gpu_lod.bridge import Buffer, Private
+from gpu_lod.bridge import Buffer, Private, Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import LimitError
@@ -24,9 +23,6 @@ ALIGNMENT = 256
 """Byte alignment of levels in a packed buffer: the largest offset alignment that OpenGL lets a driver ask for."""
 
 _CHUNK_WORDS = ALIGNMENT // 4
-
-STRIP_BYTES = 2**20
-"""Of an ordinary tensor, as many go through GL memory at once on their way into a texture."""
 
 GL_DTYPES = {
     torch.uint8: torch.uint8,
@@ -126,19 +122,27 @@ def packed_planes(
     ctx: Context, batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> tuple[list[Planes], list[torch.Tensor]]:
     """Uninitialised levels [batch, channels, h, w], one behind the other in one buffer: as planes and as tensors."""
-    size = dtype.itemsize
-    offsets, end = [], 0
-    for h, w in sizes:
-        offsets.append(end)
-        end += -(-batch * channels * h * w * size // ALIGNMENT) * ALIGNMENT
     if not sizes:
         return [], []
-    lease = ctx.bridge.lease(end)
-    flat = lease.tensor(dtype, (end // size,))
+    return packed_in(ctx.bridge.lease(packed_bytes(batch, channels, sizes, dtype)), batch, channels, sizes, dtype)
+
+
+def packed_bytes(batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """What levels one behind the other take."""
+    return sum(-(-batch * channels * h * w * dtype.itemsize // ALIGNMENT) * ALIGNMENT for h, w in sizes)
+
+
+def packed_in(
+    lease: Shared, batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[list[Planes], list[torch.Tensor]]:
+    """Such levels in a buffer that is there."""
+    size, offset = dtype.itemsize, 0
+    flat = lease.tensor(dtype, (lease.nbytes // size,))
     planes, tensors = [], []
-    for (h, w), offset in zip(sizes, offsets, strict=True):
+    for h, w in sizes:
         planes.append(Planes(lease.item, offset, batch * channels, h, w, dtype, lease))
         tensors.append(flat.as_strided((batch, channels, h, w), (channels * h * w, h * w, w, 1), offset // size))
+        offset += packed_bytes(batch, channels, [(h, w)], dtype)
     return planes, tensors
 
 
@@ -293,74 +297,6 @@ def layer_groups(ctx: Context, layers: int) -> list[tuple[int, int]]:
     """(first, count) of groups that fit one texture; multiples of 256 layers, so that they start at whole words."""
     step = max(ctx.limits.layers // ALIGNMENT, 1) * ALIGNMENT
     return [(first, min(step, layers - first)) for first in range(0, layers, step)]
-
-
-def tensors_to_textures(ctx: Context, levels: Sequence[torch.Tensor], textures: Sequence[tuple[int, Texture]]) -> None:
-    """Write the levels of a pyramid, tensors [..., h, w], into textures (first layer, texture) of as many levels.
-
-    Where the bridge allows it, ordinary tensors go through two small buffers, and memory holds no second copy of them.
-    """
-    if not ctx.bridge.coherent:
-        # All of them first: torch's copies, then GL's work.
-        sources = [planes_of(ctx, level) for level in levels]
-        for level, source in enumerate(sources):
-            _planes_to_textures(ctx, source, textures, level)
-        return
-    strips = _Strips(ctx)
-    for level, tensor in enumerate(levels):
-        flat = tensor.detach().flatten(0, -3)
-        ordinary = flat.data_ptr() == tensor.data_ptr() and ctx.bridge.find(tensor) is None
-        if not ordinary or tensor.nbytes <= STRIP_BYTES:
-            _planes_to_textures(ctx, planes_of(ctx, tensor), textures, level)
-            continue
-        for first, texture in textures:
-            channels = texture.key.channels
-            height, width = flat.shape[-2:]
-            whole, tall = strips.shape(channels, height, width, GL_DTYPES[flat.dtype])
-            for layer in range(0, texture.key.layers, whole):
-                begin = (first + layer) * channels
-                end = (first + min(layer + whole, texture.key.layers)) * channels
-                for row in range(0, height, tall):
-                    staged = strips.stage(flat[begin:end, row : row + tall])
-                    planes_to_texture(ctx, staged, texture, level, layer=layer, row=row)
-
-
-def _planes_to_textures(ctx: Context, source: Planes, textures: Sequence[tuple[int, Texture]], level: int) -> None:
-    for first, texture in textures:
-        channels = texture.key.channels
-        planes_to_texture(ctx, source.layers(first * channels, texture.key.layers * channels), texture, level)
-
-
-class _Strips:
-    """Two small buffers that tensors pass through in turn, on a bridge that is coherent."""
-
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
-        self._leases: list[Any] = []
-        self._turn = 0
-
-    @staticmethod
-    def shape(channels: int, height: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
-        """How many layers of so many planes make a strip, and how many rows: all of them, or of one layer some."""
-        row = channels * width * dtype.itemsize
-        layers = STRIP_BYTES // (row * height)
-        return (layers, height) if layers else (1, max(STRIP_BYTES // row, 1))
-
-    def stage(self, values: torch.Tensor) -> Planes:
-        """A copy [planes, rows, width] in GL memory, which holds until the stage after the next."""
-        dtype = GL_DTYPES[values.dtype]
-        nbytes = -(-values.numel() * dtype.itemsize // 4) * 4
-        if self._turn % 2 == 0 and self._turn:
-            self._ctx.gl.Finish()  # what read them before is done
-        if len(self._leases) < 2:
-            self._leases.append(self._ctx.bridge.lease(max(nbytes, STRIP_BYTES)))
-        lease = self._leases[self._turn % 2]
-        if lease.nbytes < nbytes:  # a single row is more than a strip
-            lease = self._leases[self._turn % 2] = self._ctx.bridge.lease(nbytes)
-        self._turn += 1
-        lease.tensor(dtype, tuple(values.shape)).copy_(values)
-        count, height, width = values.shape
-        return Planes(lease.item, 0, count, height, width, dtype, lease)
 
 
 def planes_to_texture(

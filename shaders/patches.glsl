@@ -1,7 +1,8 @@
 // The patch at a site: PATCH x PATCH samples 2^level pixels apart, read from a mean pyramid.
-// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge.
+// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED: trilinear.glsl
 
 layout(binding = 0) uniform sampler2DArray t_pyramid;
+#include "trilinear.glsl"
 layout(std430, binding = 1) readonly buffer Sites { float b_sites[]; };  // x, y, level of the whole batch
 uniform vec2 u_size;   // (width, height)
 uniform float u_last;  // level
@@ -48,7 +49,7 @@ vec4 shown(Patch p, ivec2 at, vec4 texel) {
 }
 
 vec4 between_texels(Patch p, int layer, ivec2 at) {
-    return shown(p, at, textureLod(t_pyramid, vec3(pixel_of(p, at) / u_size, layer), p.level));
+    return shown(p, at, trilinear(vec3(pixel_of(p, at) / u_size, layer), p.level));
 }
 
 vec4 on_texel(Patch p, int layer, ivec2 at) {

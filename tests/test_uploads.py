@@ -1,4 +1,4 @@
-"""Ordinary tensors on their way into textures: in strips, and what memory that takes."""
+"""Tensors on their way into textures: in strips, and what memory that takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from images import DTYPES, noise
 
 import gpu_lod as lod
-from gpu_lod import transfer
+from gpu_lod import uploads
 from gpu_lod.bridge import Pool
 from gpu_lod.pyramid import level_sizes
 
@@ -19,14 +19,17 @@ MIB = 2**20
 
 @pytest.mark.parametrize("strip", [64, 1000, 40_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strips_make_the_same_texture(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strip: int) -> None:
+def test_strips_make_the_texture_that_shaders_make(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strip: int
+) -> None:
     sites = [[0.1, 0.2, 0.0], [0.9, 0.8, 1.4], [0.5, 0.5, 3.0]]
     for shape in ((2, 3, 45, 33), (5, 1, 16, 64), (4, 70, 31), (1, 2, 1, 90), (40, 3, 8, 8)):
         levels = lod.mipmap(noise(*shape, dtype=dtype)).levels
-        monkeypatch.setattr(transfer, "STRIP_BYTES", 2**40)
-        whole = lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl")
-        monkeypatch.setattr(transfer, "STRIP_BYTES", strip)
-        assert torch.equal(lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl"), whole)
+        monkeypatch.setattr(uploads, "STAGING_BYTES", strip)
+        found = lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl")
+        with monkeypatch.context() as by_shader:
+            by_shader.setattr(uploads, "by_host", lambda ctx: False)
+            assert torch.equal(found, lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl"))
 
 
 def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,12 +37,12 @@ def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch
     hz = lod.hiz(noise(30, 5, 37, 20))
     boxes = torch.rand(30, 6, 2, 2).sort(dim=2).values.flatten(2)
     expected = lod.region_max(hz, boxes, backend="torch")
-    monkeypatch.setattr(transfer, "STRIP_BYTES", 3000)
+    monkeypatch.setattr(uploads, "STAGING_BYTES", 3000)
     assert torch.equal(lod.region_max(lod.Pyramid(hz.levels, "max"), boxes, backend="gl"), expected)
 
 
 def test_strips_of_tensors_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "STRIP_BYTES", 500)
+    monkeypatch.setattr(uploads, "STAGING_BYTES", 500)
     image = noise(2, 40, 30, 3).permute(0, 3, 1, 2)  # channels last
     levels = [image, *lod.mipmap(image).levels[1:]]
     found = lod.foveate(lod.Pyramid(tuple(levels)), (0.4, 0.6), backend="gl")
@@ -64,7 +67,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("verb", ["log_polar", "foveate", "gather_patches"])
 def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torch.dtype) -> None:
     """Sampling an RGB pyramid takes its texture, which has a fourth channel and all levels, and two strips."""
@@ -82,3 +85,23 @@ def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torc
         out = run[verb]().nbytes
     assert sum(made) > sum(4 * dtype.itemsize * h * w for h, w in level_sizes(1024, 1024))  # the texture was counted
     assert sum(made) - out <= 2 * out + 1.8 * source
+
+
+@pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 3, 901, 1333), (1, 640, 640)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("verb", ["log_polar", "foveate", "gather_patches", "inverse_log_polar"])
+def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The texture of an RGB image, with a fourth channel and all levels, is 1.78 images: the chain is nowhere else."""
+    image = noise(*shape, dtype=dtype)
+    run: dict[str, Callable[[], torch.Tensor]] = {
+        "log_polar": lambda: lod.log_polar(image, (0.4, 0.6), 128, 256, generator="compute"),
+        "foveate": lambda: lod.foveate(image, (0.4, 0.6), backend="gl"),
+        "gather_patches": lambda: lod.gather_patches(image, lod.cortical_sites((0.4, 0.6), 273), backend="gl"),
+        "inverse_log_polar": lambda: lod.inverse_log_polar(image, (0.4, 0.6), shape[-2:], backend="gl"),
+    }
+    with lod.Context() as ctx:
+        ctx.trim()
+        made.clear()
+        out = run[verb]().nbytes
+    assert sum(made) > out
+    assert sum(made) - out <= 2 * out + 1.8 * image.nbytes

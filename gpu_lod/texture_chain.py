@@ -1,0 +1,219 @@
+"""The mean chain of an image that exists as a texture alone, made a few rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from gpu_lod import dispatch, generators, recording, several_levels
+from gpu_lod.context import Context
+from gpu_lod.mipmap import mipmap, stored
+from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.pyramid import Pyramid, check_texture_size, level_sizes
+from gpu_lod.texture import Texture
+from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, packed_bytes, packed_in
+from gpu_lod.uploads import STAGING_BYTES, Uploader, finish
+
+LEVELS_AT_ONCE = 3
+"""What the registers generator makes in one dispatch; so many below a band's first."""
+
+MOST = 1.8, 1.5
+"""Memory beside the image and the result, in images and in results: what textures leave of it, the bands share."""
+
+BAND_BYTES = (2**16, 2**20)
+"""The least and the most that a band may take."""
+
+
+class TextureChain:
+    """An image on its way to samplers: to them a `Pyramid`, but its levels below the image are nowhere else but in its
+    textures, so that memory never holds the chain twice.
+
+    Args:
+        image: [B, C, H, W] or [C, H, W].
+        levels: how many, level 0 included; None goes down to 1 x 1.
+        result_bytes: of what is sampled from it. The larger it is, the more room there is for bands.
+    """
+
+    def __init__(self, image: torch.Tensor, levels: int | None = None, *, result_bytes: int = 0) -> None:
+        self._result_bytes = result_bytes
+        self.image = image
+        self.size = (image.shape[-2], image.shape[-1])
+        self._sizes = level_sizes(*self.size, levels)
+        self.batched = image.ndim == 4
+        self.batch = image.shape[0] if self.batched else 1
+        self.channels = image.shape[-3]
+        self.dtype, self.device = image.dtype, image.device
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def levels(self) -> tuple[torch.Tensor, ...]:
+        """What gradients pass to."""
+        return (self.image,)
+
+    def texture_context(self) -> Context | None:
+        """None: it is a texture nowhere yet."""
+        return None
+
+    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Texture]]:
+        """As of `Pyramid`, but made anew at each call: with the values that a pyramid of the image would give.
+
+        Raises:
+            LimitError: larger than the device's textures.
+        """
+        height, width = self.size
+        check_texture_size(ctx, height, width)
+        image = (self.image if self.batched else self.image[None]).detach()
+        finish(ctx)  # a verb round this one may have made the image
+        textures = []
+        for first, count in layer_groups(ctx, self.batch):
+            texture = ctx.textures.lease(
+                (width, height),
+                layers=count,
+                levels=len(self),
+                dtype=GL_DTYPES[self.dtype],
+                channels=self.channels,
+                filtered=filtered,
+            )
+            texture.clamp_levels(ctx.gl, 0, len(self) - 1)
+            textures.append((first, texture))
+        room = (
+            MOST[0] * image.nbytes + MOST[1] * self._result_bytes - sum(texture.key.nbytes for _, texture in textures)
+        )
+        # Bands of all stages and what goes into textures are about three times the first band.
+        bands = _Bands(ctx, image, self._sizes, int(room / 3 if room > 0 else image.nbytes / 8))
+        for first, texture in textures:
+            bands.fill(texture, image[first : first + texture.key.layers])
+        return textures
+
+
+class _Bands:
+    """Makes chains through small buffers of fp32, which carry means unrounded as the generators do.
+
+    A stage makes up to three levels below its first one, a band of rows at a time; the last of them are rows of the
+    next stage's first. Odd heights ask for a row more, or a few, which two bands then make alike.
+    """
+
+    def __init__(self, ctx: Context, image: torch.Tensor, sizes: Sequence[tuple[int, int]], nbytes: int) -> None:
+        self._ctx = ctx
+        self._sizes = sizes
+        self._channels = image.shape[1]
+        self._stages = [*range(0, len(sizes) - 1, LEVELS_AT_ONCE), len(sizes) - 1]
+        """The level that each begins with, and the last."""
+        self._band = min(max(nbytes, BAND_BYTES[0]), BAND_BYTES[1])
+        self._together = max(self._band // (4 * self._channels * math.prod(sizes[0])), 1)
+        self._uploader = Uploader(ctx, min(self._band, STAGING_BYTES))
+        self._buffers: dict[int, Any] = {}
+        self._made: dict[tuple[int, int, tuple[int, ...]], tuple[list[Planes], list[torch.Tensor]]] = {}
+
+    def fill(self, texture: Texture, images: torch.Tensor) -> None:
+        """All levels of all layers; small images go through the stages together."""
+        self._texture = texture
+        for layer in range(0, images.shape[0], self._together):
+            self._layer, self._images = layer, images[layer : layer + self._together]
+            self._uploader.write(self._images, texture, 0, layer=layer)
+            if len(self._sizes) > 1:
+                self._make(len(self._stages) - 1, 0, self._sizes[-1][0], None)
+
+    def _make(self, stage: int, begin: int, end: int, into: torch.Tensor | None) -> None:
+        """Rows of the level that a stage begins with, and of the levels above it what they rest on."""
+        if stage == 0:
+            if into is not None:
+                into.copy_(self._images[:, :, begin:end])
+            return
+        top, last = self._stages[stage - 1 : stage + 1]
+        width = self._sizes[top][1]
+        share = self._band >> 2 * (stage - 1)
+        step = max(share // (4 * self._images.shape[0] * self._channels * width << (last - top)), 1)
+        for first in range(begin, end, step):
+            rows = self._rows(top, last, first, min(first + step, end))
+            planes, tensors = self._planes(stage, tuple(last - first for first, last in rows))
+            self._make(stage - 1, *rows[0], tensors[0])
+
+            def one_level(source: Planes, target: Planes, *_: Any, planes: Any = planes, rows: Any = rows) -> None:
+                index = next(i for i, level in enumerate(planes) if level is target)
+                generators.reduce_level(
+                    self._ctx, "mean", source, target, rows=(rows[index][0], self._sizes[top + index][0])
+                )
+
+            several_levels.reduce_chain(self._ctx, planes, "mean", one_level)
+            finish(self._ctx)
+            for index, level in enumerate(tensors[1:], start=1):
+                values = stored(level, self._images.dtype)
+                self._uploader.write(values, self._texture, top + index, layer=self._layer, row=rows[index][0])
+            if into is not None:
+                into[:, :, first - begin : rows[-1][1] - begin].copy_(tensors[-1])
+
+    def _rows(self, top: int, last: int, first: int, end: int) -> list[tuple[int, int]]:
+        """Of the levels from `top` on, the rows that rows first..end (exclusive) of the last of them rest on."""
+        result = [(first, end)]
+        for level in range(last, top, -1):
+            (first, end), above = result[0], self._sizes[level - 1][0]
+            result.insert(0, (2 * first, above if end == self._sizes[level][0] else 2 * end + above % 2))
+        return result
+
+    def _planes(self, stage: int, heights: tuple[int, ...]) -> tuple[list[Planes], list[torch.Tensor]]:
+        """Bands of so many rows of the stage's levels, in its buffer."""
+        images, top = self._images.shape[0], self._stages[stage - 1]
+        found = self._made.get((stage, images, heights))
+        if found is None:
+            sizes = [(height, self._sizes[level][1]) for level, height in enumerate(heights, start=top)]
+            nbytes = packed_bytes(images, self._channels, sizes, torch.float32)
+            lease = self._buffers.get(stage)
+            if lease is None or lease.nbytes < nbytes:
+                lease = self._buffers[stage] = self._ctx.bridge.lease(nbytes)
+            found = packed_in(lease, images, self._channels, sizes, torch.float32)
+            self._made[stage, images, heights] = found
+        return found
+
+
+Source = Pyramid | TextureChain
+
+
+def source(
+    src: torch.Tensor | Pyramid,
+    levels: int | None = None,
+    *,
+    result_bytes: int,
+    backend: Literal["gl", "cuda", "torch"],
+) -> Source:
+    """What a sampler's shaders or kernels read.
+
+    Of an image it is textures alone where torch and OpenGL share memory in the midst of a verb. A plan repeats OpenGL's
+    work alone, so while one is recorded it is a pyramid.
+
+    Args:
+        levels: that an image's chain is to have.
+        result_bytes: of what the sampler makes.
+    """
+    if isinstance(src, Pyramid):
+        return src
+    if backend == "gl" and src.device.type == "cpu" and recording.current() is None:
+        return TextureChain(src, levels, result_bytes=result_bytes)
+    return mipmap(src, levels, backend=backend)
+
+
+def run(
+    source: Source,
+    sample: Callable[[], torch.Tensor],
+    reference: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> torch.Tensor:
+    """What a sampler makes of its source, differentiable in the pyramid's levels or the image.
+
+    Args:
+        sample: shader or kernel path.
+        reference: the same of the levels, in plain torch.
+    """
+    if isinstance(source, Pyramid):
+        (result,) = dispatch.run_gl(
+            lambda *levels: (sample(),), lambda *levels: (reference(list(levels)),), *source.levels
+        )
+    else:
+        (result,) = dispatch.run_gl(
+            lambda image: (sample(),), lambda image: (reference(mip_chain(image, len(source))),), source.image
+        )
+    return result

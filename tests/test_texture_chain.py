@@ -1,0 +1,41 @@
+"""Chains that are textures alone: the values of pyramids, made a few rows at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from images import DTYPES, noise
+
+import gpu_lod as lod
+from gpu_lod import texture_chain
+from gpu_lod.texture import Texture
+from gpu_lod.texture_chain import TextureChain
+from gpu_lod.transfer import GL_DTYPES, new_planes, texture_to_planes
+
+
+def texels(ctx: lod.Context, textures: list[tuple[int, Texture]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Every level of every texture."""
+    found = []
+    for _, texture in textures:
+        key = texture.key
+        for level in range(key.levels):
+            width, height = texture.size(level)
+            planes, values = new_planes(ctx, (key.layers * key.channels, height, width), GL_DTYPES[dtype])
+            texture_to_planes(ctx, texture, level, planes)
+            found.append(values)
+    return found
+
+
+@pytest.mark.parametrize("least", [1, 3000, 2**20], ids="band {} bytes".format)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_texels_of_a_pyramid(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, least: int) -> None:
+    monkeypatch.setattr(texture_chain, "BAND_BYTES", (least, max(least, 9000)))
+    for shape in ((3, 64, 96), (2, 3, 63, 45), (1, 1, 127, 8), (2, 101, 77), (4, 5, 1), (3, 1, 300), (9, 3, 14, 14)):
+        image = noise(*shape, dtype=dtype)
+        pyramid = lod.mipmap(image, generator="compute")
+        with lod.Context() as ctx, ctx.active():
+            found = texels(ctx, TextureChain(image).textures(ctx), dtype)
+            expected = texels(ctx, pyramid.textures(ctx), dtype)
+            ctx.gl.Finish()
+            assert len(found) == len(expected) == len(pyramid)
+            assert all(map(torch.equal, found, expected)), shape
