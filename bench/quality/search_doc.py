@@ -54,6 +54,16 @@ def eccentricity(rows: Sequence[Row], budget: int) -> list[list[str]]:
     return [["allocator", "relevance", "fixation", *bins], *lines]
 
 
+def cost(rows: Sequence[Row], budget: int) -> list[list[str]]:
+    """Time and memory of a picture and one question, and the verdict."""
+    lines = [["allocator", "relevance", "fixation", "tokens, ms", "reader, ms", "both, ms", "peak, MB", "verdict"]]
+    for row in (row for row in rows if row["budget"] in (budget, 1024)):
+        times = [row["ms"], row["reader_ms"], row["ms"] + row["reader_ms"]]
+        memory = f"{row['peak_bytes'] / 1e6:.1f}"
+        lines.append([*named(row), *(f"{ms:.1f}" for ms in times), memory, row["verdict"]])
+    return lines
+
+
 def learned(data: Row) -> list[list[str]]:
     lines = [["K", "GridTopK on", "accuracy", "over its start", "over saliency"]]
     for row in data["rows"]:
@@ -72,6 +82,10 @@ def tables() -> str:
     )
     budgets = sorted({row["budget"] for row in search["rows"]} - {1024})
     about, form = search["about"], search["form"]
+    costs = []
+    if "verdict" in search["rows"][0]:  # files of before have none
+        heading = "Cost of one picture and one question, and the verdict against GridTopK that is told as much"
+        costs = [f"{heading}, at K = {budgets[0]}:", table(cost(search["rows"], budgets[0]))]
     return "\n\n".join(
         [
             f"## The quick form, {search['date']}",
@@ -81,6 +95,7 @@ def tables() -> str:
             table(accuracy(search["rows"])),
             f"Right answers by the distance of the digit from the fixation, in sides, at K = {budgets[0]}:",
             table(eccentricity(search["rows"], budgets[0])),
+            *costs,
             "## Relevance that learns",
             "`ContextualizedRelevance`, trained through a straight-through top-k with the reader frozen, "
             f'{relevance["plan"]["steps"]} steps ([file](../bench/results/search/relevance.json)). "query" is a bump '

@@ -28,11 +28,12 @@ if __name__ == "__main__":
 
 from rows import RESULTS, common, versions, write  # noqa: E402
 
-from quality import search, search_scenes, search_training  # noqa: E402
+from quality import search, search_scenes, search_training, search_verdict  # noqa: E402
 
 Row = dict[str, Any]
 CONFIDENCE = 0.95
-SOURCES = ("search", "search_reader", "search_scenes", "search_training")
+SOURCES = ("memory", "search", "search_cuts", "search_learned", "search_reader", "search_scenes", "search_scorer",
+           "search_training")  # fmt: skip
 """Modules that results depend on."""
 _ROW = ("budget", "allocator", "relevance", "fixation", "error")
 _INTERVAL = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
@@ -114,7 +115,7 @@ def rows_of(found: list[tuple[search.Unit, Row]]) -> list[Row]:
     for unit, metrics in found:
         groups.setdefault(row_of(unit), []).append(metrics)
     pictures = {row: list(itertools.chain(*(part["pictures"] for part in parts))) for row, parts in groups.items()}
-    result = []
+    verdicts, result = search_verdict.verdicts(pictures), []
     for row, parts in groups.items():
         mine, base = pictures[row], pictures.get((row[0], search.BASELINE, "saliency", None, 0.0))
         bins = {
@@ -128,7 +129,9 @@ def rows_of(found: list[tuple[search.Unit, Row]]) -> list[Row]:
             "by_seed": [part["accuracy"] for part in parts],
             **{kind: round(statistics.fmean(part[kind] for part in parts), 5) for kind in ("place", "colour")},
             "by_eccentricity": bins,
-            "ms": round(statistics.median(part["ms"] for part in parts), 3),
+            **{name: round(statistics.median(part[name] for part in parts), 3) for name in ("ms", "reader_ms")},
+            "peak_bytes": max(part["peak_bytes"] for part in parts),
+            **verdicts[row],
         }
         if base is not None:
             apart = [a - b for a, b in zip(mine, base, strict=True)]
@@ -153,6 +156,11 @@ def about(form: search.Form) -> dict[str, Any]:
         "centre where there is no fixation",
         "ms": "median of one call for one picture, patches included, from a pyramid and a relevance map; a shared "
         "machine, one thread: rough",
+        "reader_ms": "median of one question by colour about one picture's tokens, with the cut of what cuts inside "
+        "the reader",
+        "peak_bytes": "the tokens, and the most bytes of tensors that the reader holds at once for one such question",
+        "trained": "relevance and allocators on training pictures alone, by way of the reader as it is; a row named "
+        '"untrained" is the same allocator as it starts',
         "chance": 1 / search_scenes.CLASSES,
         "left_out": search.left_out(form),
     }  # fmt: skip
