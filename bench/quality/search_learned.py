@@ -142,7 +142,6 @@ def trained(
     learning: Learning, name: str, budget: int, seed: int, work: Path, reader: Reader
 ) -> tuple[Any, list[float]]:
     """The allocator and all losses; goes on from the checkpoint in the work folder."""
-    reader.train()  # layers fused for evaluation pass no gradient to weights of tokens
     allocator = new(name, budget)
     loss, rate = LOSSES[name]
     optimizer = torch.optim.Adam(allocator.parameters(), lr=rate)
@@ -153,7 +152,6 @@ def trained(
     losses = trainer.fit(
         lambda step: loss(allocator, reader, batches[int(torch.randint(len(batches), ()))]), learning.steps
     )
-    reader.eval()
     return allocator.eval().requires_grad_(False), losses
 
 

@@ -166,6 +166,9 @@ class Reader(nn.Module):
             bias = bias + sizes.log()[rows, index]
         bias = F.pad(bias, (1, 0)).flatten(0, 1)[:, None]  # [B Q, 1, M + 1]
         mask = bias.expand(-1, bias.shape[-1], -1).repeat_interleave(self.heads, 0)
+        # Without dropout only this differs: layers fused for evaluation take any mask for a boolean one, and pass no
+        # gradient to weights of tokens.
+        self.layers.train()
         return self.answer(self.layers(tokens, mask=mask)[:, 0]).unflatten(0, index.shape[:2])
 
 

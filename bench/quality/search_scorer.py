@@ -125,7 +125,6 @@ def trained(
     Args:
         log: for TensorBoard, in the same folder.
     """
-    reader.train()  # it has no dropout; and layers fused for evaluation pass no gradient to weights of tokens
     scorer = new_scorer(seed)
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=_RATE)
     config = {**asdict(scoring), "seed": seed, "rate": _RATE, "temperature": _TEMPERATURE, "noise": _NOISE}
@@ -136,7 +135,6 @@ def trained(
         lambda step: loss_of(scorer, reader, batches[int(torch.randint(len(batches), ()))], scoring), scoring.steps
     )
     trainer.close()
-    reader.eval()
     return scorer.eval().requires_grad_(False), losses
 
 
