@@ -250,16 +250,22 @@ def test_peak_bytes_by_hand() -> None:
 
 
 def test_more_tokens_take_more_memory(reader: Reader) -> None:
-    def row(budget: int, name: str) -> int:
+    def way(budget: int, name: str) -> search._Way:
         allocator = lod.allocate.GridTopK(GRID**2 if name in search_cuts.CUTS else budget, PATCH)
         cut = search_cuts.CUTS[name](budget) if name in search_cuts.CUTS else None
-        found: int = search._Way(search.Unit(0, budget, name, None, None), reader, allocator, cut).cost(1)["peak_bytes"]
+        return search._Way(search.Unit(0, budget, name, None, None), reader, allocator, cut)
+
+    def row(budget: int, name: str) -> int:
+        found: int = way(budget, name).cost(1)["peak_bytes"]
         return found
 
+    picture = search.prepared(0, 0, 1).search
+    asked = queries(picture.places[:, :1], picture.colours[:, :1], "colour")
+    own = way(64, "Random").tokens(0, 1, 0, "colour")[0]()
     small, large, cut = row(64, "Random"), row(256, "Random"), row(64, "ToMe")
     tokens = 64 * (3 * PATCH**2 + 3) * 4
     assert tokens < small < large - 3 * tokens and cut > GRID**2 * 3 * PATCH**2 * 4 > large
-    assert row(64, "Random") == small
+    assert row(64, "Random") == small == tokens + peak_bytes(lambda: way(64, "Random").read(own, asked))
 
 
 def test_verdicts_by_hand() -> None:
@@ -312,6 +318,7 @@ def test_rows_of_what_learns_and_of_what_cuts() -> None:
     assert set(search_cuts.CUTS) <= set(found)
     trained = {unit.allocator for unit in search.units(search.QUICK) if unit.relevance == "trained"}
     assert trained == {"GridTopK", "FoveatedPyramid", "TokenDAG"}
+    assert all(unit.by_kind for unit in search.units(search.QUICK) if unit.relevance == "trained")
     assert [found[name].by_kind for name in ("SparseVLM", "ToMe", "AdaptiveStratified", "SoftVortex")] == [
         True, False, True, False,
     ]  # fmt: skip

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -86,15 +86,15 @@ def full() -> Form:
     return Form(budgets, 3, 60, tuple(names), Training(2000, 200, 4, 273), *longer)
 
 
+@cache
 def _class(name: str) -> Any:
     return type(lod.allocate.make(name))
 
 
 def _reason(name: str) -> str | None:
     """Why it is left out, if it is."""
-    if issubclass(_class(name), lod.allocate.Learned):
-        return None
-    lacking = sorted(set(_class(name).needs) - {"image", "relevance", "fixation"})
+    known = {"image", "relevance", "fixation", *(["query"] if issubclass(_class(name), lod.allocate.Learned) else [])}
+    lacking = sorted(set(_class(name).needs) - known)
     return f"needs {', '.join(lacking)}" if lacking else None
 
 

@@ -39,7 +39,7 @@ class Learning:
     """How much of it."""
 
     steps: int = 40
-    groups: int = 3
+    groups: int = 2
     """Batches of training pictures."""
     batch: int = 8
     every: int = 20
