@@ -42,6 +42,7 @@ from quality.search_scenes import (  # noqa: E402
     sources,
 )  # fmt: skip
 from quality.search_training import GRID, PATCH, Training  # noqa: E402
+from quality.search_way import Way, prepared  # noqa: E402
 
 FILES = sorted((CHECKOUT / "bench" / "results" / "search").glob("search.json"))
 SMALL = search.Form(budgets=(64,), seeds=2, pictures=2, allocators=("Random", "GridTopK", "LogPolar"))
@@ -245,12 +246,12 @@ def test_error_moves_what_is_looked_at() -> None:
     def allocator(image: Any, relevance: torch.Tensor, **more: Any) -> None:
         given.append({"relevance": relevance, **more})
 
-    test = search.prepared(0, 0, 2)
+    test = prepared(0, 0, 2)
     where = test.search.places[:, 3]
     for relevance, fixation in (("query", None), ("saliency", "oracle")):
         for error in (0.0, 0.2):
             unit = search.Unit(0, 64, "LogPolar", relevance, fixation, error)
-            make, looked = search._Way(unit, Reader(), allocator).tokens(0, 2, 3, "place")
+            make, looked = Way(unit, Reader(), allocator).tokens(0, 2, 3, "place")
             make()
             expected = (where + error * test.noise[:, 3]).clamp(0, 1)
             assert torch.equal(looked, expected)

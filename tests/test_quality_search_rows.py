@@ -24,6 +24,7 @@ from quality.search_reader import Held, Reader, queries, remoteness
 from quality.search_scenes import SIDE, Search, scenes
 from quality.search_training import GRID, PATCH
 from quality.search_verdict import verdicts
+from quality.search_way import Way, prepared
 
 LEARNED = sorted(search_learned.LOSSES)
 SMALL = search_learned.Learning(steps=4, groups=1, batch=2, every=2)
@@ -250,16 +251,16 @@ def test_peak_bytes_by_hand() -> None:
 
 
 def test_more_tokens_take_more_memory(reader: Reader) -> None:
-    def way(budget: int, name: str) -> search._Way:
+    def way(budget: int, name: str) -> Way:
         allocator = lod.allocate.GridTopK(GRID**2 if name in search_cuts.CUTS else budget, PATCH)
         cut = search_cuts.CUTS[name](budget) if name in search_cuts.CUTS else None
-        return search._Way(search.Unit(0, budget, name, None, None), reader, allocator, cut)
+        return Way(search.Unit(0, budget, name, None, None), reader, allocator, cut)
 
     def row(budget: int, name: str) -> int:
         found: int = way(budget, name).cost(1)["peak_bytes"]
         return found
 
-    picture = search.prepared(0, 0, 1).search
+    picture = prepared(0, 0, 1).search
     asked = queries(picture.places[:, :1], picture.colours[:, :1], "colour")
     own = way(64, "Random").tokens(0, 1, 0, "colour")[0]()
     small, large, cut = row(64, "Random"), row(256, "Random"), row(64, "ToMe")
@@ -292,7 +293,7 @@ def test_verdicts_by_hand() -> None:
     }
     found = {name: entry["verdict"] for name, entry in verdicts(rows).items()}
     assert found == {
-        named(1024, search.FULL, None): "upper bound",
+        named(1024, search.FULL, None): "every token",
         named(64, "GridTopK", "saliency"): "baseline",
         named(64, "GridTopK", "query"): "baseline",
         named(64, "GridTopK", "query", None, 0.1): "baseline",

@@ -19,30 +19,22 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import gpu_lod as lod
-from gpu_lod.allocate import find_fixations
-from gpu_lod.feature_maps import saliency_map
-from gpu_lod.pyramid import Pyramid
-from gpu_lod.token_set import TokenSet
-from quality.memory import peak_bytes
 from quality.search_cuts import BY_QUERY, CUTS
 from quality.search_learned import Learning, allocator_for, new
-from quality.search_reader import KINDS, Reader, queries
-from quality.search_scenes import COUNT, Search, scenes
-from quality.search_scorer import Scoring, new_scorer, pooled_maps, query_code, scorer_for
-from quality.search_training import GRID, PATCH, Training, bump, reader_for
+from quality.search_reader import KINDS
+from quality.search_scorer import Scoring, new_scorer, scorer_for
+from quality.search_training import GRID, PATCH, Training, reader_for
+from quality.search_way import Way
 
 BASELINE = "GridTopK"
 FULL = "full picture"
@@ -180,104 +172,6 @@ def _units(seed: int, budget: int, name: str) -> Iterator[Unit]:
         yield Unit(seed, budget, name, "trained", peak)
 
 
-@dataclass(frozen=True, eq=False)
-class _Test:
-    search: Search
-    pyramid: Pyramid
-    saliency: torch.Tensor
-    """[B, GRID, GRID]"""
-    noise: torch.Tensor
-    """[B, COUNT, 2], standard normal"""
-
-
-@lru_cache(maxsize=16)
-def prepared(seed: int, first: int, count: int) -> _Test:
-    """Test pictures with what all units read of them."""
-    search = scenes("test", seed, range(first, first + count))
-    saliency = F.avg_pool2d(saliency_map(search.image)[:, None], PATCH)[:, 0]
-    generators = [torch.Generator().manual_seed(seed * 1_000_003 + first + index) for index in range(count)]
-    noise = torch.stack([torch.randn(COUNT, 2, generator=generator) for generator in generators])
-    return _Test(search, lod.mipmap(search.image), saliency, noise)
-
-
-@lru_cache(maxsize=16)
-def _maps(seed: int, first: int, count: int) -> torch.Tensor:
-    return pooled_maps(prepared(seed, first, count).search.image)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a unit comes to its tokens and its answers."""
-
-    unit: Unit
-    reader: Reader
-    allocator: Any
-    cut: Any = None
-    scorer: Any = None
-
-    def tokens(self, first: int, count: int, digit: int, kind: str) -> tuple[Callable[[], TokenSet], torch.Tensor]:
-        """What makes the tokens of test pictures for a question, and the fixation [B or 1, 2] that eccentricity is
-        counted from; a way whose tokens depend on less takes any question."""
-        unit, test = self.unit, prepared(self.unit.seed, first, count)
-        relevance, looked = test.saliency, torch.tensor([[0.5, 0.5]])
-        more: dict[str, Any] = {}
-        asked = _asked(test.search, slice(digit, digit + 1), (kind,))[:, 0]
-        if unit.asks:
-            looked = (test.search.places[:, digit] + unit.error * test.noise[:, digit]).clamp(0, 1)
-            relevance = bump(looked) if unit.relevance == "query" else relevance
-        if self.scorer is not None:
-            relevance = self.scorer(_maps(unit.seed, first, count), query_code(asked))
-        if unit.fixation == "saliency" and not unit.asks:
-            looked = find_fixations(relevance)[:, 0]
-        if unit.fixation in ("centre", "oracle"):
-            more["fixation"] = looked.expand(count, 2)
-        if "query" in unit.given:
-            more["query"] = query_code(asked)
-        if not unit.given:
-            relevance = torch.ones_like(relevance)  # row by row
-        return partial(self.allocator, test.pyramid, relevance, **more), looked
-
-    def right(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether answers are right, and how far digits are from the fixation: [B, COUNT, kinds]."""
-        unit, search = self.unit, prepared(self.unit.seed, first, count).search
-        digits = [slice(at, at + 1) for at in range(COUNT)] if unit.asks or unit.by_kind else [slice(0, COUNT)]
-        right, away = torch.empty(2, count, COUNT, len(KINDS)).unbind()
-        for digit in digits:
-            for kinds in [(kind,) for kind in KINDS] if unit.by_kind else [KINDS]:
-                make, looked = self.tokens(first, count, digit.start, kinds[0])
-                found = self.read(make(), _asked(search, digit, kinds)).argmax(-1).unflatten(1, (len(kinds), -1))
-                own = [KINDS.index(kind) for kind in kinds]
-                right[:, digit, own] = (found == search.classes[:, None, digit]).float().mT
-                away[:, digit, own] = (search.places[:, digit] - looked[:, None]).norm(dim=-1)[..., None]
-        return right, away
-
-    def read(self, tokens: TokenSet, asked: torch.Tensor) -> torch.Tensor:
-        assert tokens.patches is not None
-        logits: torch.Tensor = self.reader(tokens.patches, tokens.sites, asked, cut=self.cut).logits
-        return logits
-
-    def cost(self, pictures: int) -> dict[str, Any]:
-        """Of one picture and a question by colour."""
-        times: list[tuple[float, float]] = []
-        for index in range(pictures):
-            make, _ = self.tokens(index, 1, 0, "colour")
-            asked = _asked(prepared(self.unit.seed, index, 1).search, slice(0, 1), ("colour",))
-            start = time.perf_counter()
-            tokens = make()
-            between = time.perf_counter()
-            self.read(tokens, asked)
-            times.append((between - start, time.perf_counter() - between))
-        assert tokens.patches is not None
-        held = tokens.patches.nbytes + tokens.sites.nbytes
-        ms, reader_ms = (round(median(values) * 1e3, 3) for values in zip(*times, strict=True))
-        return {"ms": ms, "reader_ms": reader_ms, "peak_bytes": held + peak_bytes(partial(self.read, tokens, asked))}
-
-
-def _asked(search: Search, digit: slice, kinds: tuple[str, ...]) -> torch.Tensor:
-    """[B, kinds x digits, QUERY], kind by kind."""
-    return torch.cat([queries(search.places[:, digit], search.colours[:, digit], kind) for kind in kinds], 1)
-
-
 def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str, Any]:
     """Metrics of a unit.
 
@@ -299,7 +193,7 @@ def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str,
         return _metrics(right, away) | way.cost(min(TIMED, form.pictures))
 
 
-def _way(unit: Unit, form: Form, folder: Path | None, spare: Path) -> _Way:
+def _way(unit: Unit, form: Form, folder: Path | None, spare: Path) -> Way:
     reader, work = reader_for(form.training, unit.seed, folder), folder or spare
     scorer = None
     if unit.relevance == "start":
@@ -308,7 +202,7 @@ def _way(unit: Unit, form: Form, folder: Path | None, spare: Path) -> _Way:
         scorer = scorer_for(form.scoring, unit.seed, work, reader)
     if unit.allocator in CUTS or unit.allocator == FULL:
         cut = CUTS[unit.allocator](unit.budget) if unit.allocator in CUTS else None
-        return _Way(unit, reader, lod.allocate.make(BASELINE, GRID**2, PATCH), cut)
+        return Way(unit, reader, lod.allocate.make(BASELINE, GRID**2, PATCH), cut)
     if not issubclass(_class(unit.name), lod.allocate.Learned):
         more = {"seed": unit.seed} if unit.allocator == "Random" else {}
         allocator = lod.allocate.make(unit.name, unit.budget, PATCH, **more)
@@ -316,7 +210,7 @@ def _way(unit: Unit, form: Form, folder: Path | None, spare: Path) -> _Way:
         allocator = allocator_for(form.learning, unit.name, unit.budget, unit.seed, work, reader)
     else:
         allocator = new(unit.name, unit.budget).eval()
-    return _Way(unit, reader, allocator, scorer=scorer)
+    return Way(unit, reader, allocator, scorer=scorer)
 
 
 def _metrics(right: torch.Tensor, away: torch.Tensor) -> dict[str, Any]:

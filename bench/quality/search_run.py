@@ -33,7 +33,7 @@ from quality import search, search_scenes, search_training, search_verdict  # no
 Row = dict[str, Any]
 CONFIDENCE = 0.95
 SOURCES = ("memory", "search", "search_cuts", "search_learned", "search_reader", "search_scenes", "search_scorer",
-           "search_training")  # fmt: skip
+           "search_training", "search_way")  # fmt: skip
 """Modules that results depend on."""
 _ROW = ("budget", "allocator", "relevance", "fixation", "error")
 _INTERVAL = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}

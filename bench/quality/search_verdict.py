@@ -25,7 +25,7 @@ def verdicts(pictures: Mapping[Name, Sequence[float]]) -> dict[Name, dict[str, s
     for name in pictures:
         allocator = name[1]
         kind = _kind(name)
-        verdict = "upper bound" if allocator == FULL else summary.verdict(_key(name), found, kind)
+        verdict = "every token" if allocator == FULL else summary.verdict(_key(name), found, kind)
         if allocator in CUTS and verdict == "earns: half the tokens":
             verdict = "no"
         result[name] = {"verdict": verdict, "against": f"{BASELINE} on {kind}"}
