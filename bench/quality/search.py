@@ -48,7 +48,7 @@ UNTRAINED = ", untrained"
 BY_RELEVANCE = ("saliency", "query", "trained", "start")
 TRAINED = ("GridTopK", "FoveatedPyramid", "TokenDAG")
 """Those that see relevance that was trained."""
-CHUNK, TIMED = 10, 5
+CHUNK, TIMED = 10, 3
 """Pictures at once, and how many are timed one by one."""
 WITH_ERROR = ("GridTopK", "Stratified", "FoveatedPyramid")
 """By the query's relevance; fixations that are an oracle have all errors always."""
