@@ -15,7 +15,7 @@ sys.path.insert(0, str(CHECKOUT / "bench"))
 
 from quality import docs, page, report, summary, tables  # noqa: E402
 from quality.methods import FULL  # noqa: E402
-from quality.task import Metric  # noqa: E402
+from quality.task import Metric, Task  # noqa: E402
 
 FILES = docs.result_files()
 GAINS = {"GridTopK": 0.0, "Random": -0.3, "Downsample": 0.1, "Winner": 0.2, "Loser": -0.1}
@@ -33,6 +33,7 @@ def line(method: str, budget: int | None, picture: int, error: float = 0.0, **mo
 class Fake:
     accuracy = "mean"
     metrics = (Metric("mean", "<nothing>", accuracy=True),)
+    told, reads_all = Task.told, Task.reads_all
 
 
 @pytest.fixture(scope="module")

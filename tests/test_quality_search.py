@@ -23,7 +23,7 @@ pytest.importorskip("skimage", reason="the photographs come with scikit-image: p
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
 
-from quality import search, search_relevance, search_run, search_training, summary, task  # noqa: E402
+from quality import search, search_run, search_scorer, search_training, summary, task  # noqa: E402
 from quality.search_reader import KINDS, Reader, queries  # noqa: E402
 from quality.search_scenes import (  # noqa: E402
     APART,
@@ -41,6 +41,7 @@ from quality.search_scenes import (  # noqa: E402
     sources,
 )  # fmt: skip
 from quality.search_training import GRID, PATCH, Training  # noqa: E402
+from quality.search_way import Way, prepared  # noqa: E402
 
 SMALL = search.Form(budgets=(64,), seeds=2, pictures=2, allocators=("Random", "GridTopK", "LogPolar"))
 
@@ -65,9 +66,9 @@ def few() -> Search:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (search_training, search_relevance):
+    for module in (search_training, search_scorer):
         monkeypatch.setattr(module, "BATCH", 4)
-    search_relevance.training_batches.cache_clear()
+    search_scorer.training_batches.cache_clear()
 
 
 # -- scenes ------------------------------------------------------------------------------------------------------------
@@ -211,6 +212,7 @@ def test_units_are_distinct_and_oracles_are_never_alone(form: search.Form) -> No
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader().eval().requires_grad_(False)
     monkeypatch.setattr(search, "reader_for", lambda training, seed, folder: reader)
+    monkeypatch.setattr(search, "scorer_for", lambda scoring, seed, work, reader: search_scorer.new_scorer(seed + 1))
 
 
 @pytest.mark.parametrize(
@@ -220,33 +222,45 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         (search.Unit(0, 64, "LogPolar", "saliency", "oracle", 0.4), None),
         (search.Unit(0, 64, "LogPolar", "saliency", "centre"), None),
         (search.Unit(0, GRID**2, search.FULL, None, None), None),
+        (search.Unit(0, 64, "FoveatedPyramid", "trained", "saliency"), None),
+        (search.Unit(0, 64, "SparseVLM", None, None), None),
+        (search.Unit(0, 64, "AdaptiveStratified, untrained", "saliency", None), None),
     ],
 )
 def test_a_unit_gives_the_same_each_time_and_counts_every_question(
     unit: search.Unit, bins: set[str] | None, untrained: None
 ) -> None:
     first, again = (search.run(unit, SMALL) for _ in range(2))
-    assert {**first, "ms": 0} == {**again, "ms": 0}
+    assert first == again and 0 < first["coverage"] <= 1
+    assert min(search.cost(unit, SMALL).values()) > 0
     asked = {name: count for name, (_, count) in first["by_eccentricity"].items() if count}
     assert sum(asked.values()) == SMALL.pictures * COUNT * len(KINDS) and len(first["pictures"]) == SMALL.pictures
     assert set(asked) == bins if bins else len(asked) > 1
 
 
 def test_error_moves_what_is_looked_at() -> None:
-    test = search.prepared(0, 0)
+    given: list[dict[str, Any]] = []
+
+    def allocator(image: Any, relevance: torch.Tensor, **more: Any) -> None:
+        given.append({"relevance": relevance, **more})
+
+    test = prepared(0, 0, 2)
+    where = test.search.places[:, 3]
     for relevance, fixation in (("query", None), ("saliency", "oracle")):
-        sure, unsure = (search.Unit(0, 64, "LogPolar", relevance, fixation, error) for error in (0.0, 0.2))
-        assert torch.equal(search._given(sure, test, 3)[1], test.search.places[:, 3])
-        moved = search._given(unsure, test, 3)
-        expected = (test.search.places[0, 3] + 0.2 * test.noise[3]).clamp(0, 1)
-        assert torch.equal(moved[1][0], expected) and float((expected - test.search.places[0, 3]).norm()) > 0.02
-        looked = moved[0]["fixation"] if fixation else lod.allocate.find_fixations(moved[0]["relevance"])[:, 0]
-        assert float((looked - expected).norm()) < 1.5 / GRID
+        for error in (0.0, 0.2):
+            unit = search.Unit(0, 64, "LogPolar", relevance, fixation, error)
+            make, looked = Way(unit, Reader(), allocator).tokens(0, 2, 3, "place")
+            make()
+            expected = (where + error * test.noise[:, 3]).clamp(0, 1)
+            assert torch.equal(looked, expected)
+            assert bool(((expected - where).norm(dim=-1) > 0.02).all()) == (error > 0)
+            found = given[-1]["fixation"] if fixation else lod.allocate.find_fixations(given[-1]["relevance"])[:, 0]
+            assert float((found - expected).norm(dim=-1).max()) < 1.5 / GRID
 
 
 def test_metrics_by_hand() -> None:
     right = torch.tensor([[[1.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [1.0, 0.0]]])  # [pictures, digits, kinds]
-    found = search._metrics(right, torch.tensor([[0.05, 0.25], [0.1, 2.0]]))
+    found = search._metrics(right, torch.tensor([[0.05, 0.25], [0.1, 2.0]])[..., None].expand(2, 2, 2))
     assert (found["accuracy"], found["place"], found["colour"], found["pictures"]) == (0.5, 0.75, 0.25, [0.75, 0.25])
     assert found["by_eccentricity"] == {
         "0.0-0.1": [1, 2], "0.1-0.2": [0, 2], "0.2-0.3": [2, 2], "0.3-0.45": [0, 0], "0.45-": [1, 2],
@@ -278,7 +292,7 @@ def test_the_task_has_the_units_of_the_search(small: None, tmp_path: Path) -> No
     assert {unit.groups[0] for unit in found} == {"seed 0", "seed 1"}
     assert {unit.groups[1:] for unit in found} == {
         (),
-        *((f"seed {n}, {kind}",) for n in (0, 1) for kind in ("saliency", "query")),
+        *((f"seed {n}, trained",) for n in (0, 1)),
     }
     few = visual.units(plan(tmp_path, budgets=(9,), only=("Random",)))
     assert [(unit.own.budget, unit.own.allocator) for unit in few] == [
@@ -288,7 +302,8 @@ def test_the_task_has_the_units_of_the_search(small: None, tmp_path: Path) -> No
 
 def test_what_changed_is_computed_again(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def configs() -> dict[str, str]:
-        return {unit.place["method"]: unit.place["config"] for unit in search_run.task().units(plan(tmp_path))}
+        units = [unit for unit in search_run.task().units(plan(tmp_path)) if unit.own.relevance != "trained"]
+        return {unit.place["method"]: unit.place["config"] for unit in units}
 
     before = configs()
     assert configs() == before
@@ -340,17 +355,17 @@ def test_pooled_maps_are_what_the_scorer_pools(few: Search) -> None:
     whole = ContextualizedRelevance(width=16, patch=PATCH).requires_grad_(False)
     small = ContextualizedRelevance(width=16, patch=1).requires_grad_(False)
     small.load_state_dict(whole.state_dict())
-    code = search_relevance.query_code(queries(few.places, few.colours, "colour")[:, 0])
-    maps = feature_maps(few.image, semantic=search_relevance.semantic(few.image))
-    pooled = search_relevance.pooled_maps(few.image)
+    code = search_scorer.query_code(queries(few.places, few.colours, "colour")[:, 0])
+    maps = feature_maps(few.image, semantic=search_scorer.semantic(few.image))
+    pooled = search_scorer.pooled_maps(few.image)
     assert torch.allclose(whole(maps, code), small(pooled, code), atol=1e-5)
 
 
 def test_queries_are_told_in_the_channels_of_the_picture(few: Search) -> None:
-    maps = search_relevance.semantic(few.image)
+    maps = search_scorer.semantic(few.image)
     at = (few.places[:, 0] * SIDE).int()
-    by_place = search_relevance.query_code(queries(few.places, few.colours, "place")[:, 0])
-    by_colour = search_relevance.query_code(queries(few.places, few.colours, "colour")[:, 0])
+    by_place = search_scorer.query_code(queries(few.places, few.colours, "place")[:, 0])
+    by_colour = search_scorer.query_code(queries(few.places, few.colours, "colour")[:, 0])
     for picture, (x, y) in enumerate(at.tolist()):
         assert torch.allclose(maps[picture, :10, y, x], by_place[picture, :10], atol=0.02)
         corner = maps[picture, 10:, y - BOX // 2 + FRAME // 2, x - BOX // 2 + FRAME // 2]
@@ -361,12 +376,12 @@ def test_queries_are_told_in_the_channels_of_the_picture(few: Search) -> None:
 def test_a_killed_training_goes_on_and_gives_the_same(
     small_batches: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = search_relevance.Plan(steps=6, groups=1, budget=64, every=2)
+    scoring = search_scorer.Scoring(steps=6, groups=1, budget=64, every=2)
     reader = Reader().eval().requires_grad_(False)
-    whole, losses = search_relevance.trained(plan, 0, tmp_path / "whole", reader, log=False)
-    start = search_relevance.new_scorer(0)
+    whole, losses = search_scorer.trained(scoring, 0, tmp_path / "whole", reader)
+    start = search_scorer.new_scorer(0)
     assert len(losses) == 6 and not torch.equal(start.weigh.weight, whole.weigh.weight)
-    real, calls = search_relevance.loss_of, []
+    real, calls = search_scorer.loss_of, []
 
     def killed(*arguments: Any) -> torch.Tensor:
         calls.append(0)
@@ -374,11 +389,11 @@ def test_a_killed_training_goes_on_and_gives_the_same(
             raise Stopped
         return real(*arguments)
 
-    monkeypatch.setattr(search_relevance, "loss_of", killed)
+    monkeypatch.setattr(search_scorer, "loss_of", killed)
     with pytest.raises(Stopped):
-        search_relevance.trained(plan, 0, tmp_path / "part", reader, log=False)
+        search_scorer.trained(scoring, 0, tmp_path / "part", reader)
     torch.rand(9)
     calls.append(0)
-    resumed, same = search_relevance.trained(plan, 0, tmp_path / "part", reader, log=False)
+    resumed, same = search_scorer.trained(scoring, 0, tmp_path / "part", reader)
     assert same == losses and torch.equal(resumed.weigh.weight, whole.weigh.weight)
     assert len(calls) == 7 + 2  # those after the last checkpoint again, and no others

@@ -32,7 +32,7 @@ OWN = {
     )},
 }  # fmt: skip
 """What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
-what is called like one, has `choose(image, relevance, fixation)`, and gives what has `rebuilt()` and is no `TokenSet`."""
+what is called like one, has `choose(image, relevance, fixation)`, and gives no `TokenSet` but what has `rebuilt()`."""
 READERS = ("rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap")
 """Modules beside the allocator's that decide what is rebuilt."""
 

@@ -3,11 +3,14 @@
 `units(form)` are independent; `run(unit, form)` gives the metrics of one, the same ones each time; `Unit.place` is its
 key. What varies:
 
-- relevance: the picture's saliency, or "query", a Gaussian about the place that is asked for, as a good query model
-  would give it.
+- relevance: the picture's saliency; "query", a Gaussian about the place that is asked for, as a good query model would
+  give it; or "trained", what `ContextualizedRelevance` has learned to give ("start": before it has).
 - fixation, for those that take one: the centre, the peak of relevance ("saliency"), or the place that is asked for
   ("oracle").
 - error: deviation of the noise, in sides, on the place that the query's relevance, or the oracle, is about.
+
+Learned allocators have a row as they start, "..., untrained", and one as they are trained. Cuts inside the reader
+(search_cuts.py) are rows too: they are given every patch, and K is what is left.
 
 Of one seed all units see the same pictures, questions and noise, so that they can be compared in pairs.
 """
@@ -15,24 +18,23 @@ Of one seed all units see the same pictures, questions and noise, so that they c
 from __future__ import annotations
 
 import math
-import time
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 import gpu_lod as lod
-from gpu_lod.allocate import find_fixations
-from gpu_lod.feature_maps import saliency_map
-from gpu_lod.pyramid import Pyramid
-from quality.search_reader import KINDS, queries
-from quality.search_scenes import COUNT, Search, scene
-from quality.search_training import GRID, PATCH, Training, both_kinds, bump, correct, reader_for
+from quality.search_cuts import BY_QUERY, CUTS
+from quality.search_learned import Learning, allocator_for, new
+from quality.search_reader import KINDS
+from quality.search_scorer import Scoring, new_scorer, scorer_for
+from quality.search_training import GRID, PATCH, Training, reader_for
+from quality.search_way import Way
 
 BASELINE = "GridTopK"
 FULL = "full picture"
@@ -40,7 +42,14 @@ ERRORS = (0.0, 0.1, 0.2, 0.4)
 ECCENTRICITIES = (0.0, 0.1, 0.2, 0.3, 0.45, math.inf)
 """Bounds of the bins, in sides."""
 _QUICK = ("Random", "Downsample", "GridTopK", "PyramidTopK", "Stratified", "TokenDAG", "VortexField", "Voronoi",
-          "FoveatedPyramid", "LogPolar")  # fmt: skip
+          "FoveatedPyramid", "LogPolar", "AdaptiveStratified", "PseudoLogPolar", "SoftTopKCoverage", "SoftVortex",
+          "VortexLearned", *CUTS)  # fmt: skip
+UNTRAINED = ", untrained"
+BY_RELEVANCE = ("saliency", "query", "trained", "start")
+TRAINED = ("GridTopK", "FoveatedPyramid", "TokenDAG")
+"""Those that see relevance that was trained."""
+CHUNK, TIMED = 10, 3
+"""Pictures at once, and how many are looked at one by one for what they cost."""
 WITH_ERROR = ("GridTopK", "Stratified", "FoveatedPyramid")
 """By the query's relevance; fixations that are an oracle have all errors always."""
 
@@ -55,6 +64,8 @@ class Form:
     """A seed, each with COUNT digits, each asked for by place and by colour."""
     allocators: tuple[str, ...] = _QUICK
     training: Training = field(default_factory=Training)
+    scoring: Scoring = field(default_factory=Scoring)
+    learning: Learning = field(default_factory=Learning)
 
 
 QUICK = Form()
@@ -62,19 +73,20 @@ QUICK = Form()
 
 def full() -> Form:
     """Every allocator that is not left out."""
-    names = [name for name in lod.allocate.names() if _reason(name) is None]
-    return Form((64, 128, 150, 273, 576), 3, 60, tuple(names), Training(2000, 200, 4, 273))
+    names = [*(name for name in lod.allocate.names() if _reason(name) is None), *CUTS]
+    budgets, longer = (64, 128, 150, 273, 576), (Scoring(1500, 12), Learning(300, 12))
+    return Form(budgets, 3, 60, tuple(names), Training(2000, 200, 4, 273), *longer)
 
 
+@cache
 def _class(name: str) -> Any:
     return type(lod.allocate.make(name))
 
 
 def _reason(name: str) -> str | None:
     """Why it is left out, if it is."""
-    if issubclass(_class(name), lod.allocate.Learned):
-        return "learned, and there is nothing trained"
-    lacking = sorted(set(_class(name).needs) - {"image", "relevance", "fixation"})
+    known = {"image", "relevance", "fixation", *(["query"] if issubclass(_class(name), lod.allocate.Learned) else [])}
+    lacking = sorted(set(_class(name).needs) - known)
     return f"needs {', '.join(lacking)}" if lacking else None
 
 
@@ -92,7 +104,7 @@ class Unit:
     budget: int
     allocator: str
     relevance: str | None
-    """saliency or query; None for those that look at none"""
+    """One of BY_RELEVANCE; None for those that look at none"""
     fixation: str | None
     """centre, saliency or oracle; None for those that take none"""
     error: float = 0.0
@@ -104,8 +116,23 @@ class Unit:
 
     @property
     def asks(self) -> bool:
-        """Whether tokens depend on what is asked for."""
+        """Whether tokens depend on the place that is asked for."""
         return self.relevance == "query" or self.fixation == "oracle"
+
+    @property
+    def by_kind(self) -> bool:
+        """Whether they depend on the question, which a digit has two of."""
+        return self.relevance in ("trained", "start") or self.allocator in BY_QUERY or "query" in self.given
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """What the allocator needs."""
+        return () if self.allocator in CUTS or self.allocator == FULL else tuple(_class(self.name).needs)
+
+    @property
+    def name(self) -> str:
+        """The allocator's, trained or not."""
+        return self.allocator.removesuffix(UNTRAINED)
 
 
 def units(form: Form) -> Iterator[Unit]:
@@ -117,96 +144,86 @@ def units(form: Form) -> Iterator[Unit]:
 
 
 def _units(seed: int, budget: int, name: str) -> Iterator[Unit]:
+    if name in CUTS:
+        yield Unit(seed, budget, name, None, None)
+        return
     kind = _class(name)
+    fixed = "fixation" in kind.takes
+    if issubclass(kind, lod.allocate.Learned):
+        for label in (name + UNTRAINED, name):
+            for fixation in ("centre", "saliency", "oracle") if fixed else (None,):
+                yield Unit(seed, budget, label, "saliency", fixation)
+        return
     if "relevance" not in kind.needs:
         yield Unit(seed, budget, name, None, None)
-    elif "fixation" in kind.takes:
+    elif fixed:
         for fixation in ("centre", "saliency"):
             yield Unit(seed, budget, name, "saliency", fixation)
         for error in ERRORS:
             yield Unit(seed, budget, name, "saliency", "oracle", error)
     else:
         yield Unit(seed, budget, name, "saliency", None)
+    # The peak of what follows is the place asked for.
+    peak = "saliency" if fixed else None
     if "relevance" in kind.needs:
-        # Its peak is the place asked for.
-        fixation = "saliency" if "fixation" in kind.takes else None
         for error in ERRORS if name in WITH_ERROR else ERRORS[:1]:
-            yield Unit(seed, budget, name, "query", fixation, error)
-
-
-@dataclass(frozen=True)
-class _Test:
-    search: Search
-    pyramid: Pyramid
-    saliency: torch.Tensor
-    """[1, GRID, GRID]"""
-    noise: torch.Tensor
-    """[COUNT, 2], standard normal"""
-
-
-@lru_cache(maxsize=128)
-def prepared(seed: int, index: int) -> _Test:
-    """A test picture with what all units read of it."""
-    search = scene("test", seed, index)
-    saliency = torch.nn.functional.avg_pool2d(saliency_map(search.image)[:, None], PATCH)[:, 0]
-    noise = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
-    return _Test(search, lod.mipmap(search.image), saliency, noise)
+            yield Unit(seed, budget, name, "query", peak, error)
+    if name in TRAINED:
+        yield Unit(seed, budget, name, "trained", peak)
 
 
 def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str, Any]:
-    """Metrics of a unit: accuracy over all questions, by kind, by eccentricity of the digit from the fixation (from the
-    centre of the picture where there is none) as [right, asked], and of each picture; and the median time that an
-    allocator took for a picture's tokens, patches included.
+    """Metrics of a unit.
+
+    - accuracy over all questions, by kind, of each picture, and by eccentricity of the digit from the fixation (from
+      the centre of the picture where there is none) as [right, asked];
+    - coverage, the part of the picture that lies under some token, in the mean;
+    - peak_bytes: the tokens and the most that the reader holds at once beside them, for one question by colour
+      (`memory`).
 
     Args:
-        folder: keeps trained readers.
+        folder: keeps what was trained: readers, scorers, allocators.
     """
-    reader = reader_for(form.training, unit.seed, folder)
-    more = {"seed": unit.seed} if unit.allocator == "Random" else {}
-    name = BASELINE if unit.allocator == FULL else unit.allocator
-    allocator = lod.allocate.make(name, unit.budget, PATCH, **more)
-    right, away, times = [], [], []
+    with tempfile.TemporaryDirectory() as spare:
+        way = _way(unit, form, folder, Path(spare))
     with torch.no_grad():
-        for index in range(form.pictures):
-            test = prepared(unit.seed, index)
-            answers, distances = [], []
-            for digit in range(COUNT) if unit.asks else [slice(None)]:
-                arguments, looked = _given(unit, test, digit)
-                start = time.perf_counter()
-                tokens = allocator(test.pyramid, **arguments)
-                times.append((time.perf_counter() - start) * 1e3)
-                answers.append(_answers(reader, tokens, test.search, digit))
-                distances.append((test.search.places[0, digit].view(-1, 2) - looked).norm(dim=-1))
-            right.append(torch.cat(answers))
-            away.append(torch.cat(distances))
-    return _metrics(torch.stack(right).float(), torch.stack(away)) | {"ms": round(median(times), 3)}
+        starts = range(0, form.pictures, CHUNK)
+        parts = [way.right(first, min(CHUNK, form.pictures - first)) for first in starts]
+        right, away = (torch.cat(values) for values in zip(*parts, strict=True))
+        return _metrics(right, away) | {"coverage": way.coverage(min(TIMED, form.pictures)), "peak_bytes": way.peak()}
 
 
-def _given(unit: Unit, test: _Test, digit: int | slice) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments of the allocator, and the fixation [1, 2] that eccentricity is counted from."""
-    relevance, looked = test.saliency, torch.tensor([[0.5, 0.5]])
-    if unit.asks:
-        assert isinstance(digit, int)
-        looked = (test.search.places[0, digit] + unit.error * test.noise[digit]).clamp(0, 1)[None]
-        if unit.relevance == "query":
-            relevance = bump(looked)
-    elif unit.fixation == "saliency":
-        looked = find_fixations(relevance)[:, 0]
-    fixed = {"fixation": looked} if unit.fixation in ("centre", "oracle") else {}
-    return {"relevance": relevance, **fixed}, looked
+def cost(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str, Any]:
+    """ms, the median time that an allocator takes for one picture's tokens, patches included, and reader_ms, that of
+    the reader for one question by colour about them: where it cuts inside, the whole of it."""
+    with tempfile.TemporaryDirectory() as spare:
+        way = _way(unit, form, folder, Path(spare))
+    with torch.no_grad():
+        return way.times(min(TIMED, form.pictures))
 
 
-def _answers(reader: Any, tokens: Any, search: Search, digit: int | slice) -> torch.Tensor:
-    """[digits, kinds]"""
-    if isinstance(digit, slice):
-        return correct(reader, tokens, both_kinds(search), search.classes.repeat(1, len(KINDS))).view(len(KINDS), -1).T
-    places, colours = search.places[:, digit, None], search.colours[:, digit, None]
-    asked = torch.cat([queries(places, colours, kind) for kind in KINDS], 1)
-    return correct(reader, tokens, asked, search.classes[:, digit, None].expand(-1, len(KINDS)))
+def _way(unit: Unit, form: Form, folder: Path | None, spare: Path) -> Way:
+    reader, work = reader_for(form.training, unit.seed, folder), folder or spare
+    scorer = None
+    if unit.relevance == "start":
+        scorer = new_scorer(unit.seed)
+    elif unit.relevance == "trained":
+        scorer = scorer_for(form.scoring, unit.seed, work, reader)
+    if unit.allocator in CUTS or unit.allocator == FULL:
+        cut = CUTS[unit.allocator](unit.budget) if unit.allocator in CUTS else None
+        return Way(unit, reader, lod.allocate.make(BASELINE, GRID**2, PATCH), cut)
+    if not issubclass(_class(unit.name), lod.allocate.Learned):
+        more = {"seed": unit.seed} if unit.allocator == "Random" else {}
+        allocator = lod.allocate.make(unit.name, unit.budget, PATCH, **more)
+    elif unit.allocator == unit.name:
+        allocator = allocator_for(form.learning, unit.name, unit.budget, unit.seed, work, reader)
+    else:
+        allocator = new(unit.name, unit.budget).eval()
+    return Way(unit, reader, allocator, scorer=scorer)
 
 
 def _metrics(right: torch.Tensor, away: torch.Tensor) -> dict[str, Any]:
-    """Of [pictures, digits, kinds] and [pictures, digits]."""
+    """Of [pictures, digits, kinds] both."""
     bins = {}
     for low, high in pairwise(ECCENTRICITIES):
         inside = (away >= low) & (away < high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,17 @@ class Reading(NamedTuple):
     pixels: Pixels
 
 
+class Held(NamedTuple):
+    """Tokens that are left of more, and how many each stands for."""
+
+    patches: torch.Tensor
+    """[B, K, 3, P, P]"""
+    sites: torch.Tensor
+    """[B, K, 3]"""
+    sizes: torch.Tensor
+    """[B, K], at least 1"""
+
+
 class Reader(nn.Module):
     """Tokens and queries to the digits' classes.
 
@@ -64,8 +76,12 @@ class Reader(nn.Module):
     Resampling puts pieces of a digit into one frame, which positions as vectors alone take hours of training to do on
     a CPU. It is the same for tokens of all levels.
 
-    Shape: patches [B, K, 3, P, P] in [0, 1], sites [B, K, 3], queries [B, Q, QUERY]; weights [B, K] multiply the
-        content of tokens and carry gradients: one of weight 0 is a blank.
+    Shape: patches [B, K, 3, P, P] in [0, 1], sites [B, K, 3], queries [B, Q, QUERY], those of one place in the batch by
+        the same; weights [B, K] multiply the content of tokens and carry gradients: one of weight 0 is a blank.
+
+    Args:
+        every: step 1 takes every so-manyth sample along each side of a patch.
+        cut: leaves fewer tokens between steps 1 and 2. Attention of step 3 is proportional to the sizes it gives.
     """
 
     points: torch.Tensor
@@ -87,18 +103,29 @@ class Reader(nn.Module):
         self.register_buffer("points", torch.stack(torch.meshgrid(at, at, indexing="xy"), -1), persistent=False)
 
     def forward(
-        self, patches: torch.Tensor, sites: torch.Tensor, asked: torch.Tensor, weights: torch.Tensor | None = None
+        self,
+        patches: torch.Tensor,
+        sites: torch.Tensor,
+        asked: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        every: int = 1,
+        cut: Callable[[Reader, torch.Tensor, torch.Tensor, torch.Tensor, Pixels], Held] | None = None,
     ) -> Reading:
         by_colour = asked[0, :, 2:].any(-1)
-        pixels = self._pixels(patches, sites, asked[:, by_colour, 2:])
+        pixels = self.pixels(patches, sites, asked[:, by_colour, 2:], every)
         places = asked[..., :2].clone()
         places[:, by_colour] = _centres(pixels)
-        return Reading(self._read(patches, sites, weights, places), places, pixels)
+        held = None if cut is None else cut(self, patches, sites, asked, pixels)
+        patches, sites, sizes = (patches, sites, None) if held is None else held
+        return Reading(self._read(patches, sites, weights, sizes, places), places, pixels)
 
-    def _pixels(self, patches: torch.Tensor, sites: torch.Tensor, colours: torch.Tensor) -> Pixels:
+    def pixels(self, patches: torch.Tensor, sites: torch.Tensor, colours: torch.Tensor, every: int = 1) -> Pixels:
+        """What step 1 sees of tokens, for queries by colours [B, Qc, 3]."""
         count = patches.shape[-1]
         step = torch.exp2(sites[..., 2:])
-        along = (torch.arange(count) - (count - 1) / 2) * step / SIDE  # [B, K, P]
+        along = ((torch.arange(count) - (count - 1) / 2) * step / SIDE)[..., ::every]  # [B, K, P]
+        patches = patches[..., ::every, ::every]
+        count = patches.shape[-1]
         x = (sites[..., :1] + along)[:, :, None, :].expand(-1, -1, count, -1)
         y = (sites[..., 1:2] + along)[..., None].expand(-1, -1, -1, count)
         # A sample counts by its area.
@@ -109,12 +136,16 @@ class Reader(nn.Module):
         return Pixels(torch.stack([x, y], -1).flatten(1, 3), base[:, None] - apart)
 
     def _read(
-        self, patches: torch.Tensor, sites: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor
+        self,
+        patches: torch.Tensor,
+        sites: torch.Tensor,
+        weights: torch.Tensor | None,
+        sizes: torch.Tensor | None,
+        places: torch.Tensor,
     ) -> torch.Tensor:
         count = patches.shape[-1]
         step, centre, at = torch.exp2(sites[..., 2]), sites[..., :2] * SIDE, places.detach() * SIDE
-        away = (centre[:, None] - at[:, :, None]).abs().amax(-1) - (step * count / 2)[:, None]
-        near = away.clamp(min=-BOX / 2) + 4 * step[:, None]
+        near = remoteness(sites, places.detach(), count)
         index = near.topk(min(WINDOW, near.shape[-1]), largest=False).indices  # [B, Q, M]
         rows = torch.arange(len(index))[:, None, None]
         luma, centre, step = patches.mean(2)[rows, index], centre[rows, index], step[rows, index]
@@ -131,9 +162,22 @@ class Reader(nn.Module):
         tokens = self.look(content) + self.where(position)
         tokens = torch.cat([self.start.expand(*index.shape[:2], 1, -1), tokens], 2).flatten(0, 1)
         bias = -_FAINT * (cover.sum((-1, -2)) == 0)
+        if sizes is not None:
+            bias = bias + sizes.log()[rows, index]
         bias = F.pad(bias, (1, 0)).flatten(0, 1)[:, None]  # [B Q, 1, M + 1]
         mask = bias.expand(-1, bias.shape[-1], -1).repeat_interleave(self.heads, 0)
+        # Without dropout only this differs: layers fused for evaluation take any mask for a boolean one, and pass no
+        # gradient to weights of tokens.
+        self.layers.train()
         return self.answer(self.layers(tokens, mask=mask)[:, 0]).unflatten(0, index.shape[:2])
+
+
+def remoteness(sites: torch.Tensor, places: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, Q, K], in pixels: how far the patches at sites [B, K, 3] are from places [B, Q, 2], and how coarse. A query
+    takes the least remote tokens."""
+    step = torch.exp2(sites[:, None, :, 2])
+    away = (sites[:, None, :, :2] - places[:, :, None]).abs().amax(-1) * SIDE - step * patch / 2
+    return away.clamp(min=-BOX / 2) + 4 * step
 
 
 def _centres(pixels: Pixels) -> torch.Tensor:
@@ -149,9 +193,9 @@ def _centres(pixels: Pixels) -> torch.Tensor:
 def loss_of(reading: Reading, places: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the answers, and of where frames are: attention belongs into the box that is asked for.
 
-    Shape: a reading of queries by place, then by colour, about digits [B, Q, ...].
+    Shape: places [B, Qc, 2] of the digits that are asked for by colour; classes [B, Q] of all.
     """
-    answers = F.cross_entropy(reading.logits.flatten(0, 1), classes.repeat(1, len(KINDS)).flatten())
+    answers = F.cross_entropy(reading.logits.flatten(0, 1), classes.flatten())
     away = (reading.pixels.at[:, None] - places[:, :, None]).abs().amax(-1)
     inside = (reading.pixels.scores.softmax(-1) * (away <= BOX / 2 / SIDE)).sum(-1)
     return answers - (inside + _LEAST).log().mean()

@@ -14,11 +14,10 @@ import gpu_lod as lod
 from gpu_lod import vlm
 from gpu_lod.errors import GpuLodError
 from quality import search, search_scenes, search_training, summary
-from quality.methods import FULL, class_of, code_of
+from quality.methods import FULL, ORACLE, class_of, code_of
+from quality.search_cuts import CUTS
+from quality.search_learned import LOSSES
 from quality.task import HERE, Found, Metric, Plan, Task, digest_of, digest_of_files, reason_of
-
-TIMED = 5
-"""Pictures that allocators are timed on."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,11 @@ class Unit:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The reader of a seed, and what gives relevance there."""
-        seed = f"seed {self.own.seed}"
-        return (seed,) if self.own.relevance is None else (seed, f"{seed}, {self.own.relevance}")
+        """The reader of a seed, and what is trained with it."""
+        own, seed = self.own, f"seed {self.own.seed}"
+        trained = [own.relevance] if own.relevance in ("trained", "start") else []
+        trained += [f"{own.allocator}, {own.budget}"] if own.allocator in LOSSES else []
+        return (seed, *(f"{seed}, {what}" for what in trained))
 
     @property
     def timed(self) -> bool:
@@ -42,7 +43,7 @@ class Unit:
 class VisualSearch(Task):
     name = "search"
     title = "Visual search"
-    sources = tuple(sorted(path.name for path in HERE.glob("search*.py")))
+    sources = ("memory.py", *sorted(path.name for path in HERE.glob("search*.py")))
     ms = "one call for a picture, patches included, from a pyramid and a relevance map"
     metrics = (
         Metric("answers", "share of questions that are answered rightly", accuracy=True),
@@ -62,6 +63,9 @@ class VisualSearch(Task):
             "error": "deviation, in sides, of the noise on the place that the query's relevance or the oracle is about",
             "by_eccentricity": "[right, asked] by the digit's distance from the fixation in sides; from the picture's "
             "centre where there is no fixation",
+            "trained": "relevance and allocators on training pictures alone, by way of the reader as it is; a row "
+            'named "untrained" is the same allocator as it starts',
+            "reader_ms": "one question by colour about one picture's tokens, with the cut of what cuts inside it",
             "chance": 1 / search_scenes.CLASSES,
         }  # fmt: skip
 
@@ -80,7 +84,9 @@ class VisualSearch(Task):
         del place["allocator"]
         if unit.allocator == search.FULL:
             place |= {"method": FULL.label, "budget": None}
-        return place | {"config": digest_of(digest.encode(), _code(unit.allocator).encode())}
+        learns = unit.relevance in ("trained", "start") or unit.allocator in CUTS
+        code = _code(unit.name) + (_vlm() if learns else "")
+        return place | {"config": digest_of(digest.encode(), code.encode())}
 
     def compute(self, unit: Unit) -> Found:
         try:
@@ -92,15 +98,20 @@ class VisualSearch(Task):
         values["answers"] = {f"seed {seed}, picture {i}": value for i, value in enumerate(found["pictures"])}
         return {
             "tokens": unit.own.budget,
-            "coverage": 1.0 if unit.place["budget"] is None else found.get("coverage"),
-            "peak_bytes": found.get("peak_bytes"),
+            "coverage": found["coverage"],
+            "peak_bytes": found["peak_bytes"],
             "values": values,
             "by_eccentricity": found["by_eccentricity"],
         }
 
     def time(self, unit: Unit) -> Found:
-        found = search.run(unit.own, replace(self._form, pictures=TIMED), self._folder)
-        return {name: found[name] for name in ("ms", "reader_ms") if name in found}
+        return search.cost(unit.own, self._form, self._folder)
+
+    def told(self, fixation: str | None, relevance: str | None) -> str | None:
+        return "query" if fixation == ORACLE else relevance
+
+    def reads_all(self, method: str) -> bool:
+        return method in CUTS
 
     def about(self) -> Found:
         side, cells = search_scenes.SIDE, search_training.GRID**2
@@ -127,10 +138,12 @@ def interval(values: Sequence[float]) -> list[float]:
 
 @cache
 def _code(name: str) -> str:
-    """A digest of what chooses: an allocator, or what comes from `gpu_lod.vlm`."""
-    name = search.BASELINE if name == search.FULL else name
-    if name in lod.allocate.names():
-        return code_of(class_of(name).__module__)
+    """A digest of what chooses; cuts inside the reader and the full picture are given what the baseline gives."""
+    return code_of(class_of(name if name in lod.allocate.names() else search.BASELINE).__module__)
+
+
+@cache
+def _vlm() -> str:
     return digest_of_files(Path(str(vlm.__file__)).parent.rglob("*.py"))
 
 

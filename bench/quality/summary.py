@@ -91,6 +91,7 @@ def summarise(task: Task, lines: Sequence[Line], times: Mapping[str, Line], kind
             skipped[", ".join(str(part) for part in key if part)] = "; ".join(sorted(reasons))
         if not done:
             continue
+        rival = (*key[:2], task.told(*key[1:3]), *key[3:])
         timed = [times[name] for line in done if (name := place_key(timing_of(line["place"]))) in times]
         row: dict[str, Any] = {
             **dict(zip(KEY, key, strict=True)),
@@ -105,12 +106,13 @@ def summarise(task: Task, lines: Sequence[Line], times: Mapping[str, Line], kind
         first = row["values"].get(task.accuracy)
         row["per_token"] = _short(first["mean"] * PER_TOKEN / row["tokens"]) if first else None
         for metric in task.metrics:
-            own_values, baseline = by_metric[metric.name].get(key), baseline_of(by_metric[metric.name], key, kinds[0])
+            own_values = by_metric[metric.name].get(key)
+            baseline = baseline_of(by_metric[metric.name], rival, kinds[0])
             if metric.accuracy and own_values and baseline and row["method"] != BASELINE:
                 row["difference"][metric.name] = less(own_values, baseline)
         even = primary.get((EVEN, None, None, 0.0, row["budget"]))
         row["beyond_even"] = less(primary[key], even) if even and key in primary and row["method"] != EVEN else None
-        row["verdict"] = verdict(key, primary, kinds[0])
+        row["verdict"] = verdict(key, primary, kinds[0], rival, halves=not task.reads_all(row["method"]))
         if bins := [line["by_eccentricity"] for line in done if "by_eccentricity" in line]:
             row["by_eccentricity"] = {
                 name: [sum(one[name][0] for one in bins), sum(one[name][1] for one in bins)] for name in bins[0]
@@ -132,28 +134,33 @@ def baseline_of(found: Mapping[Key, Sample], key: Key, kind: str, budget: int | 
     return None
 
 
-def verdict(key: Key, found: Mapping[Key, Sample], kind: str) -> str:
+def verdict(key: Key, found: Mapping[Key, Sample], kind: str, rival: Key | None = None, halves: bool = True) -> str:
     """By the rule: "earns: accuracy", "earns: half the tokens", "no", or "open" where the pictures are too few to say.
 
     A gain is earned with a mean of GAIN and an interval above 0. Twice the speed is half the tokens: what an encoder
     pays for is each token, and choosing them is little beside it. So for the second half of the rule this method at
     K' <= K / 2 loses less than LOSS against the baseline at K, the whole interval; that counts only where the baseline
     itself, at K', loses more.
+
+    Args:
+        rival: the same row as the baseline is told of it, if not as it is.
+        halves: whether half the tokens are half the work.
     """
+    rival = rival or key
     method, budget = key[0], key[-1]
     if method == FULL.name:
         return "every token"
     if method == BASELINE:
         return "baseline"
-    own, baseline = found.get(key), baseline_of(found, key, kind)
+    own, baseline = found.get(key), baseline_of(found, rival, kind)
     gain = less(own, baseline) if own and baseline else None
     if gain is None:
         return "open"
     if gain["mean"] >= GAIN and gain["low"] is not None and gain["low"] > 0:
         return "earns: accuracy"
     assert own is not None
-    for more in sorted({other[-1] for other in found if other[-1] is not None and other[-1] >= 2 * budget}):
-        dear = baseline_of(found, key, kind, more)
+    for more in sorted({other[-1] for other in found if halves and other[-1] is not None and other[-1] >= 2 * budget}):
+        dear = baseline_of(found, rival, kind, more)
         loss, itself = (less(one, dear) if one and dear else None for one in (own, baseline))
         if loss and itself and loss["low"] is not None and loss["low"] > -LOSS and itself["mean"] <= -LOSS:
             return "earns: half the tokens"

@@ -103,6 +103,14 @@ class Task(ABC):
         """What else results depend on, such as versions of other libraries."""
         return {}
 
+    def told(self, fixation: str | None, relevance: str | None) -> str | None:
+        """The relevance of the baseline that a row stands against: what it is told, too."""
+        return relevance
+
+    def reads_all(self, method: str) -> bool:
+        """Whether a method pays for every token before it cuts: then half the tokens are not half the work."""
+        return False
+
     @property
     def accuracy(self) -> str:
         return next(metric.name for metric in self.metrics if metric.accuracy)
