@@ -107,8 +107,8 @@ def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[
     """Every method that is not left out, and the ablations. Those that take a fixation have a row for each of the
     three; ablations of the quick form for saliency alone."""
     found, out = [], left_out()
-    for name in [*lod.allocate.names(), *OWN] if only is None else only:
-        if name in out:
+    for name in (*lod.allocate.names(), *OWN):
+        if name in out or (only is not None and name not in only):
             continue
         fixed = "fixation" in (*class_of(name).needs, *class_of(name).takes)
         for arguments in ({}, *ABLATIONS.get(name, ())):

