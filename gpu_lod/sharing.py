@@ -236,6 +236,11 @@ class Sharing(Turns):
         """True if the tensor's memory is one of this context's GL buffers."""
         return self._bridge_of(tensor).find(tensor) is not None
 
+    def coherent_with(self, tensor: torch.Tensor) -> bool:
+        """True if torch may write to GL buffers on the tensor's device between the GL commands of a verb."""
+        # The bridge to CUDA, which is not, may not be there yet.
+        return tensor.device == self.host.device and self._bridge_of(tensor).coherent
+
     def _bridge_of(self, tensor: torch.Tensor) -> Bridge:
         return self.interop if self.interop is not None and tensor.device == self.interop.device else self.host
 

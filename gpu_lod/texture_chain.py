@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import dispatch, generators, recording, several_levels
-from gpu_lod.context import Context
+from gpu_lod.context import Context, context_for
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, check_texture_size, level_sizes
@@ -192,7 +192,7 @@ def source(
     """
     if isinstance(src, Pyramid):
         return src
-    if backend == "gl" and src.device.type == "cpu" and recording.current() is None:
+    if backend == "gl" and recording.current() is None and context_for(src).coherent_with(src):
         return TextureChain(src, levels, result_bytes=result_bytes)
     return mipmap(src, levels, backend=backend)
 
