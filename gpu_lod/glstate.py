@@ -11,7 +11,7 @@ from gpu_lod.bridge.gl import GL
 # What the verbs use, and therefore all that needs saving: keep in step with texture.py, program.py and the verbs.
 TEXTURE_UNITS = 1
 IMAGE_UNITS = 1
-STORAGE_BINDINGS = 6
+STORAGE_BINDINGS = 8
 _CAPABILITIES = (
     G.BLEND,
     G.DEPTH_TEST,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 import gpu_lod as lod
-from gpu_lod import shaders
+from gpu_lod import glstate, shaders
 from gpu_lod.errors import ShaderError
 
 
@@ -31,6 +33,12 @@ def test_every_shader_assembles() -> None:
     for name in names:
         if not name.endswith(".glsl"):
             assert shaders.source(name, PER_WORD=1).text.lstrip().startswith("#version 430")
+
+
+def test_a_borrowed_context_gets_back_every_binding_that_a_shader_uses() -> None:
+    lines = [line for name in shaders.names() for line in files(shaders).joinpath(name).read_text().splitlines()]
+    used = [int(number) for line in lines if " buffer " in line for number in re.findall(r"binding = (\d+)", line)]
+    assert len(used) > 20 and max(used) == glstate.STORAGE_BINDINGS - 1
 
 
 def test_includes_are_recursive_and_once(folder: Callable[..., None]) -> None:
