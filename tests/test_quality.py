@@ -3,6 +3,7 @@ pages are the same each time, and what is published is what was measured."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -153,16 +154,30 @@ def test_what_changed_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert config(Brightness(), Method("GridTopK")) != before
 
 
-def test_code_is_that_of_what_an_allocator_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = methods.code_of("gpu_lod.allocate.hybrid_atlas")  # it imports stratified, which imports tree_cut
-    changed = tmp_path / "tree_cut.py"
-    changed.write_text(Path(str(sys.modules["gpu_lod.allocate.tree_cut"].__file__)).read_text() + "# changed\n")
-    monkeypatch.setattr(sys.modules["gpu_lod.allocate.tree_cut"], "__file__", str(changed))
+@pytest.mark.parametrize(
+    ("module", "of", "other"),
+    [
+        ("allocate.tree_cut", "gpu_lod.allocate.hybrid_atlas", ""),  # by way of stratified
+        ("oriented_energy", "gpu_lod.allocate.frequency_aware", "gpu_lod.allocate.grid_top_k"),
+        ("allocate.fixations", "quality.fovi_peer", ""),
+        ("gaussian", "gpu_lod.allocate.grid_top_k", ""),  # saliency is read off it
+    ],
+)
+def test_code_is_that_of_what_a_method_depends_on(
+    module: str, of: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = importlib.import_module(f"gpu_lod.{module}")
+    names = [of, other] if other else [of]
+    before = [methods.code_of(name) for name in names]
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(str(own.__file__)).read_text() + "# changed\n")
+    monkeypatch.setattr(own, "__file__", str(changed))
     methods.code_of.cache_clear()
-    assert methods.code_of("gpu_lod.allocate.hybrid_atlas") != before
+    after = [methods.code_of(name) for name in names]
+    assert after[0] != before[0] and after[1:] == before[1:]
     monkeypatch.undo()
     methods.code_of.cache_clear()
-    assert methods.code_of("gpu_lod.allocate.hybrid_atlas") == before
+    assert [methods.code_of(name) for name in names] == before
 
 
 def test_rows_are_what_was_asked_for(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -257,6 +258,24 @@ def test_weights_are_the_same_in_any_order_and_kept(tiny: Path, monkeypatch: pyt
     assert all(note["trained"] < note["untrained"] for note in notes)
     monkeypatch.setattr(learned, "_digest", lambda: "changed")
     assert not learned.trained(["exact"], [20, 33], P)
+
+
+@pytest.mark.parametrize("module", ["allocate.losses", "allocate.vortex_learned", "saliency"])
+def test_weights_depend_on_all_that_training_calls(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest() -> str:
+        methods.code_of.cache_clear()
+        learned._digest.cache_clear()
+        return learned._digest()
+
+    before, own = digest(), importlib.import_module(f"gpu_lod.{module}")
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(str(own.__file__)).read_text() + "# changed\n")
+    monkeypatch.setattr(own, "__file__", str(changed))
+    assert digest() != before
+    monkeypatch.undo()
+    assert digest() == before
 
 
 @pytest.mark.parametrize("kind", learned.KINDS)

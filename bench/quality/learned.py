@@ -263,8 +263,7 @@ def _digest() -> str:
     """Of all that weights depend on."""
     from quality.methods import code_of
 
-    code = [(HERE / name).read_text("utf-8") for name in ("learned.py", "proxy.py", "pages.py", "ocr.py")]
-    code += [code_of(f"gpu_lod.allocate.{name}") for name in ("adaptive_stratified", "pseudo_log_polar")]
-    code += [code_of(f"gpu_lod.allocate.{name}") for name in ("soft_top_k_coverage", "soft_vortex", "vortex_learned")]
-    code += [version(name) for name in ("torch", "scikit-image", "pillow")]
+    code = [(HERE / name).read_text("utf-8") for name in ("pages.py", "ocr.py", "reading.py")]
+    code += [code_of(f"quality.{name}") for name in ("learned", "proxy")]  # and of the allocators that they import
+    code += [version(name) for name in ("torch", "numpy", "scikit-image", "pillow", "matplotlib")]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]

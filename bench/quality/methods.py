@@ -33,8 +33,10 @@ OWN = {
 }  # fmt: skip
 """What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
 what is called like one, has `choose(image, relevance, fixation)`, and gives no `TokenSet` but what has `rebuilt()`."""
-READERS = ("rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap")
-"""Modules beside the allocator's that decide what is rebuilt."""
+READERS = (
+    "rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap", "gaussian", "pyramid",
+)  # fmt: skip
+"""Modules beside the allocator's that decide what is rebuilt: saliency is read off a Gaussian pyramid."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[
 
 @cache
 def code_of(module: str) -> str:
-    """A digest of an allocator's source and of all that it imports from `gpu_lod.allocate`, and of what reads pictures:
-    the same at every commit that changes none of them."""
+    """A digest of an allocator's source, of all that it imports from `gpu_lod.allocate`, of the verbs that those call,
+    and of what reads pictures: the same at every commit that changes none of them."""
     wanted, seen = [module, *(f"gpu_lod.{name}" for name in READERS)], {}
     while wanted:
         name = wanted.pop()
@@ -130,4 +132,6 @@ def code_of(module: str) -> str:
             path = importlib.import_module(name).__file__
             seen[name] = Path(str(path)).read_text("utf-8")
             wanted += re.findall(r"^from (gpu_lod\.allocate\.\w+) import", seen[name], re.MULTILINE)
+            if name == module or name.startswith("gpu_lod.allocate."):
+                wanted += re.findall(r"^from (gpu_lod\.(?!errors)\w+) import", seen[name], re.MULTILINE)
     return hashlib.sha256(json.dumps(sorted(seen.items())).encode()).hexdigest()
