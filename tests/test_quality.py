@@ -150,6 +150,9 @@ def test_what_changed_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Brightness, "settings", lambda self: {"reader": "another version"})
         assert config(Brightness(), Method("GridTopK")) != before
     with monkeypatch.context() as patch:
+        patch.setattr(task, "version", lambda name: f"another {name}")
+        assert config(Brightness(), Method("GridTopK")) != before
+    with monkeypatch.context() as patch:
         patch.setattr(methods, "code_of", lambda module: "changed")
         assert config(Brightness(), Method("GridTopK")) != before
 

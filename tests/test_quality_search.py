@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -307,10 +308,15 @@ def test_what_changed_is_computed_again(small: None, tmp_path: Path, monkeypatch
 
     before = configs()
     assert configs() == before
-    monkeypatch.setattr(search_run, "_code", lambda name: f"changed {name}" if name == "LogPolar" else "")
-    changed = configs()
+    with monkeypatch.context() as patch:
+        patch.setattr(search_run, "_code", lambda name: f"changed {name}" if name == "LogPolar" else "")
+        changed = configs()
     assert changed["GridTopK"] == changed["Random"] != changed["LogPolar"]
-    monkeypatch.undo()
+    assert configs() == before
+    for name in ("torch", "scikit-learn", "scikit-image"):
+        with monkeypatch.context() as patch:
+            patch.setattr(task, "version", lambda own, name=name: "another" if own == name else version(own))
+            assert not set(configs().values()) & set(before.values()), name
     monkeypatch.setattr(search, "QUICK", search.Form((64,), 2, 3, SMALL.allocators))
     assert not set(configs().values()) & set(before.values())
 

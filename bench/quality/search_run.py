@@ -44,6 +44,7 @@ class VisualSearch(Task):
     name = "search"
     title = "Visual search"
     sources = ("memory.py", *sorted(path.name for path in HERE.glob("search*.py")))
+    libraries = (*Task.libraries, "scikit-image", "scikit-learn")  # whose photographs and digits there are
     ms = "one call for a picture, patches included, from a pyramid and a relevance map"
     metrics = (
         Metric("answers", "share of questions that are answered rightly", accuracy=True),
