@@ -333,8 +333,22 @@ def test_the_claim(value: float | None, answer: str) -> None:
         ("LogPolar", "oracle", "first", 0.1, 150): own,
         ("LogPolar", "centre", "first", 0.0, 64): own,
     }
-    [row] = summary.claim(found, "first")
+    [row] = summary.claim(found, "first", Brightness().told)
     assert (row["method"], row["fixation"], row["answer"]) == ("LogPolar", "centre", answer)
+
+
+def test_the_claim_of_an_oracle_is_against_what_is_told_as_much() -> None:
+    def sample(value: float) -> dict[str, float]:
+        return {str(i): value for i in range(3)}
+
+    found: dict[Any, Any] = {
+        ("GridTopK", None, "first", 0.0, 273): sample(0.5),
+        ("GridTopK", None, "asked", 0.0, 273): sample(0.9),
+        ("LogPolar", "centre", "first", 0.0, 150): sample(0.6),
+        ("LogPolar", "oracle", "first", 0.0, 150): sample(0.6),
+    }
+    rows = summary.claim(found, "first", lambda _, fixation, own: "asked" if fixation == "oracle" else own)
+    assert [(row["fixation"], row["answer"]) for row in rows] == [("centre", "yes"), ("oracle", "no")]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -112,8 +112,12 @@ class VisualSearch(Task):
     def time(self, unit: Unit) -> Found:
         return search.cost(unit.own, self._form, self._folder, weights_in(self._folder, unit.own))
 
-    def told(self, fixation: str | None, relevance: str | None) -> str | None:
-        return "query" if fixation == ORACLE else relevance
+    def told(self, method: str, fixation: str | None, relevance: str | None) -> str | None:
+        """Where the place asked for is known, so it is by the query's relevance; the question, by the trained one."""
+        if fixation == ORACLE:
+            return "query"
+        own = search.Unit(0, 0, method, relevance, fixation)
+        return "trained" if method != FULL.label and relevance != "query" and own.by_kind else relevance
 
     def reads_all(self, method: str) -> bool:
         return method in CUTS

@@ -106,7 +106,7 @@ class Task(ABC):
         """What else results depend on, such as versions of other libraries."""
         return {}
 
-    def told(self, fixation: str | None, relevance: str | None) -> str | None:
+    def told(self, method: str, fixation: str | None, relevance: str | None) -> str | None:
         """The relevance of the baseline that a row stands against: what it is told, too."""
         return relevance
 
