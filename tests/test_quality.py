@@ -596,10 +596,25 @@ def test_a_package_that_is_missing_is_named(
     assert "pip install 'gpu-lod[quality]'" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_process_that_is_gone_is_said_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*_: Any) -> None:
+        raise workers.WorkerError("{'task': 'brightness'}: the process is gone")
+
+    monkeypatch.setattr(run, "TASKS", {"brightness": "quality.brightness"})
+    monkeypatch.setitem(sys.modules, "quality.brightness", SimpleNamespace(task=Brightness))
+    monkeypatch.setattr(workers, "run", gone)
+    assert run.main(["--quick", "--only", "brightness", "--out", str(tmp_path)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the process is gone" in said and "0 units are done; the same command goes on, and --jobs 1" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--only", "nothing"], "there is no nothing"),
+        (["--only", ","], "names no task"),
         (["--budgets", "0,5"], "counts of tokens"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--methods", "GridTopK"], "name a folder with --out"),

@@ -103,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", type=_names, help="names, to try something out (default: all)")
     parser.add_argument("--out", type=Path, help="folder for the result file and its units")
     options = parser.parse_args(arguments)
+    if not options.only:
+        parser.error(f"--only names no task; there are {', '.join(TASKS)}")
     if unknown := set(options.only) - set(TASKS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
     for name in ("seeds", "jobs"):
@@ -128,6 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = measure(names, tasks, journal, plan, options.jobs, console)
     except ImportError as error:
         console.print(f"{error}: pip install 'gpu-lod[quality]'", style="red", highlight=False, markup=False)
+        return 1
+    except workers.WorkerError as error:
+        console.print(str(error), style="red", highlight=False, markup=False)
+        console.print(f"{len(journal)} units are done; the same command goes on, and --jobs 1 takes the least memory")
         return 1
     except KeyboardInterrupt:
         console.print(f"stopped; {len(journal)} units are done, and the same command goes on")
