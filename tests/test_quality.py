@@ -226,6 +226,14 @@ def test_every_allocator_is_compared_or_left_out_with_a_reason() -> None:
     assert {"GridTopK", "Random", "Downsample"} <= compared
 
 
+def test_a_name_takes_what_is_trained_and_ablations_along() -> None:
+    found = {method.label for method in methods.methods(1, False, ["SoftVortex", "FoveatedPyramid"])}
+    assert found == {
+        "SoftVortex, trained", "FoveatedPyramid", "FoveatedPyramid, pyramid only", "FoveatedPyramid, foveation only",
+    }  # fmt: skip
+    assert not any("," in name for name in run.KNOWN), "a comma parts the names of --methods"
+
+
 def test_a_budget_beyond_the_patches_is_skipped_with_the_reason(tmp_path: Path) -> None:
     asked = plan(tmp_path, quick=True, budgets=(100,), seeds=1, only=("GridTopK", "Downsample"))
     with Journal(tmp_path / "units.jsonl") as journal:
@@ -585,6 +593,11 @@ def test_the_program_writes_a_file_and_goes_on_after_an_interrupt(
     first = tables.load(tmp_path / "quick.json")
     assert run.main(arguments) == 0
     assert tables.load(tmp_path / "quick.json")["tasks"] == first["tasks"]
+    measured = first["tasks"]["brightness"]["measured"]
+    assert measured["versions"]["torch"] == first["versions"]["torch"]
+    assert any(
+        f", torch {torch.__version__}, 1 seeds" in text for text in tables.paragraphs(first["tasks"]["brightness"])
+    )
     assert {row["method"] for row in first["tasks"]["brightness"]["rows"]} >= {"HybridAtlas", "TokenDAG", "Random"}
 
 

