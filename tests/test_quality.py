@@ -3,6 +3,7 @@ pages are the same each time, and what is published is what was measured."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -149,20 +150,37 @@ def test_what_changed_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Brightness, "settings", lambda self: {"reader": "another version"})
         assert config(Brightness(), Method("GridTopK")) != before
     with monkeypatch.context() as patch:
+        patch.setattr(task, "version", lambda name: f"another {name}")
+        assert config(Brightness(), Method("GridTopK")) != before
+    with monkeypatch.context() as patch:
         patch.setattr(methods, "code_of", lambda module: "changed")
         assert config(Brightness(), Method("GridTopK")) != before
 
 
-def test_code_is_that_of_what_an_allocator_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = methods.code_of("gpu_lod.allocate.hybrid_atlas")  # it imports stratified, which imports tree_cut
-    changed = tmp_path / "tree_cut.py"
-    changed.write_text(Path(str(sys.modules["gpu_lod.allocate.tree_cut"].__file__)).read_text() + "# changed\n")
-    monkeypatch.setattr(sys.modules["gpu_lod.allocate.tree_cut"], "__file__", str(changed))
+@pytest.mark.parametrize(
+    ("module", "of", "other"),
+    [
+        ("allocate.tree_cut", "gpu_lod.allocate.hybrid_atlas", ""),  # by way of stratified
+        ("oriented_energy", "gpu_lod.allocate.frequency_aware", "gpu_lod.allocate.grid_top_k"),
+        ("allocate.fixations", "quality.fovi_peer", ""),
+        ("gaussian", "gpu_lod.allocate.grid_top_k", ""),  # saliency is read off it
+    ],
+)
+def test_code_is_that_of_what_a_method_depends_on(
+    module: str, of: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = importlib.import_module(f"gpu_lod.{module}")
+    names = [of, other] if other else [of]
+    before = [methods.code_of(name) for name in names]
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(str(own.__file__)).read_text() + "# changed\n")
+    monkeypatch.setattr(own, "__file__", str(changed))
     methods.code_of.cache_clear()
-    assert methods.code_of("gpu_lod.allocate.hybrid_atlas") != before
+    after = [methods.code_of(name) for name in names]
+    assert after[0] != before[0] and after[1:] == before[1:]
     monkeypatch.undo()
     methods.code_of.cache_clear()
-    assert methods.code_of("gpu_lod.allocate.hybrid_atlas") == before
+    assert [methods.code_of(name) for name in names] == before
 
 
 def test_rows_are_what_was_asked_for(whole: tuple[Path, dict[str, Any]]) -> None:
@@ -206,6 +224,14 @@ def test_every_allocator_is_compared_or_left_out_with_a_reason() -> None:
     assert compared | set(methods.left_out()) == {*lod.allocate.names(), *methods.OWN}
     assert not compared & set(methods.left_out())
     assert {"GridTopK", "Random", "Downsample"} <= compared
+
+
+def test_a_name_takes_what_is_trained_and_ablations_along() -> None:
+    found = {method.label for method in methods.methods(1, False, ["SoftVortex", "FoveatedPyramid"])}
+    assert found == {
+        "SoftVortex, trained", "FoveatedPyramid", "FoveatedPyramid, pyramid only", "FoveatedPyramid, foveation only",
+    }  # fmt: skip
+    assert not any("," in name for name in run.KNOWN), "a comma parts the names of --methods"
 
 
 def test_a_budget_beyond_the_patches_is_skipped_with_the_reason(tmp_path: Path) -> None:
@@ -315,8 +341,22 @@ def test_the_claim(value: float | None, answer: str) -> None:
         ("LogPolar", "oracle", "first", 0.1, 150): own,
         ("LogPolar", "centre", "first", 0.0, 64): own,
     }
-    [row] = summary.claim(found, "first")
+    [row] = summary.claim(found, "first", Brightness().told)
     assert (row["method"], row["fixation"], row["answer"]) == ("LogPolar", "centre", answer)
+
+
+def test_the_claim_of_an_oracle_is_against_what_is_told_as_much() -> None:
+    def sample(value: float) -> dict[str, float]:
+        return {str(i): value for i in range(3)}
+
+    found: dict[Any, Any] = {
+        ("GridTopK", None, "first", 0.0, 273): sample(0.5),
+        ("GridTopK", None, "asked", 0.0, 273): sample(0.9),
+        ("LogPolar", "centre", "first", 0.0, 150): sample(0.6),
+        ("LogPolar", "oracle", "first", 0.0, 150): sample(0.6),
+    }
+    rows = summary.claim(found, "first", lambda _, fixation, own: "asked" if fixation == "oracle" else own)
+    assert [(row["fixation"], row["answer"]) for row in rows] == [("centre", "yes"), ("oracle", "no")]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -553,6 +593,11 @@ def test_the_program_writes_a_file_and_goes_on_after_an_interrupt(
     first = tables.load(tmp_path / "quick.json")
     assert run.main(arguments) == 0
     assert tables.load(tmp_path / "quick.json")["tasks"] == first["tasks"]
+    measured = first["tasks"]["brightness"]["measured"]
+    assert measured["versions"]["torch"] == first["versions"]["torch"]
+    assert any(
+        f", torch {torch.__version__}, 1 seeds" in text for text in tables.paragraphs(first["tasks"]["brightness"])
+    )
     assert {row["method"] for row in first["tasks"]["brightness"]["rows"]} >= {"HybridAtlas", "TokenDAG", "Random"}
 
 
@@ -564,10 +609,25 @@ def test_a_package_that_is_missing_is_named(
     assert "pip install 'gpu-lod[quality]'" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_process_that_is_gone_is_said_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*_: Any) -> None:
+        raise workers.WorkerError("{'task': 'brightness'}: the process is gone")
+
+    monkeypatch.setattr(run, "TASKS", {"brightness": "quality.brightness"})
+    monkeypatch.setitem(sys.modules, "quality.brightness", SimpleNamespace(task=Brightness))
+    monkeypatch.setattr(workers, "run", gone)
+    assert run.main(["--quick", "--only", "brightness", "--out", str(tmp_path)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the process is gone" in said and "0 units are done; the same command goes on, and --jobs 1" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--only", "nothing"], "there is no nothing"),
+        (["--only", ","], "names no task"),
         (["--budgets", "0,5"], "counts of tokens"),
         (["--jobs", "0"], "--jobs is 0"),
         (["--methods", "GridTopK"], "name a folder with --out"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -259,6 +261,24 @@ def test_weights_are_the_same_in_any_order_and_kept(tiny: Path, monkeypatch: pyt
     assert not learned.trained(["exact"], [20, 33], P)
 
 
+@pytest.mark.parametrize("module", ["allocate.losses", "allocate.vortex_learned", "saliency"])
+def test_weights_depend_on_all_that_training_calls(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest() -> str:
+        methods.code_of.cache_clear()
+        learned._digest.cache_clear()
+        return learned._digest()
+
+    before, own = digest(), importlib.import_module(f"gpu_lod.{module}")
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(str(own.__file__)).read_text() + "# changed\n")
+    monkeypatch.setattr(own, "__file__", str(changed))
+    assert digest() != before
+    monkeypatch.undo()
+    assert digest() == before
+
+
 @pytest.mark.parametrize("kind", learned.KINDS)
 def test_trained_rows(kind: type[Any], tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned, "MIDDLE", 20)
@@ -275,10 +295,23 @@ def test_nothing_to_train_on_is_said(tiny: Path) -> None:
         learned.weights(learned.SoftVortex, 20, P, "vqa")
 
 
-def test_no_picture_is_trained_on_and_tested() -> None:
-    from quality import pages
+def test_no_picture_is_trained_on_and_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quality import ocr, pages
     from quality.features import Features
+    from skimage import data
 
+    taken: list[str] = []
+    photographs = {name: getattr(data, name) for name in (*pages.PHOTOGRAPHS, *learned.PAPER)}
+    for name, real in photographs.items():
+        monkeypatch.setattr(data, name, lambda name=name, real=real: (taken.append(name), real())[1], raising=False)
+    monkeypatch.setattr(ocr, "picture_of", lambda page: SimpleNamespace(image=0, relevance={"": 0}, target=0))
+    monkeypatch.setattr(learned, "example", lambda *_: None)
+    for seed in range(len(pages.PHOTOGRAPHS)):
+        pages.drawn("photograph", seed)
+    tested = taken.copy()
+    taken.clear()
+    list(learned._pages(P))
+    assert len(set(tested)) == len(set(taken)) == 4 and not set(tested) & set(taken)
     assert not set(learned.PHOTOGRAPHS) & {name for name, _ in Features(network=None)._photographs()}
     assert min(learned.PAGES) > 100, "tests have a few seeds"
     assert pages.drawn("noise", learned.PAGES[0]).truth != pages.drawn("noise", 0).truth

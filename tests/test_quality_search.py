@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -307,12 +308,50 @@ def test_what_changed_is_computed_again(small: None, tmp_path: Path, monkeypatch
 
     before = configs()
     assert configs() == before
-    monkeypatch.setattr(search_run, "_code", lambda name: f"changed {name}" if name == "LogPolar" else "")
-    changed = configs()
+    with monkeypatch.context() as patch:
+        patch.setattr(search_run, "_code", lambda name: f"changed {name}" if name == "LogPolar" else "")
+        changed = configs()
     assert changed["GridTopK"] == changed["Random"] != changed["LogPolar"]
-    monkeypatch.undo()
+    assert configs() == before
+    for name in ("torch", "scikit-learn", "scikit-image"):
+        with monkeypatch.context() as patch:
+            patch.setattr(task, "version", lambda own, name=name: "another" if own == name else version(own))
+            assert not set(configs().values()) & set(before.values()), name
     monkeypatch.setattr(search, "QUICK", search.Form((64,), 2, 3, SMALL.allocators))
     assert not set(configs().values()) & set(before.values())
+
+
+@pytest.mark.parametrize(
+    ("unit", "reads"),
+    [
+        (search.Unit(0, 64, "GridTopK", "trained", None), "_vlm"),
+        (search.Unit(0, 64, "SoftVortex", "saliency", None), "_vlm"),
+        (search.Unit(0, 64, "SoftVortex", "saliency", None), "_code"),
+    ],
+)
+def test_weights_of_other_code_are_not_taken(
+    unit: search.Unit, reads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is trained is kept, and goes on, in a folder of its own: a checkpoint tells no code apart."""
+    asked: list[Path] = []
+    monkeypatch.setattr(search, "reader_for", lambda training, seed, folder: asked.append(folder))
+    monkeypatch.setattr(search, "scorer_for", lambda scoring, seed, work, reader: asked.append(work))
+    monkeypatch.setattr(search, "allocator_for", lambda learning, name, budget, seed, work, reader: asked.append(work))
+    monkeypatch.setattr(search.Way, "times", lambda self, pictures: {})
+    visual = search_run.task()
+    visual.units(plan(tmp_path))
+
+    def asked_for() -> tuple[list[Path], str]:
+        asked.clear()
+        place = visual._place(unit, "same")
+        visual.time(search_run.Unit(unit, place))
+        return list(asked), place["config"]
+
+    (reader, weights), config = asked_for()
+    assert asked_for() == ([reader, weights], config)
+    monkeypatch.setattr(search_run, reads, lambda *name: "changed")
+    (same, others), changed = asked_for()
+    assert same == reader and others != weights and changed != config
 
 
 def test_a_unit_becomes_values_by_picture(small: None, untrained: None, tmp_path: Path) -> None:

@@ -270,6 +270,10 @@ def test_verdicts_by_hand() -> None:
         ("LogPolar", "oracle", "saliency", 0.1, 64): (base, "earns: accuracy"),
         ("TokenDAG", "saliency", "trained", 0.0, 64): (more(0.05), "no"),
         ("ToMe", None, None, 0.0, 64): (more(0.02), "no"),
+        ("VisionZip", None, None, 0.0, 64): (more(0.05), "earns: accuracy"),
+        ("SparseVLM", None, None, 0.0, 64): (more(0.05), "no"),
+        ("AdaptiveStratified", None, "saliency", 0.0, 64): (more(0.05), "no"),
+        ("AdaptiveStratified, untrained", None, "saliency", 0.0, 64): (more(0.05), "no"),
     }
     lines = [
         {

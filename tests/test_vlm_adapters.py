@@ -152,6 +152,21 @@ def test_sizes_that_patches_do_not_divide(family: str) -> None:
         same(lod.vlm.encode(model, image, Whole((65, 97), 14)), run(model, image))
 
 
+@pytest.mark.parametrize("family", ["SigLIP", "CLIP"])
+def test_merged_features_leave_the_class_token(family: str) -> None:
+    model, image = FAMILIES[family][0](), torch.randn(2, 3, 84, 84)
+    with torch.no_grad():
+        encoded = lod.vlm.encode(model, image, lod.allocate.FoveatedPyramid(20))
+        by = lod.vlm.bipartite_merge(encoded.features, encoded.features, 8)
+        few = encoded.reduced(by)
+        alone = lod.vlm.encode(model, image[0], lod.allocate.FoveatedPyramid(20))
+    assert torch.equal(few.features, by.tokens) and few.features.shape[1] == few.tokens.budget == 12
+    assert torch.equal(few.hidden[:, : few.prefix], encoded.hidden[:, : few.prefix])
+    assert few.prefix == (1 if family == "CLIP" else 0) and few.pooled is encoded.pooled
+    with pytest.raises(InputError, match=r"encoded from an image \[1, C, H, W\] if it is one"):
+        alone.reduced(by)
+
+
 @pytest.mark.parametrize("make", [siglip, siglip2, clip])
 def test_either_attention(make: Callable[..., Any]) -> None:
     eager = make("eager")

@@ -235,6 +235,35 @@ def test_529_tokens_generate(make: Any) -> None:
     assert beams.shape == (1, length + 3)
 
 
+@each_model
+def test_what_was_merged_or_pruned_generates(make: Any) -> None:
+    """The baselines on the adapters: a token stands at the site of the one that others were merged into."""
+    model, image = make(), torch.rand(2, 3, 96, 128)
+    with torch.no_grad():
+        encoded = lod.vlm.encode(model, image, Whole(48, shuffled=True))
+        features = encoded.features
+        cuts = {
+            "ToMe": lod.vlm.bipartite_merge(features, features, 28),
+            "VisionZip": lod.vlm.vision_zip(features, features, features.norm(dim=-1), 15, 5),
+        }
+        for name, by in cuts.items():
+            few = encoded.reduced(by)
+            assert few.features.shape == (2, 20, 32) and torch.equal(few.features, by.tokens), name
+            assert torch.equal(few.tokens.sites, encoded.tokens.sites[0, by.indices]) and few.tokens.budget == 20
+            assert few.hidden.shape == (2, 80, 32) and [one.shape for one in few.deepstack] == [
+                (2, 20, 32) for _ in encoded.deepstack
+            ]
+            words = lod.vlm.generate(model, prompt(48, 2), few, max_new_tokens=3, do_sample=False)
+            assert words.shape == (2, 9 + 20 + 3)
+        ids = prompt(48, 2)
+        same = encoded.reduced(lod.vlm.bipartite_merge(features, features, 0))
+        assert torch.equal(same.hidden, encoded.hidden)
+        given, whole = (lod.vlm.inputs_for(model, ids, one) for one in (same, encoded))
+        assert torch.equal(model(**given).logits, model(**whole).logits)
+    with pytest.raises(InputError, match=r"\(2, 48\) tokens were merged, and encoded are \(2, 20\)"):
+        encoded.reduced(cuts["ToMe"]).reduced(cuts["ToMe"])
+
+
 def test_positions_of_text_and_sites() -> None:
     model = qwen25()
     image = torch.rand(1, 3, 64, 96)

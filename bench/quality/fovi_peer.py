@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from inputs import declare_vision_operators
 
-from gpu_lod.allocate import GridTopK
+from gpu_lod.allocate.grid_top_k import GridTopK
 from gpu_lod.rebuild import Rebuilt
 
 

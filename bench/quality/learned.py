@@ -1,8 +1,8 @@
 """Learned allocators, trained for a task on pictures that it does not test on.
 
 For features that is photographs which scikit-image brings and the task leaves out, in crops and flips; for OCR, pages
-drawn with other seeds, so of other text in other places (on the same photographs). A quarter of them is held out, and
-the proxy (`proxy.py`) is reported on those, before and after. Training is single-threaded, seeded, and in one order:
+drawn with other seeds, so of other text in other places, on such photographs. A quarter of them is held out, and the
+proxy (`proxy.py`) is reported on those, before and after. Training is single-threaded, seeded, and in one order:
 weights are the same whoever asks first. They are kept in out/quality/learned under a digest of what they depend on.
 
 PseudoLogPolar has parameters for each of its K tokens and is trained at every budget; the others at MIDDLE alone, since
@@ -46,6 +46,8 @@ PHOTOGRAPHS = ("camera", "coins", "immunohistochemistry", "retina", "brick", "gr
 CROP, CROPS = 448, 2
 PAGES = range(1000, 1004)
 """Seeds; those of a test begin at 0."""
+PAPER = ("coins", "immunohistochemistry", "gravel", "camera")
+"""Photographs that text is drawn on; those of a test are `pages.PHOTOGRAPHS`."""
 
 
 class Trained:
@@ -239,7 +241,7 @@ def _pages(patch: int) -> Iterator[Example]:
 
     for seed in PAGES:
         for number, style in enumerate(pages.STYLES):
-            picture = ocr.picture_of(pages.drawn(style, seed))
+            picture = ocr.picture_of(pages.drawn(style, seed, PAPER))
             kind = sorted(picture.relevance)[(seed + number) % len(picture.relevance)]
             yield example(picture.image, picture.relevance[kind], patch, picture.target)
 
@@ -263,8 +265,7 @@ def _digest() -> str:
     """Of all that weights depend on."""
     from quality.methods import code_of
 
-    code = [(HERE / name).read_text("utf-8") for name in ("learned.py", "proxy.py", "pages.py", "ocr.py")]
-    code += [code_of(f"gpu_lod.allocate.{name}") for name in ("adaptive_stratified", "pseudo_log_polar")]
-    code += [code_of(f"gpu_lod.allocate.{name}") for name in ("soft_top_k_coverage", "soft_vortex", "vortex_learned")]
-    code += [version(name) for name in ("torch", "scikit-image", "pillow")]
+    code = [(HERE / name).read_text("utf-8") for name in ("pages.py", "ocr.py", "reading.py")]
+    code += [code_of(f"quality.{name}") for name in ("learned", "proxy")]  # and of the allocators that they import
+    code += [version(name) for name in ("torch", "numpy", "scikit-image", "pillow", "matplotlib")]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]

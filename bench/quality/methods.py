@@ -33,8 +33,10 @@ OWN = {
 }  # fmt: skip
 """What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
 what is called like one, has `choose(image, relevance, fixation)`, and gives no `TokenSet` but what has `rebuilt()`."""
-READERS = ("rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap")
-"""Modules beside the allocator's that decide what is rebuilt."""
+READERS = (
+    "rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap", "gaussian", "pyramid",
+)  # fmt: skip
+"""Modules beside the allocator's that decide what is rebuilt: saliency is read off a Gaussian pyramid."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,14 @@ def left_out() -> dict[str, str]:
 
 def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[Method]:
     """Every method that is not left out, and the ablations. Those that take a fixation have a row for each of the
-    three; ablations of the quick form for saliency alone."""
+    three; ablations of the quick form for saliency alone.
+
+    Args:
+        only: names as they are before a comma: what is trained, and ablations, come with the allocator.
+    """
     found, out = [], left_out()
     for name in (*lod.allocate.names(), *OWN):
-        if name in out or (only is not None and name not in only):
+        if name in out or (only is not None and name.partition(",")[0] not in only):
             continue
         fixed = "fixation" in (*class_of(name).needs, *class_of(name).takes)
         for arguments in ({}, *ABLATIONS.get(name, ())):
@@ -121,8 +127,8 @@ def methods(seeds: int, quick: bool, only: Sequence[str] | None = None) -> list[
 
 @cache
 def code_of(module: str) -> str:
-    """A digest of an allocator's source and of all that it imports from `gpu_lod.allocate`, and of what reads pictures:
-    the same at every commit that changes none of them."""
+    """A digest of an allocator's source, of all that it imports from `gpu_lod.allocate`, of the verbs that those call,
+    and of what reads pictures: the same at every commit that changes none of them."""
     wanted, seen = [module, *(f"gpu_lod.{name}" for name in READERS)], {}
     while wanted:
         name = wanted.pop()
@@ -130,4 +136,6 @@ def code_of(module: str) -> str:
             path = importlib.import_module(name).__file__
             seen[name] = Path(str(path)).read_text("utf-8")
             wanted += re.findall(r"^from (gpu_lod\.allocate\.\w+) import", seen[name], re.MULTILINE)
+            if name == module or name.startswith("gpu_lod.allocate."):
+                wanted += re.findall(r"^from (gpu_lod\.(?!errors)\w+) import", seen[name], re.MULTILINE)
     return hashlib.sha256(json.dumps(sorted(seen.items())).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,8 @@ from quality.reading import Box, Line, around
 HEIGHT, WIDTH = 900, 700
 """A grid of 65 x 50 patches of 14 pixels: 3250, of which print touches some 500."""
 STYLES = ("noise", "photograph", "neutral")
+PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "rocket")
+"""Of skimage.data: what text is drawn on, by seed."""
 MARGIN = 4
 """Pixels round a region's text that still belong to it."""
 _VOCABULARY = (
@@ -48,12 +50,12 @@ class Page:
     """Whether the second reader reads it."""
 
 
-def drawn(style: str, seed: int) -> Page:
+def drawn(style: str, seed: int, photographs: Sequence[str] = PHOTOGRAPHS) -> Page:
     """A page of a style: the seed gives its words, where they stand, and the noise or the photograph."""
     from PIL import Image, ImageDraw
 
     random_ = random.Random(f"{style} {seed}")
-    picture = Image.fromarray(paper(style, seed))
+    picture = Image.fromarray(paper(style, seed, photographs))
     pen = ImageDraw.Draw(picture)
     truth: list[Line] = []
     regions: dict[str, Box] = {}
@@ -76,7 +78,7 @@ def drawn(style: str, seed: int) -> Page:
     return Page(style, image, regions, truth, seed, f"drawn, {style}", turn, second=(style, seed) == ("neutral", 0))
 
 
-def paper(style: str, seed: int) -> np.ndarray:
+def paper(style: str, seed: int, photographs: Sequence[str] = PHOTOGRAPHS) -> np.ndarray:
     """What text is drawn on, uint8 [H, W, 3]."""
     if style == "neutral":
         return np.full((HEIGHT, WIDTH, 3), 190, dtype=np.uint8)
@@ -86,8 +88,8 @@ def paper(style: str, seed: int) -> np.ndarray:
     from PIL import Image, ImageOps
     from skimage import data
 
-    photo = (data.astronaut, data.coffee, data.chelsea, data.rocket)[seed % 4]()
-    fitted = ImageOps.fit(Image.fromarray(photo), (WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+    photo = Image.fromarray(getattr(data, photographs[seed % len(photographs)])()).convert("RGB")
+    fitted = ImageOps.fit(photo, (WIDTH, HEIGHT), Image.Resampling.BICUBIC)
     return (255 - 0.5 * (255 - np.asarray(fitted, dtype=np.float32))).round().astype(np.uint8)
 
 

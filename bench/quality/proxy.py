@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu_lod.allocate import GridTopK
+from gpu_lod.allocate.grid_top_k import GridTopK
 
 FINER = 4.0
 """What a level counts among tokens over one cell, in natural logarithms."""

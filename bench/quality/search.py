@@ -172,7 +172,7 @@ def _units(seed: int, budget: int, name: str) -> Iterator[Unit]:
         yield Unit(seed, budget, name, "trained", peak)
 
 
-def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str, Any]:
+def run(unit: Unit, form: Form = QUICK, folder: Path | None = None, weights: Path | None = None) -> dict[str, Any]:
     """Metrics of a unit.
 
     - accuracy over all questions, by kind, of each picture, and by eccentricity of the digit from the fixation (from
@@ -182,10 +182,11 @@ def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str,
       (`memory`).
 
     Args:
-        folder: keeps what was trained: readers, scorers, allocators.
+        folder: keeps the readers that were trained.
+        weights: keeps scorers and allocators; if not given, `folder` does.
     """
     with tempfile.TemporaryDirectory() as spare:
-        way = _way(unit, form, folder, Path(spare))
+        way = _way(unit, form, folder, weights or folder or Path(spare))
     with torch.no_grad():
         starts = range(0, form.pictures, CHUNK)
         parts = [way.right(first, min(CHUNK, form.pictures - first)) for first in starts]
@@ -193,17 +194,17 @@ def run(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str,
         return _metrics(right, away) | {"coverage": way.coverage(min(TIMED, form.pictures)), "peak_bytes": way.peak()}
 
 
-def cost(unit: Unit, form: Form = QUICK, folder: Path | None = None) -> dict[str, Any]:
+def cost(unit: Unit, form: Form = QUICK, folder: Path | None = None, weights: Path | None = None) -> dict[str, Any]:
     """ms, the median time that an allocator takes for one picture's tokens, patches included, and reader_ms, that of
     the reader for one question by colour about them: where it cuts inside, the whole of it."""
     with tempfile.TemporaryDirectory() as spare:
-        way = _way(unit, form, folder, Path(spare))
+        way = _way(unit, form, folder, weights or folder or Path(spare))
     with torch.no_grad():
         return way.times(min(TIMED, form.pictures))
 
 
-def _way(unit: Unit, form: Form, folder: Path | None, spare: Path) -> Way:
-    reader, work = reader_for(form.training, unit.seed, folder), folder or spare
+def _way(unit: Unit, form: Form, folder: Path | None, work: Path) -> Way:
+    reader = reader_for(form.training, unit.seed, folder)
     scorer = None
     if unit.relevance == "start":
         scorer = new_scorer(unit.seed)

@@ -3,7 +3,8 @@ search, compared with its own start, with saliency, and with knowing the place.
 
 python bench/quality/search_relevance.py [--steps 1500] [--seeds 3] [--out FILE] [--work FOLDER]
 
-Logs for TensorBoard are in the work folder, and checkpoints: a stopped run goes on from the last one.
+Logs for TensorBoard are in the work folder, and checkpoints, under a digest of the code that they depend on: a stopped
+run goes on from the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 from rows import RESULTS, common, write
 
 from gpu_lod.feature_maps import CHANNELS
-from quality import search, search_scorer
+from quality import search, search_run, search_scorer
 from quality.search_run import interval
 from quality.search_scenes import SIDE
 from quality.search_training import reader_for
@@ -44,16 +45,18 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     scoring = search_scorer.Scoring(options.steps, GROUPS)
     form = replace(search.QUICK, pictures=options.pictures, scoring=scoring)
+    folder = options.work / search_run.task().digest_for(form)
     found: dict[tuple[int, str], list[float]] = {}
     losses = []
     for seed in range(options.seeds):
-        reader = reader_for(form.training, seed, options.work)
-        _, history = search_scorer.trained(scoring, seed, options.work, reader, log=True)
+        reader = reader_for(form.training, seed, folder)
+        weights = search_run.weights_in(folder, search.Unit(seed, 0, search.BASELINE, "trained", None))
+        _, history = search_scorer.trained(scoring, seed, weights, reader, log=True)
         losses.append([round(statistics.fmean(part), 4) for part in (history[:100], history[-100:])])
         for budget in form.budgets:
             for name in ("saliency", "query", "start", "trained"):
                 unit = search.Unit(seed, budget, search.BASELINE, name, None)
-                found.setdefault((budget, name), []).extend(search.run(unit, form, options.work)["pictures"])
+                found.setdefault((budget, name), []).extend(search.run(unit, form, folder, weights)["pictures"])
         print(f"seed {seed}: loss {losses[-1][0]} at first, {losses[-1][1]} at last", flush=True)
     rows = []
     for (budget, name), values in found.items():

@@ -44,6 +44,7 @@ class VisualSearch(Task):
     name = "search"
     title = "Visual search"
     sources = ("memory.py", *sorted(path.name for path in HERE.glob("search*.py")))
+    libraries = (*Task.libraries, "scikit-image", "scikit-learn")  # whose photographs and digits there are
     ms = "one call for a picture, patches included, from a pyramid and a relevance map"
     metrics = (
         Metric("answers", "share of questions that are answered rightly", accuracy=True),
@@ -73,24 +74,28 @@ class VisualSearch(Task):
         form = search.QUICK if plan.quick else search.full()
         names = tuple(name for name in form.allocators if plan.only is None or name in plan.only)
         self._form = replace(form, budgets=plan.budgets or form.budgets, seeds=plan.seeds, allocators=names)
-        same = json.dumps([self._form.pictures, asdict(self._form.training)])
-        mixture = [code_of(class_of(name).__module__) for name in search_training.MIXTURE]
-        digest = digest_of(self.digest.encode(), same.encode(), *(code.encode() for code in mixture))
+        digest = self.digest_for(self._form)
         self._folder = plan.folder / "search" / digest
         return [Unit(unit, self._place(unit, digest)) for unit in search.units(self._form)]
+
+    def digest_for(self, form: search.Form) -> str:
+        """Of all that readers depend on, and what all units share."""
+        same = json.dumps([form.pictures, asdict(form.training)])
+        mixture = [code_of(class_of(name).__module__) for name in search_training.MIXTURE]
+        return digest_of(self.digest.encode(), same.encode(), *(code.encode() for code in mixture))
 
     def _place(self, unit: search.Unit, digest: str) -> dict[str, Any]:
         place = {"task": self.name, "method": unit.allocator, **unit.place}
         del place["allocator"]
         if unit.allocator == search.FULL:
             place |= {"method": FULL.label, "budget": None}
-        learns = unit.relevance in ("trained", "start") or unit.allocator in CUTS
+        learns = unit.relevance in ("trained", "start") or unit.allocator in (*CUTS, *LOSSES)
         code = _code(unit.name) + (_vlm() if learns else "")
         return place | {"config": digest_of(digest.encode(), code.encode())}
 
     def compute(self, unit: Unit) -> Found:
         try:
-            found = search.run(unit.own, self._form, self._folder)
+            found = search.run(unit.own, self._form, self._folder, weights_in(self._folder, unit.own))
         except GpuLodError as error:
             return {"skipped": reason_of(error)}
         seed = unit.own.seed
@@ -105,10 +110,14 @@ class VisualSearch(Task):
         }
 
     def time(self, unit: Unit) -> Found:
-        return search.cost(unit.own, self._form, self._folder)
+        return search.cost(unit.own, self._form, self._folder, weights_in(self._folder, unit.own))
 
-    def told(self, fixation: str | None, relevance: str | None) -> str | None:
-        return "query" if fixation == ORACLE else relevance
+    def told(self, method: str, fixation: str | None, relevance: str | None) -> str | None:
+        """Where the place asked for is known, so it is by the query's relevance; the question, by the trained one."""
+        if fixation == ORACLE:
+            return "query"
+        own = search.Unit(0, 0, method, relevance, fixation)
+        return "trained" if method != FULL.label and relevance != "query" and own.by_kind else relevance
 
     def reads_all(self, method: str) -> bool:
         return method in CUTS
@@ -144,7 +153,16 @@ def _code(name: str) -> str:
 
 @cache
 def _vlm() -> str:
-    return digest_of_files(Path(str(vlm.__file__)).parent.rglob("*.py"))
+    """A digest of what trains and cuts, and of the maps that relevance is learned from."""
+    home = Path(str(lod.__file__)).parent
+    maps = [home / f"{name}.py" for name in ("feature_maps", "feature_passes", "laplacian", "oriented_energy")]
+    return digest_of_files([*Path(str(vlm.__file__)).parent.rglob("*.py"), *maps])
+
+
+def weights_in(folder: Path, unit: search.Unit) -> Path:
+    """Where scorers and allocators are kept that were trained by the code there is: those of other code are not."""
+    own = _code(unit.allocator) if unit.allocator in LOSSES else ""
+    return folder / digest_of(_vlm().encode(), own.encode())
 
 
 def task() -> VisualSearch:

@@ -91,7 +91,7 @@ def summarise(task: Task, lines: Sequence[Line], times: Mapping[str, Line], kind
             skipped[", ".join(str(part) for part in key if part)] = "; ".join(sorted(reasons))
         if not done:
             continue
-        rival = (*key[:2], task.told(*key[1:3]), *key[3:])
+        rival = (*key[:2], task.told(*key[:3]), *key[3:])
         timed = [times[name] for line in done if (name := place_key(timing_of(line["place"]))) in times]
         row: dict[str, Any] = {
             **dict(zip(KEY, key, strict=True)),
@@ -118,7 +118,7 @@ def summarise(task: Task, lines: Sequence[Line], times: Mapping[str, Line], kind
                 name: [sum(one[name][0] for one in bins), sum(one[name][1] for one in bins)] for name in bins[0]
             }
         rows.append(row)
-    return {"rows": rows, "claim": claim(primary, kinds[0]), "skipped": skipped}
+    return {"rows": rows, "claim": claim(primary, kinds[0], task.told), "skipped": skipped}
 
 
 def place_key(place: Line) -> str:
@@ -167,14 +167,22 @@ def verdict(key: Key, found: Mapping[Key, Sample], kind: str, rival: Key | None 
     return "open" if gain["high"] is None or gain["high"] >= GAIN else "no"
 
 
-def claim(found: Mapping[Key, Sample], kind: str) -> list[dict[str, Any]]:
-    """The claimant's few tokens against the baseline's many: a row for each fixation and ablation."""
+def claim(
+    found: Mapping[Key, Sample], kind: str, told: Callable[[str, str | None, str | None], str | None]
+) -> list[dict[str, Any]]:
+    """The claimant's few tokens against the baseline's many: a row for each fixation and ablation.
+
+    Args:
+        told: `Task.told`.
+    """
     name, few, many = CLAIM
-    dear = found.get((BASELINE, None, kind, 0.0, many))
     rows = []
-    for (method, fixation, relevance, error, budget), own in found.items():
-        if method.partition(",")[0] == name and (relevance, error, budget) == (kind, 0.0, few) and dear:
-            gap = less(own, dear)
+    for key, own in found.items():
+        method, fixation, relevance, error, budget = key
+        if method.partition(",")[0] == name and (relevance, error, budget) == (kind, 0.0, few):
+            rival = (method, fixation, told(method, fixation, relevance), error, budget)
+            dear = baseline_of(found, rival, kind, many)
+            gap = less(own, dear) if dear else None
             if gap is None:
                 continue
             if gap["low"] is None:

@@ -137,10 +137,11 @@ def paragraphs(task: Data) -> Iterator[str]:
     pictures = [f"{name} ({f'{count} seeds, ' * (count > 1)}{cells[name]} patches)" for name, count in seeds.items()]
     yield f"Pictures: {'; '.join(pictures)}. Relevance: {' and '.join(task['relevance'])}; the first for the verdict."
     measured = task["measured"]
+    by = f", torch {measured['versions']['torch']}" if "versions" in measured else ""
     alone = "" if measured["jobs"] is None else f"; {measured['jobs']} processes, times taken alone afterwards"
     yield (
-        f"{measured['cpu']}, commit {measured['commit']}, {measured['date']}, {measured['seeds']} seeds{alone}. "
-        f"ms: {task['ms']}."
+        f"{measured['cpu']}, commit {measured['commit']}, {measured['date']}{by}, "
+        f"{measured['seeds']} seeds{alone}. ms: {task['ms']}."
     )
     if task.get("trained"):
         yield f"What training did to the error of pictures held out: {'; '.join(map(learned, task['trained']))}."

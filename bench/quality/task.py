@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -75,6 +76,8 @@ class Task(ABC):
     shared: ClassVar[tuple[str, ...]] = ("task.py",)
     sources: ClassVar[tuple[str, ...]]
     """Files of this folder that results depend on, beside `shared`: a change to one makes them stale."""
+    libraries: ClassVar[tuple[str, ...]] = ("torch", "numpy")
+    """Packages whose version does the same."""
 
     def __init__(self) -> None:
         self.skipped: dict[str, str] = {}
@@ -103,7 +106,7 @@ class Task(ABC):
         """What else results depend on, such as versions of other libraries."""
         return {}
 
-    def told(self, fixation: str | None, relevance: str | None) -> str | None:
+    def told(self, method: str, fixation: str | None, relevance: str | None) -> str | None:
         """The relevance of the baseline that a row stands against: what it is told, too."""
         return relevance
 
@@ -118,7 +121,8 @@ class Task(ABC):
     @cached_property
     def digest(self) -> str:
         code = [(HERE / name).read_bytes() for name in (*self.shared, *self.sources)]
-        return digest_of(*code, json.dumps(self.settings(), sort_keys=True).encode())
+        versions = [version(name) for name in self.libraries]
+        return digest_of(*code, json.dumps([self.settings(), versions], sort_keys=True).encode())
 
 
 def reason_of(error: Exception) -> str:

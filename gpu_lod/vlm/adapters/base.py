@@ -14,6 +14,7 @@ from torch import nn
 from gpu_lod import checks
 from gpu_lod.errors import InputError
 from gpu_lod.token_set import TokenSet
+from gpu_lod.vlm.merging import Merged
 
 _registry: dict[str, type[Adapter]] = {}
 A = TypeVar("A", bound="type[Adapter]")
@@ -45,6 +46,38 @@ class Encoded:
     def features(self) -> torch.Tensor:
         """[B, K, D] of the tokens alone: merged, where there is such."""
         return self.hidden[..., self.prefix :, :] if self.merged is None else self.merged
+
+    def reduced(self, by: Merged) -> Encoded:
+        """Fewer tokens after the encoder: what `bipartite_merge`, `vision_zip` or `sparse_vlm` made of the features.
+
+            by = lod.vlm.bipartite_merge(encoded.features, encoded.features, remove=400)
+            words = lod.vlm.generate(model, input_ids, encoded.reduced(by))
+
+        Convention: each token stands where the one does that others were merged into, `by.indices`, and has its score;
+            what is merged is averaged. Class and register tokens, and what was pooled from all, stay.
+
+        Raises:
+            InputError: other tokens than these, or none in a batch.
+        """
+        sites, scores = self.tokens.sites, self.tokens.scores
+        if sites.ndim != 3 or by.owner.shape != scores.shape:
+            raise InputError(
+                f"{tuple(by.owner.shape)} tokens were merged, and encoded are {tuple(scores.shape)}; expected one "
+                "[B, K] of both. Merge this picture's `features`, encoded from an image [1, C, H, W] if it is one."
+            )
+        indices = by.indices
+        tokens = TokenSet(
+            sites.gather(1, indices[..., None].expand(-1, -1, 3)), scores.gather(1, indices), None, self.tokens.patch
+        )
+        first, own = self.hidden[:, : self.prefix], self.hidden[:, self.prefix :]
+        own = by.merge(own.unflatten(1, (scores.shape[1], -1))).flatten(1, 2)
+        return replace(
+            self,
+            hidden=torch.cat([first, own], 1),
+            tokens=tokens,
+            merged=None if self.merged is None else by.merge(self.merged),
+            deepstack=tuple(by.merge(features) for features in self.deepstack),
+        )
 
 
 class Adapter(ABC):
