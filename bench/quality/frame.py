@@ -27,8 +27,8 @@ from quality.methods import BASELINE, CENTRE, FULL, ORACLE, SALIENCY, Method, cl
 from quality.task import Found, Plan, Task, digest_of, reason_of
 
 BUDGETS, QUICK_BUDGETS = (64, 128, 150, 273, 576), (150, 273)
-CALLS = 3
-"""Timed choices of each unit, after one to warm up."""
+TIMED, CALLS = 2, 3
+"""How many pictures are timed, and choices of each unit, after one to warm up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,10 @@ class RebuiltPictures(Task):
         every = methods(plan.seeds, plan.quick, plan.only)
         return list(units_of(self, self._pictures, every, self._budgets, plan.quick))
 
+    @property
+    def pictures_timed(self) -> list[Picture]:
+        return self._pictures[:TIMED]
+
     def compute(self, unit: Unit) -> Found:
         return compute(unit)
 
@@ -134,7 +138,8 @@ class Unit:
 
     @property
     def timed(self) -> bool:
-        return self.budget is not None and self.method.draw in (None, 0)
+        timed = self.picture in self.task.pictures_timed
+        return timed and self.budget is not None and self.method.draw in (None, 0)
 
     def allocator(self) -> tuple[Any, tuple[Any, ...], Any]:
         """What chooses, and what it is given: picture and relevance; and the fixation."""
