@@ -49,6 +49,14 @@ def test_strips_of_tensors_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(found, lod.foveate(image, (0.4, 0.6), backend="torch"), atol=1e-5)
 
 
+def test_negated_views() -> None:
+    """Imaginary parts of conjugates are views whose sign torch turns where it reads them."""
+    image = noise(1, 1, 1)
+    negative = torch.complex(image, -image).conj().imag
+    assert negative.is_neg() and negative.is_contiguous()
+    assert torch.allclose(lod.foveate(negative, (0.5, 0.5), backend="gl"), image)
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of every GL object that is made."""
