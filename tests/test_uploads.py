@@ -99,12 +99,13 @@ def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torc
 
 @pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 3, 901, 1333), (1, 640, 640)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("verb", ["log_polar", "foveate", "gather_patches", "inverse_log_polar"])
+@pytest.mark.parametrize("verb", ["log_polar", "log_polar drawn", "foveate", "gather_patches", "inverse_log_polar"])
 def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The texture of an RGB image, with a fourth channel and all levels, is 1.78 images: the chain is nowhere else."""
     image = noise(*shape, dtype=dtype)
     run: dict[str, Callable[[], torch.Tensor]] = {
         "log_polar": lambda: lod.log_polar(image, (0.4, 0.6), 128, 256, generator="compute"),
+        "log_polar drawn": lambda: lod.log_polar(image, (0.4, 0.6), 128, 256, generator="fragment"),
         "foveate": lambda: lod.foveate(image, (0.4, 0.6), backend="gl"),
         "gather_patches": lambda: lod.gather_patches(image, lod.cortical_sites((0.4, 0.6), 273), backend="gl"),
         "inverse_log_polar": lambda: lod.inverse_log_polar(image, (0.4, 0.6), shape[-2:], backend="gl"),
