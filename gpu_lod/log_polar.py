@@ -94,6 +94,8 @@ def log_polar(
         levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
         return reference(levels, points, rule, border)
     result_bytes = batch * image.shape[-3] * rings * wedges * image.itemsize
+    if chosen.generator == "fragment":
+        result_bytes //= 4  # what is drawn stands in a texture first, which takes its room
     source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and chosen.backend == "cuda":

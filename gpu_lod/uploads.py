@@ -107,7 +107,8 @@ class Uploader:
     def _stage(self, texels: torch.Tensor, key: TextureKey) -> int:
         """The address of the texels as the driver takes them."""
         dtype = _DTYPES[key.storage]
-        if texels.dtype == dtype and key.channels == key.stored_channels and texels.is_contiguous():
+        as_it_is = texels.dtype == dtype and key.channels == key.stored_channels and texels.is_contiguous()
+        if as_it_is and not texels.is_neg():  # torch has yet to negate such a view's memory
             return texels.data_ptr()
         shape = (*texels.shape[:3], key.stored_channels)
         staged = self._views.get((dtype, shape))

@@ -4,7 +4,8 @@
 #ifdef FETCHED
 vec4 bilinear(vec3 at, int level) {
     ivec2 size = max(textureSize(t_pyramid, 0).xy >> level, 1);  // llvmpipe gives the size of one lane's level to all
-    vec2 place = at.xy * vec2(size) - 0.5, whole = floor(place), share = place - whole;
+    vec2 place = clamp(at.xy * vec2(size) - 0.5, vec2(-1.0), vec2(size));  // far positions are no integers
+    vec2 whole = floor(place), share = place - whole;
     ivec2 first = clamp(ivec2(whole), ivec2(0), size - 1), second = clamp(ivec2(whole) + 1, ivec2(0), size - 1);
     int layer = int(at.z);
     vec4 upper = mix(texelFetch(t_pyramid, ivec3(first, layer), level),

@@ -143,6 +143,15 @@ def test_no_popping_between_levels(backend: Any) -> None:
     assert float((found[1:] - found[:-1]).abs().max()) < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+def test_samples_far_outside_read_the_nearest_edge(dtype: torch.dtype) -> None:
+    """Half a patch of the highest level is more pixels than an integer counts."""
+    image = noise(1, 8, 8, dtype=dtype)
+    found = lod.gather_patches(lod.mipmap(image, levels=1), [[0.5, 0.5, 30.0]], 14, backend="gl")[0, 0]
+    corners = image[0, ::7, ::7].repeat_interleave(7, 0).repeat_interleave(7, 1)
+    assert torch.allclose(found.float(), corners.float(), atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_levels_past_the_last_read_the_last(backend: Any) -> None:
     pyramid = lod.mipmap(noise(3, 32, 48))

@@ -39,3 +39,16 @@ def test_the_texels_of_a_pyramid(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
             ctx.gl.Finish()
             assert len(found) == len(expected) == len(pyramid)
             assert all(map(torch.equal, found, expected)), shape
+
+
+def test_more_images_than_a_texture_has_layers(restored_limits: lod.Context) -> None:
+    restored_limits.limits.layers = 256
+    for dtype in DTYPES:
+        image = noise(300, 3, 7, 6, dtype=dtype)
+        pyramid = lod.mipmap(image, generator="compute")
+        with restored_limits as ctx, ctx.active():
+            found = texels(ctx, TextureChain(image).textures(ctx), dtype)
+            expected = texels(ctx, pyramid.textures(ctx), dtype)
+            ctx.gl.Finish()
+            assert len(found) == len(expected) == 2 * len(pyramid)
+            assert all(map(torch.equal, found, expected))
