@@ -31,9 +31,10 @@ _FORMATS = (G.RED, G.RG, G.RGBA, G.RGBA)
 
 
 def by_host(ctx: Context) -> bool:
-    """True where `Uploader` may be used: torch and OpenGL share memory in the midst of a verb, and no plan is recorded,
-    which repeats OpenGL's work alone."""
-    return ctx.bridge.coherent and recording.current() is None
+    """True where `Uploader` is used: a software renderer, where torch and OpenGL share memory in the midst of a verb; and
+    no plan is recorded, which repeats OpenGL's work alone. Hardware would wait for each piece, and read its memory back.
+    """
+    return ctx.software and ctx.bridge.coherent and recording.current() is None
 
 
 def tensors_to_textures(ctx: Context, levels: Sequence[torch.Tensor], textures: Sequence[tuple[int, Texture]]) -> None:
