@@ -31,7 +31,7 @@ _FORMATS = (G.RED, G.RG, G.RGBA, G.RGBA)
 
 
 def by_host(ctx: Context) -> bool:
-    """True where `Uploader` is used: on a software renderer, where torch and OpenGL share memory in the midst of a verb.
+    """True where `Uploader` is used: on a software renderer, where torch and OpenGL share memory amid a verb.
     Hardware would wait for each piece and read its memory back; a plan that is recorded repeats OpenGL's work alone."""
     return ctx.software and ctx.bridge.coherent and recording.current() is None
 
