@@ -54,6 +54,15 @@ def unit(name: str, fixation: str | None = None, budget: int = 6, **arguments: A
     return frame.Unit(task, picture, Method(name, tuple(arguments.items()), fixation), "lots", budget)
 
 
+def test_the_quick_form_has_the_rest_at_its_largest_budget_alone() -> None:
+    task = Exact()
+    every = [Method("GridTopK"), Method("fovi", (), "centre")]
+    for quick, budgets in ((True, [6]), (False, [4, 6])):
+        units = list(frame.units_of(task, task.pictures(1, True), every, (4, 6), quick))
+        assert [unit.budget for unit in units if unit.method.name == "fovi"] == budgets
+        assert [unit.budget for unit in units if unit.method.name == "GridTopK"] == [4, 6]
+
+
 # -- what rebuilds pictures itself -------------------------------------------------------------------------------------
 
 

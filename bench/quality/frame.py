@@ -23,7 +23,7 @@ from gpu_lod.rebuild import Rebuilt, rebuild
 from gpu_lod.token_set import TokenSet
 from quality.learned import trained
 from quality.memory import peak_bytes
-from quality.methods import BASELINE, CENTRE, FULL, ORACLE, SALIENCY, Method, class_of, left_out, methods
+from quality.methods import BASELINE, CENTRE, FULL, ORACLE, OWN, SALIENCY, Method, class_of, left_out, methods
 from quality.task import Found, Plan, Task, digest_of, reason_of
 
 BUDGETS, QUICK_BUDGETS = (64, 128, 150, 273, 576), (150, 273)
@@ -153,12 +153,14 @@ def units_of(
     task: RebuiltPictures, pictures: Sequence[Picture], methods: Sequence[Method], budgets: Sequence[int], quick: bool
 ) -> Iterator[Unit]:
     """Every unit of a task: picture by picture, so that a stopped run has whole ones. The quick form has relevance of
-    other kinds than the first for the baseline alone."""
+    other kinds than the first for the baseline alone, and what is not the package's at its largest budget alone."""
     for picture in pictures:
         yield Unit(task, picture, FULL, None, None)
         for budget in budgets:
             for method in methods:
                 if method.fixation == ORACLE and picture.target is None:
+                    continue
+                if quick and method.name in OWN and budget < max(budgets):
                     continue
                 kinds: list[str | None] = list(picture.relevance) if method.looks else [None]
                 for kind in kinds if method.name == BASELINE or not quick else kinds[:1]:

@@ -96,6 +96,11 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "schema": {"const": 2},
         "form": {"enum": ["quick", "full"]},
+        "run": {
+            "type": "object",
+            "required": ["tasks", "jobs", "seconds", "went_on"],
+            "properties": {"seconds": {"type": "number", "minimum": 0}, "went_on": {"type": "boolean"}},
+        },
         "tasks": {"type": "object", "minProperties": 1, "additionalProperties": _TASK},
     },
 }  # fmt: skip

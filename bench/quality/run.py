@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -58,6 +59,7 @@ def measure(
         names: modules of these tasks.
         jobs: processes that compute; 1 is this one.
     """
+    start, known = time.perf_counter(), len(journal)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         found = {task.name: task.units(plan) for task in tasks}
@@ -89,6 +91,12 @@ def measure(
         "form": "quick" if plan.quick else "full",
         "interval": LEVEL,
         **machine,
+        "run": {
+            "tasks": list(names),
+            "jobs": jobs,
+            "seconds": round(time.perf_counter() - start),
+            "went_on": known > 0,
+        },
         "tasks": summaries,
     }
 

