@@ -202,13 +202,14 @@ def halve_mean(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
         x = _polyphase(x, -2)
     if w % 2 and w > 1:
         x = _polyphase(x, -1)
-    if x.shape[-2] != height and x.shape[-1] != width and x.device.type != "cpu":
+    threads = torch.get_num_threads() if x.device.type == "cpu" else 0
+    if x.shape[-2] != height and x.shape[-1] != width and threads != 1:
         # One kernel for four: bilinear at half the size has its taps at the centres, with weights of exactly 1/2.
         batched = x if x.ndim == 4 else x[None]
         batched = F.interpolate(batched, size=(height, width), mode="bilinear", align_corners=False)
         return batched if x.ndim == 4 else batched[0]
-    # Interpolate takes a CPU as long on all its threads, five times as long on one. And where one side alone is even
-    # it weighs a neighbour on the other side with 0, and 0 * inf is NaN.
+    # On a single thread torch interpolates by another kernel, which takes five times as long as sums do. And where one
+    # side alone is even it weighs a neighbour on the other side with 0, and 0 * inf is NaN.
     share = 1.0
     if x.shape[-2] != height:
         x, share = torch.add(x[..., 0::2, :], x[..., 1::2, :]), 0.5

@@ -77,12 +77,13 @@ class _Mip:
 
     def _with_sums(self) -> _Mip:
         squares = (self.means - self.base).square().sum(1)
-        squares = squares * (self.whole or self.rows[:, None] * self.columns)
+        if not self.whole:
+            squares = squares * (self.rows[:, None] * self.columns)
         bottom, right = (-n % self.patch for n in squares.shape[-2:])
         if bottom or right:
             squares = F.pad(squares, (0, right, 0, bottom))
         held = squares.unflatten(-2, (-1, self.patch)).sum(-2).unflatten(-1, (-1, self.patch)).sum(-1)
-        return replace(self, held=held)
+        return replace(self, held=held * (self.whole or 1.0))
 
     def coarser(self) -> _Mip:
         means, rows, columns, whole = self.means, self.rows, self.columns, self.whole
