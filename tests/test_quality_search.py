@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,7 @@ from quality.search_way import Way, prepared  # noqa: E402
 SMALL = search.Form(budgets=(64,), seeds=2, pictures=2, allocators=("Random", "GridTopK", "LogPolar"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The jobs are small: more threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Stopped(Exception):
