@@ -272,13 +272,10 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
     sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
     numbers = group.unique().tolist()
-    if len(numbers) == 1 and numbers[0] % 3 == 2:  # all are slices of one level: no copy of the copy
-        windows = chain[numbers[0] // 3].unfold(2, patch, 1).unfold(3, patch, 1)
-        x, y = first.long().unbind(-1)
-        result = windows[torch.arange(batch, device=top.device)[:, None], :, y, x].to(work)
-        numbers = []
-    else:
-        result = top.new_empty((batch, budget, channels, patch, patch), dtype=work)
+    if any(number % 3 < 2 for number in numbers):
+        x, y = (2 * along / sides - 1).unbind(2)
+        grids = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
+    result = None
     for number in numbers:
         index, kind = divmod(number, 3)
         member = group == number
@@ -286,21 +283,25 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         if kind == 2:
             windows = chain[index].unfold(2, patch, 1).unfold(3, patch, 1)
             x, y = first[image, site].long().unbind(-1)
-            result[image, site] = windows[image, :, y, x].to(work)
-            continue
-        # As many of each image: some twice where one has fewer than another.
-        most = int(member.sum(dim=1).max())
-        order = member.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        rows = torch.arange(batch, device=top.device)[:, None]
-        x, y = (2 * along[rows, order] / sides - 1).unbind(2)
-        grid = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1).flatten(1, 2)
-        values = bilinear(chain[index], grid, work)
-        if kind == 1:
-            share = (read - fine)[rows, order].repeat_interleave(patch, 1)[:, None, :, None]
-            values = torch.lerp(values, bilinear(chain[index + 1], grid, work), share)
-        values = values.unflatten(2, (most, patch)).transpose(1, 2)
-        whole = batch == 1 or image.numel() == batch * most
-        result[image, site] = values.flatten(0, 1) if whole else values[member[rows, order]]
+            values = windows[image, :, y, x].to(work)
+        else:
+            rows, order = image[:1], site[None]
+            if batch > 1:  # as many of each image: some twice where one has fewer than another
+                most = int(member.sum(dim=1).max())
+                order = member.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+                rows = torch.arange(batch, device=top.device)[:, None]
+            grid = grids[rows, order]
+            values = _sampled(chain[index], grid, work)
+            if kind == 1:
+                share = (read - fine)[rows, order][..., None, None, None]
+                values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
+            values = values.flatten(0, 1) if image.numel() == order.numel() else values[member[rows, order]]
+        if len(numbers) == 1:  # no copy of the copy
+            result = values.unflatten(0, (batch, budget))
+            break
+        result = top.new_empty((batch, budget, channels, patch, patch), dtype=work) if result is None else result
+        result[image, site] = values
+    assert result is not None
     if look.scale is not None:
         scale, offset = torch.tensor([look.scale, look.offset], dtype=work, device=top.device)[..., None, None]
         result = torch.addcmul(offset, result, scale)
@@ -309,6 +310,14 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         result = result * (x[:, :, None, :] & y[:, :, :, None])[:, :, None]
     result = stored(result, look.dtype)
     return result if levels[0].ndim == 4 else result[0]
+
+
+def _sampled(level: torch.Tensor, grid: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+    """[B, n, C, P, P] of a level [B, C, h, w] at `grid` [B, n, P, P, 2]."""
+    if len(grid) == 1 and not needs_grad(level):
+        # As so many of the same picture, a patch of each: patches come whole, and a CPU works at several at a time.
+        return bilinear(level.to(work).expand(grid.shape[1], -1, -1, -1), grid[0], work)[None]
+    return bilinear(level, grid.flatten(1, 2), work).unflatten(2, grid.shape[1:3]).transpose(1, 2)
 
 
 def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch.Tensor:

@@ -56,9 +56,16 @@ def over_patches(values: torch.Tensor, scene: Scene, level: int, step: int, size
 def relevances(scene: Scene, top: int) -> list[torch.Tensor]:
     """Mean relevance of the nodes of levels 0 to `top`, over the cells that each covers: [B, h_l, w_l], from 0 to 1."""
     values = scene.amounts()
-    total, count = values / values.amax((1, 2), keepdim=True), torch.ones_like(values[:1])
-    levels = [total]
+    total = values / values.amax((1, 2), keepdim=True)
+    levels, count, cells = [total], None, 1
     for _ in range(top):
-        total, count = coarser(total, "sum"), coarser(count, "sum")
-        levels.append(total / count)
+        if count is None and (total.shape[1] % 2 or total.shape[2] % 2):
+            count = torch.full_like(total[:1], cells)
+        total = coarser(total, "sum")
+        if count is None:  # all nodes cover as many
+            cells *= 4
+            levels.append(total / cells)
+        else:
+            count = coarser(count, "sum")
+            levels.append(total / count)
     return levels

@@ -95,16 +95,17 @@ def _bounds(lost: Sequence[torch.Tensor], scene: Scene) -> list[torch.Tensor]:
 
 def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The continuous level of each node of each level, for those that are leaves."""
-    unsplit = [(gain * leaves).amax((1, 2)) for gain, leaves in zip(benefits, cut.leaves, strict=False)]
-    threshold = torch.stack(unsplit).amax(0)[:, None, None]
-    levels = []
-    for level, leaves in enumerate(cut.leaves):
-        own = benefits[level]
-        if level == len(cut.leaves) - 1:  # roots have no parent
-            levels.append(torch.full_like(own, level))
-            continue
-        parent = children(benefits[level + 1], (leaves.shape[1], leaves.shape[2]))
-        room = parent - own
-        share = torch.where(room > 0, (threshold - own) / torch.where(room > 0, room, 1.0), 0.0)
-        levels.append(level + share.clamp(0, _MOST))
-    return levels
+    sizes = [(leaves.shape[1], leaves.shape[2]) for leaves in cut.leaves]
+    parents = [children(coarse, size) for coarse, size in zip(benefits[1:], sizes[:-1], strict=False)]
+    parents.append(benefits[len(sizes) - 1])  # roots have none, and stay where they are
+    # All levels at once: they are small.
+    own, above, leaf = (_flat(levels) for levels in (benefits[: len(sizes)], parents, cut.leaves))
+    threshold = (own * leaf).amax(1, keepdim=True)
+    room = above - own
+    share = torch.where(room > 0, (threshold - own) / torch.where(room > 0, room, 1.0), 0.0).clamp(0, _MOST)
+    shares = share.split([height * width for height, width in sizes], dim=1)
+    return [level + part.unflatten(1, size) for level, (part, size) in enumerate(zip(shares, sizes, strict=True))]
+
+
+def _flat(levels: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([level.flatten(1) for level in levels], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -72,7 +73,7 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
     left = torch.full((batch,), budget - roots, device=detail.device)
     if order_of:
         flat = torch.cat(order_of, dim=1)
-        costs = torch.cat([_costs(sizes[level - 1], detail.device).flatten() for level in range(top, 0, -1)])
+        costs = torch.cat([_costs(sizes[level - 1], detail.device) for level in range(top, 0, -1)])
         order = torch.sort(flat, dim=1, descending=True, stable=True).indices
         spent = costs[order].cumsum(1)
         fits = spent <= budget - roots
@@ -85,7 +86,7 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
     for level, size in enumerate(sizes):
         reached = torch.ones_like(split_at[level]) if level == top else children(split_at[level + 1], size)
         leaves.append(reached & ~split_at[level])
-    return Cut(tuple(leaves), best(detail, ~leaves[0], left))
+    return Cut(tuple(leaves), _left_over(detail, leaves[0], left))
 
 
 def _numbers(value: torch.Tensor, name: str) -> torch.Tensor:
@@ -125,11 +126,13 @@ def _propagated(benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _costs(below: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Children less one of each node above a level of this size."""
-    sides = [2 * torch.ones(-(-n // 2), dtype=torch.long, device=device) for n in below]
-    for side, n in zip(sides, below, strict=True):
-        side[-1] -= n % 2
-    return sides[0][:, None] * sides[1] - 1
+    """Children less one of each node above a level of this size, row by row."""
+    height, width = (-(-n // 2) for n in below)
+    costs = torch.full((height, width), 3, device=device)
+    for side, n in zip((costs.T, costs), below, strict=True):
+        if n % 2:
+            side[:, -1] = (side[:, -1] - 1) // 2
+    return costs.flatten()
 
 
 def children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -139,13 +142,16 @@ def children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return twice[:, : size[0], : size[1]]
 
 
-def best(values: torch.Tensor, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Where the best `count` [B] of the eligible cells are; equal ones by their place."""
-    flat, open_ = values.flatten(1), eligible.flatten(1)
-    by_value = torch.sort(flat, dim=1, descending=True, stable=True).indices
-    rank = torch.cumsum(open_.gather(1, by_value), dim=1)
-    taken = open_.gather(1, by_value) & (rank <= count[:, None])
-    return torch.zeros_like(open_).scatter(1, by_value, taken).unflatten(1, values.shape[1:])
+def _left_over(detail: torch.Tensor, reached: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Where the best cells are that are not reached, `left` [B] of them; equal ones by their place. At most 2: three
+    more tokens split any node."""
+    values = detail.clamp(min=torch.finfo(detail.dtype).min).masked_fill(reached, -math.inf).flatten(1)
+    taken = torch.zeros_like(values, dtype=torch.bool)
+    for count in (1, 2):
+        index = values.argmax(1, keepdim=True)
+        taken.scatter_(1, index, left[:, None] >= count)
+        values.scatter_(1, index, -math.inf)
+    return taken.view_as(detail)
 
 
 def tokens_of(scene: Scene, cut: Cut, values: Sequence[torch.Tensor], budget: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
-from gpu_lod.allocate.tree_cut import best, tokens_at
+from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.errors import InputError, UnsupportedError
 
 
@@ -71,11 +71,15 @@ class Wavelet(Allocator):
         weight = torch.stack(once, dim=1)
         room = torch.tensor(there, device=scene.device).expand_as(weight)
         counts = shared_out(weight, room, self.budget, least=0)
-        nodes = [
-            (level, best(values, torch.ones_like(values, dtype=torch.bool), counts[:, level]))
-            for level, values in enumerate(worth)
-        ]
+        nodes = [(level, _best(values, counts[:, level])) for level, values in enumerate(worth)]
         return tokens_at(scene, nodes, relevance, self.budget)
+
+
+def _best(values: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Where the highest `count` [B] of values [B, h, w] are; equal ones by their place."""
+    order = torch.sort(values.flatten(1), dim=1, descending=True, stable=True).indices
+    taken = torch.arange(order.shape[1], device=order.device) < count[:, None]
+    return torch.zeros_like(taken).scatter(1, order, taken).view_as(values)
 
 
 def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torch.Tensor]:
