@@ -91,12 +91,12 @@ def learned_relevance(data: Data) -> Cells:
 
 
 def readme() -> str:
-    """The longest form there is: for each task a sentence, and the rows that matter."""
-    path = min(result_files(), key=lambda path: path.stem != "full")
-    data = tables.load(path)
+    """Of each task a sentence, and the rows that matter, by the longest form that has it."""
     cells = [["task", "K", "method", "relevance", "accuracy", "x 1000 / K", "peak memory", "verdict"]]
-    for task in data["tasks"].values():
+    sentences = []
+    for task, form in longest().values():
         budget = tables.usual_budget(task)
+        sentences.append(f"- {tables.in_a_sentence(task)} {form}")
         shown = tables.best_of(task, budget, BEST) + tables.baselines(task, budget)
         for row in [row for row in tables.rows_at(task, budget) if row in shown]:
             cells.append(
@@ -106,15 +106,20 @@ def readme() -> str:
                     tables.size(row["peak_bytes"]), row["verdict"],
                 ]
             )  # fmt: skip
-    sentences = [f"- {tables.in_a_sentence(task)}" for task in data["tasks"].values()]
-    link = path.relative_to(ROOT).as_posix()
-    return "\n\n".join(
-        [
-            f"The {data['form']} form, {data['date']} ([file]({link})); means ± half the 95% interval over pictures.",
-            "\n".join(sentences),
-            piped(cells),
-        ]
-    )
+    about = "Means ± half the 95% interval over pictures."
+    return "\n\n".join([about, "\n".join(sentences), piped(cells)])
+
+
+def longest() -> dict[str, tuple[Data, str]]:
+    """Tasks by name, in the order of the program that runs them, and a link to where each comes from."""
+    found = {}
+    for path in sorted(result_files(), key=lambda path: path.stem == "full"):
+        data = tables.load(path)
+        for name, task in data["tasks"].items():
+            date = task["measured"]["date"]
+            link = f"([{data['form']} form, {date}]({path.relative_to(ROOT).as_posix()}))"
+            found[name] = task, link
+    return found
 
 
 CONTENT: dict[Path, Callable[[], str]] = {QUALITY: quality, SEARCH: search, README: readme}
