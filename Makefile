@@ -73,9 +73,10 @@ format: setup  ## let ruff fix and format the code
 setup:
 	@.ci/setup.sh
 
-# A window test needs a screen: Xvfb is one without a monitor. g++ makes the emulator that CUDA kernels run on.
+# A window test needs a screen: Xvfb is one without a monitor. g++ makes the emulator that CUDA kernels run on; glslang is
+# a second opinion on the shaders.
 setup-test:
-	@.ci/setup.sh xvfb libgl1 g++
+	@.ci/setup.sh xvfb libgl1 g++ glslang-tools
 
 clean:  ## remove .venv and everything that was built
 	rm -rf .venv build dist out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

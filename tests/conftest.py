@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 from cuda_emulator import EmulatedDevice
+from reference_compiler import beside_the_driver
 
 import gpu_lod as lod
 from gpu_lod import calibration
@@ -51,6 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ctx() -> lod.Context:
     """The default context. No fallback: without OpenGL the parity tests fail, they do not skip."""
     return lod.Context()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def by_the_book() -> Iterator[None]:
+    """What one driver compiles another may refuse: Khronos's compiler must take every shader, where it is installed."""
+    with beside_the_driver():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import reference_compiler
 
 import gpu_lod as lod
 from gpu_lod import glstate, shaders
@@ -127,3 +128,15 @@ def test_unknown_uniform_is_told(ctx: lod.Context) -> None:
         program.set(u_target_size=(4, 4))  # dropped by the compiler for even sides, and that is fine
         with pytest.raises(ShaderError, match="u_typo"):
             program.set(u_typo=1)
+
+
+@pytest.mark.skipif(not reference_compiler.is_here(), reason="no glslangValidator: apt-get install glslang-tools")
+def test_what_one_driver_takes_and_others_refuse_fails_its_test(folder: Callable[..., None], ctx: lod.Context) -> None:
+    head = "#version 430\nlayout(local_size_x = 1) in;\n"
+    folder({"main.comp": head + "shared float total = 1.0;\nvoid main() { total += 1.0; }\n"})
+    with ctx.active():
+        if ctx.renderer.startswith("llvmpipe"):  # Mesa lets shared variables have a value from the start
+            with pytest.raises(AssertionError, match=r"main.comp:3.*shared"):
+                ctx.programs.compute("main.comp")
+        with pytest.raises(AssertionError, match=r"main.comp:3.*shared"):
+            reference_compiler.refuse({"compute_shader": shaders.source("main.comp")})
