@@ -8,12 +8,12 @@ from typing import Any
 
 from rows import RESULTS
 
-from gpu_lod.report.files import write
+from gpu_lod.report.files import between, write
 from gpu_lod.report.plots import figure_of, svg_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DOC = DOCS / "allocators.md"
-BEGIN, END = "<!-- tables: python bench/bench_allocate.py --doc -->", "<!-- end of tables -->"
+MARKS = "<!-- tables: python bench/bench_allocate.py --doc -->", "<!-- end of tables -->"
 HEADINGS = ["allocator", "relevance given", "picture alone", "a picture of 32, given", "a picture of 32, alone"]
 JOBS = [("patches", False), ("patches, no relevance", False), ("patches", True), ("patches, no relevance", True)]
 Data = dict[str, Any]
@@ -40,10 +40,7 @@ def plot_of(path: Path) -> Path:
 
 
 def with_tables(text: str) -> str:
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    body = "\n\n".join(tables(path) for path in result_files())
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
 
 
 def tables(path: Path) -> str:

@@ -25,10 +25,11 @@ from rows import RESULTS, common, slug, versions, write
 from timer import race
 
 import gpu_lod as lod
+from gpu_lod.report.files import between
 from gpu_lod.report.files import write as write_text
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "encoders.md"
-BEGIN, END = "<!-- tables: python bench/bench_encoder.py --doc -->", "<!-- end of tables -->"
+MARKS = "<!-- tables: python bench/bench_encoder.py --doc -->", "<!-- end of tables -->"
 FULL, OWN, ADAPTER = "full grid", "the model's own forward, 529 tokens", "the adapter, the same 529 tokens"
 Data = dict[str, Any]
 
@@ -96,10 +97,7 @@ def result_files() -> list[Path]:
 
 
 def with_tables(text: str) -> str:
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    body = "\n\n".join(tables(path) for path in result_files())
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
 
 
 def main(arguments: list[str] | None = None) -> int:

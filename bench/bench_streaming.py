@@ -29,10 +29,11 @@ from skimage import data as photographs
 
 import gpu_lod as lod
 from gpu_lod.feature_maps import saliency_map
+from gpu_lod.report.files import between
 from gpu_lod.report.files import write as write_text
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "encoders.md"
-BEGIN, END = "<!-- tables: python bench/bench_streaming.py --doc -->", "<!-- end of the tables of streaming -->"
+MARKS = "<!-- tables: python bench/bench_streaming.py --doc -->", "<!-- end of the tables of streaming -->"
 PATCH, BUDGET, SIZE = 14, 128, (252, 336)
 """18 x 24 patches, of which 128 are held."""
 FRAMES, QUICK_FRAMES = 48, 4
@@ -190,10 +191,7 @@ def result_files() -> list[Path]:
 
 
 def with_tables(text: str) -> str:
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    body = "\n\n".join(tables(path) for path in result_files())
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,12 +20,12 @@ import numpy as np
 from cost_fit import LARGEST, Fit, crossovers, fits
 from report import result_files
 
-from gpu_lod.report.files import load, write
+from gpu_lod.report.files import between, load, write
 from gpu_lod.report.rows import figure, job
 from gpu_lod.report.text import machine
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "cost_model.md"
-BEGIN, END = "<!-- tables: python bench/cost_model.py --doc -->", "<!-- end of tables -->"
+MARKS = "<!-- tables: python bench/cost_model.py --doc -->", "<!-- end of tables -->"
 
 
 def tables(path: Path) -> str:
@@ -103,10 +103,7 @@ def _points_table(found: list[Fit]) -> str:
 
 def with_tables(text: str, paths: Sequence[Path]) -> str:
     """The doc's text with the tables between its marks brought up to date."""
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    body = "\n\n".join(tables(path) for path in paths)
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+    return between(text, MARKS, "\n\n".join(tables(path) for path in paths))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -386,8 +386,9 @@ def test_the_readme_leaves_parts_and_most_sizes_to_the_page(tmp_path: Path) -> N
     made = text.markdown(path, tmp_path.parent)
     assert len([line for line in made.splitlines() if line.startswith("|")]) == 2 + len(shown)
     assert f"([file]({tmp_path.name}/a.json))" in made
-    readme = f"a\n{text.BEGIN}\nold\n{text.END}\nb\n"
-    assert text.with_tables(readme, made) == f"a\n{text.BEGIN}\n\n{made}\n\n{text.END}\nb\n"
+    begin, end = text.MARKS
+    readme = f"a\n{begin}\nold\n{end}\nb\n"
+    assert text.with_tables(readme, made) == f"a\n{begin}\n\n{made}\n\n{end}\nb\n"
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from rows import RESULTS
 
+from gpu_lod.report.files import between
 from quality import tables
 from quality.tables import Cells, Data, figure, number, piped
 
 ROOT = Path(__file__).resolve().parents[2]
 QUALITY, SEARCH, README = ROOT / "docs" / "quality.md", ROOT / "docs" / "search.md", ROOT / "README.md"
-BEGIN, END = "<!-- quality: python bench/quality/report.py -->", "<!-- end of quality -->"
+MARKS = "<!-- quality: python bench/quality/report.py -->", "<!-- end of quality -->"
 BEST = 3
 """Methods of each task in the README."""
 
@@ -24,9 +25,7 @@ def result_files() -> list[Path]:
 
 def updated(path: Path) -> str:
     """A file's text with what is between its marks brought up to date."""
-    head, rest = path.read_text("utf-8").split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n\n{CONTENT[path]()}\n\n{END}{tail}"
+    return between(path.read_text("utf-8"), MARKS, CONTENT[path]())
 
 
 def quality() -> str:

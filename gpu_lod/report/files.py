@@ -55,6 +55,14 @@ def load(path: Path) -> Data:
     return cleaned
 
 
+def between(text: str, marks: tuple[str, str], body: str) -> str:
+    """A document with what is between its two marks replaced by `body`."""
+    begin, end = marks
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n\n{body}\n\n{end}{tail}"
+
+
 def load_all(paths: Iterable[Path]) -> list[tuple[Path, Data]]:
     """All files, ordered by device, so that their order in the call changes nothing.
 

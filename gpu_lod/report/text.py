@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpu_lod.report.files import Data, load
+from gpu_lod.report.files import Data, between, load
 from gpu_lod.report.rows import Row, best, job, note, time, way
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 HEADINGS = ["verb", "job", "best GL, ms", "best torch, ms", "GL against torch", "auto, ms", "floor, ms"]
-BEGIN, END = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
+MARKS = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
 _SHOWN = ([224, 224], [1024, 1024], [777, 1001], [4096, 4096])
 """Sizes of plain chains in the README; the page has all."""
 
@@ -128,6 +128,4 @@ def _escape(text: str) -> str:
 
 def with_tables(text: str, tables: str) -> str:
     """README text with the tables between the two marks brought up to date."""
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}"
+    return between(text, MARKS, tables)
