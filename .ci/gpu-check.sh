@@ -253,7 +253,8 @@ PYTHON
 # shellcheck disable=SC2016
 some_passed='"$@" || exit; tail -n 1 "$0" | grep -q "[1-9][0-9]* passed" || { echo "no test ran"; exit 1; }'
 allow 35
-GPU_LOD_TEST_INSTALLED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
+GPU_LOD_TEST_INSTALLED=1 GPU_LOD_TEST_WARNINGS=default PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+    stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
     bash -c "$some_passed" "$out/gpu-tests.log" "$python" -m pytest -m gpu -v --durations=10 "${aside[@]}" \
     -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
     --junitxml "$out/gpu-tests.xml" "${files[@]:-$checkout/tests}"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scripts import run
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / ".ci" / "gpu-check.sh"
@@ -160,6 +161,17 @@ def test_every_stage_runs_the_copy_of_the_package(
         where = (seen / f"{stage}.cwd").read_text().strip()
         assert not Path(where).is_relative_to(CHECKOUT), "the checkout would shadow the copy"
     assert environment(seen, "tests")["GPU_LOD_TEST_INSTALLED"] == "1"
+
+
+def test_warnings_of_the_environment_fail_no_script(
+    check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tests that run scripts, as of pytest itself."""
+    warn = "import warnings; warnings.warn('of a package that is here by chance')"
+    assert run(warn).returncode == 1, "elsewhere they are errors"
+    check()
+    monkeypatch.setenv("GPU_LOD_TEST_WARNINGS", environment(seen, "tests")["GPU_LOD_TEST_WARNINGS"])
+    assert run(warn).returncode == 0
 
 
 def test_stages_are_told_where_to_write_and_how_long_they_have(
