@@ -269,7 +269,7 @@ stage shared-memory "$work/shared.log" "$work/shared.log" "$python" "$checkout/b
 
 allow 10
 stage allocators "$work/allocators.log" "$work/allocators.log" "$python" "$checkout/bench/bench_allocate.py" \
-    --device cuda --out "$out/allocators.json"
+    --device cuda --out "$out/allocators.json" --seconds $((limit * 6 / 10 + 1))
 
 # All the time that is left, less what importing, the last row and the plot take.
 allow 100
