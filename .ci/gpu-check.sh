@@ -138,6 +138,9 @@ PYTHON
         for wheel in "${missing[@]}"; do
             if timeout 30 "${pip[@]}" "$wheel"; then
                 echo "installed ${wheel##*/}"
+            # A wheel is a zip file of what goes on the path: where there is no pip, that will do.
+            elif ! "$python" -m pip --version >/dev/null && "$python" -m zipfile -e "$wheel" "$work/wheels"; then
+                echo "unpacked ${wheel##*/}"
             else
                 echo "could not install ${wheel##*/}"
                 status=1

@@ -305,6 +305,17 @@ def test_a_broken_wheel_does_not_spoil_the_others(
     assert "could not install a_broken_one" in done.stdout
 
 
+def test_without_pip_wheels_are_unpacked(
+    check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text(python.read_text().replace('case "$*" in', 'case "$*" in "-m pip "*) exit 1 ;;'))
+    wheel(tmp_path / "wheels", "tiny_package")
+    done = check(WHEELS=str(tmp_path / "wheels"), doctor=LOOK.format(python=sys.executable))
+    assert done.returncode == 0, done.stdout
+    assert (seen / "tiny").exists()
+
+
 @pytest.mark.parametrize("variable", ["WHEELS", "LIBS"])
 def test_a_folder_that_is_not_there_is_told(
     variable: str, check: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
