@@ -257,6 +257,54 @@ def test_a_doctor_that_says_nothing_leaves_no_file(
     assert not (tmp_path / "out" / "doctor.json").exists()
 
 
+def test_a_test_that_loses_the_gpu_takes_no_other_with_it(tmp_path: Path) -> None:
+    """In the process beside pytest's, in which the script runs them."""
+    (tmp_path / "test_some.py").write_text(
+        """
+import torch
+
+def test_before():
+    pass
+
+def test_loses_it():
+    def lost():
+        raise RuntimeError("an illegal memory access was encountered")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lost
+    raise ValueError("what it found")
+
+def test_after():
+    assert not torch.cuda.is_initialized()
+"""
+    )
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    mine |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist.plugin",
+        "-n",
+        "1",
+        "-p",
+        "lost_gpu",
+        "-v",
+        "-c",
+        os.devnull,
+    ]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", str(tmp_path)],
+        env=mine | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "2 passed" in done.stdout.splitlines()[-1], done.stdout + done.stderr
+    assert "what it found" in done.stdout and "leaves CUDA unusable: an illegal" in done.stdout + done.stderr
+
+
 # -- folders of wheels and libraries -----------------------------------------------------------------------------------
 
 
