@@ -1,18 +1,21 @@
 """What allocators cost, from a picture to its patches: bench/results/allocate/<device>.json and docs/allocators.md.
 
-python bench/bench_allocate.py [--quick] [--device cuda] [--only GridTopK,Voronoi] [--out FILE]
+python bench/bench_allocate.py [--quick] [--device cuda] [--only GridTopK,Voronoi] [--out FILE] [--seconds S]
 python bench/bench_allocate.py --doc   put the tables and plots of all result files into docs/allocators.md
 
 The first job is one picture of 1024 x 1024 on a grid of 64 x 64, K = 273, with the relevance given and without; then 32
 such pictures in a call; then the sites alone over the side of the grid and over K (with patches of 4 x 4 for those that
 look at the picture). Learned allocators are as they are
-made, untrained, without gradients.
+made, untrained, without gradients. The file is saved after each job, and an allocator that fails is in it with the
+reason: a run that is stopped, or trips on a device, leaves what it has measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 
 import jsonschema
 import torch
+from cuda_timer import short
 from inputs import picture
 from rows import RESULTS, common, slug, write
 from timer import race, wall_ms
@@ -76,8 +80,8 @@ def given_to(allocator: Any, batch: int, device: str) -> dict[str, Any]:
     return {need: value for need, value in values.items() if need in allocator.needs}
 
 
-def rows(names: list[str], device: str, quick: bool) -> Iterator[list[Row]]:
-    """One job after the other, its allocators by turns."""
+def rows(names: list[str], device: str, quick: bool, failures: dict[str, str]) -> Iterator[list[Row]]:
+    """One job after the other, its allocators by turns; what fails is added to `failures`, by job and allocator."""
     grid, batch = (16, 2) if quick else (GRID, 32)
     for count in (1, batch):
         budget = 20 if quick else BUDGET
@@ -90,7 +94,7 @@ def rows(names: list[str], device: str, quick: bool) -> Iterator[list[Row]]:
                 sides[name] = partial(allocator, image, maps, **given_to(allocator, count, device))
             if maps is not None:
                 sides[TORCH] = partial(plain, image, relevance, budget)
-            yield timed(sides, job, grid, PATCH, count, budget, device)
+            yield timed(sides, job, grid, PATCH, count, budget, device, failures)
     for side, budget in [(16, 64), (32, 64)] if quick else over(GRIDS, BUDGETS):
         patch = 4
         image = picture(side * patch, side * patch).to(device)
@@ -100,7 +104,7 @@ def rows(names: list[str], device: str, quick: bool) -> Iterator[list[Row]]:
             allocator = ready(name, budget, patch, device)
             pixels = image if "image" in allocator.needs else None
             sides[name] = partial(allocator, pixels, relevance, **given_to(allocator, 1, device))
-        yield timed(sides, "sites", side, patch, 1, budget, device)
+        yield timed(sides, "sites", side, patch, 1, budget, device, failures)
 
 
 def over(grids: tuple[int, ...], budgets: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -108,11 +112,28 @@ def over(grids: tuple[int, ...], budgets: tuple[int, ...]) -> list[tuple[int, in
     return [(side, min(BUDGET, side * side)) for side in grids] + [(GRID, k) for k in budgets if k != BUDGET]
 
 
-def timed(sides: dict[str, Side], job: str, grid: int, patch: int, batch: int, budget: int, device: str) -> list[Row]:
-    """A row for each side."""
-    often = {"fewest": 4, "most": 4, "warm_up": 1} if batch > 1 else {"most": 16}  # a large batch takes a second
+def timed(
+    sides: dict[str, Side],
+    job: str,
+    grid: int,
+    patch: int,
+    batch: int,
+    budget: int,
+    device: str,
+    failures: dict[str, str],
+) -> list[Row]:
+    """A row for each side that runs."""
+    often = {"fewest": 4, "most": 4, "warm_up": 0} if batch > 1 else {"most": 16}  # a large batch takes a second
+    clock = wall_ms if device == "cpu" else synchronised_ms
+    able: dict[str, Side] = {}
     with torch.no_grad():
-        found = race(sides, seconds=0.3, clock=wall_ms if device == "cpu" else synchronised_ms, **often)
+        for name, side in sides.items():
+            try:
+                clock(side)  # the warm-up of large batches
+                able[name] = side
+            except Exception as error:
+                failures[f"{job}, grid {grid}, K {budget}, batch {batch}: {name}"] = short(error)
+        found = race(able, seconds=0.3, clock=clock, **often)
     return [
         {
             "allocator": name, "job": job, "grid": [grid, grid], "patch": patch, "batch": batch, "budget": budget,
@@ -134,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", help="comma-separated names (default: all)")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/allocate/<device>.json)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no further job begins")
     options = parser.parse_args(arguments)
     if options.doc:
         import allocate_doc
@@ -148,17 +170,24 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
     about = common()
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"{about['cpu']} {about['threads']} cores"
-    found: list[Row] = []
-    for part in rows(names, options.device, options.quick):
-        first = part[0]
-        print(f"{first['job']}: grid {first['grid'][0]}, K {first['budget']}, batch {first['batch']}", flush=True)
-        found += part
-    data = {"device": device, "tensors": options.device, **about, "rows": found}
-    jsonschema.validate(data, SCHEMA)
     path = options.out or RESULTS / "allocate" / f"{slug(device)}.json"
-    write(data, path)
+    found: list[Row] = []
+    failures: dict[str, str] = {}
+    data: dict[str, Any] = {"device": device, "tensors": options.device, **about, "rows": found, "failures": failures}
+    end = time.monotonic() + options.seconds
+    for part in rows(names, options.device, options.quick, failures):
+        found += part
+        write(data, path)
+        for first in part[:1]:
+            print(f"{first['job']}: grid {first['grid'][0]}, K {first['budget']}, batch {first['batch']}", flush=True)
+        if time.monotonic() > end:
+            print("out of time: further jobs are left out", flush=True)
+            break
+    jsonschema.validate(data, SCHEMA)
     print(f"wrote {path}")
-    return 0
+    for name, why in failures.items():
+        print(f"{name} failed: {why}", file=sys.stderr)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 from cuda_emulator import EmulatedDevice
+from lost_gpu import pytest_runtest_logfinish as pytest_runtest_logfinish
 from reference_compiler import beside_the_driver
 
 import gpu_lod as lod

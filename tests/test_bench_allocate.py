@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -42,6 +43,39 @@ def test_files_fit_the_schema_and_a_broken_one_does_not(measured: Path) -> None:
     data["rows"][0]["calls"] = 1
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(data, bench_allocate.SCHEMA)
+
+
+def test_what_fails_or_has_no_time_left_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(lod.allocate.FoveatedPyramid, "choose", fails)
+    path = tmp_path / "quick.json"
+    names = "GridTopK,FoveatedPyramid"
+    assert bench_allocate.main(["--quick", "--only", names, "--out", str(path), "--seconds", "1e-9"]) == 1
+    data = json.loads(path.read_text())
+    jsonschema.validate(data, bench_allocate.SCHEMA)
+    assert [row["allocator"] for row in data["rows"]] == ["GridTopK", bench_allocate.TORCH], "of the first job alone"
+    [(name, why)] = data["failures"].items()
+    assert name.endswith("FoveatedPyramid") and "no kernel image" in why and why in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, calls = bench_allocate.timed, []
+
+    def once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return timed(*arguments)
+
+    monkeypatch.setattr(bench_allocate, "timed", once)
+    path = tmp_path / "quick.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench_allocate.main(["--quick", "--only", "GridTopK", "--out", str(path)])
+    jsonschema.validate(json.loads(path.read_text()), bench_allocate.SCHEMA)
 
 
 def test_the_tables_show_every_side_and_the_plot_every_allocator(measured: Path) -> None:

@@ -6,7 +6,7 @@ import concurrent.futures
 import gc
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -418,14 +418,17 @@ def test_calls_from_the_backward_thread(gl: lod.Context) -> None:
 
 def test_gradients(gl: lod.Context) -> None:
     image = torch.rand(2, 3, 37, 53, device=CUDA)
-    found: list[torch.Tensor] = []
-    for backend in ("gl", "torch"):
+
+    def gradient(backend: Any, loss: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = image.clone().requires_grad_()
-        polar = lod.log_polar(lod.mipmap(x, backend=backend), (0.4, 0.6), 9, 14, backend=backend)  # type: ignore[arg-type]
-        polar.square().sum().backward()
+        loss(lod.log_polar(lod.mipmap(x, backend=backend), (0.4, 0.6), 9, 14, backend=backend)).backward()
         assert x.grad is not None
-        found.append(x.grad)
-    assert torch.allclose(found[0], found[1], atol=2e-2)
+        return x.grad
+
+    found, expected = (gradient(backend, lambda polar: polar.square().sum()) for backend in ("gl", "torch"))
+    # Twice a sample's error, of three weights between pixels in [0, 1], times what the sample takes of the pixel.
+    taken = gradient("torch", torch.sum)
+    assert ((found - expected).abs() <= 6 * HARDWARE_WEIGHT_ERROR * taken + 1e-5).all()
 
 
 @pytest.mark.parametrize("way", ["fork", "spawn"])
@@ -433,9 +436,11 @@ def test_data_loader_workers(way: str) -> None:
     """CUDA does not survive a fork, and says so; spawned workers have contexts of their own."""
     out = succeed(
         f"""
-        import torch, gpu_lod as lod
+        import torch, warnings, gpu_lod as lod
         from workers import Levels
         from torch.utils.data import DataLoader
+        # Python 3.12 warns of forks beside threads, of which CUDA has some: as an error that would hide what CUDA says.
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
         if __name__ == "__main__":
             lod.mipmap(torch.rand(1, 8, 8, device="cuda"), backend="gl")
             loader = DataLoader(Levels("cuda"), num_workers=2, multiprocessing_context="{way}")
@@ -449,7 +454,7 @@ def test_data_loader_workers(way: str) -> None:
     if way == "spawn":
         assert out.split("\n")[0] == "[0.0, 1.0, 2.0, 3.0]"
     else:
-        assert "fork" in out
+        assert "CUDA in forked subprocess" in out
 
 
 # -- other libraries ---------------------------------------------------------------------------------------------------

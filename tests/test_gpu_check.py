@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scripts import run
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SCRIPT = CHECKOUT / ".ci" / "gpu-check.sh"
@@ -162,6 +163,17 @@ def test_every_stage_runs_the_copy_of_the_package(
     assert environment(seen, "tests")["GPU_LOD_TEST_INSTALLED"] == "1"
 
 
+def test_warnings_of_the_environment_fail_no_script(
+    check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tests that run scripts, as of pytest itself."""
+    warn = "import warnings; warnings.warn('of a package that is here by chance')"
+    assert run(warn).returncode == 1, "elsewhere they are errors"
+    check()
+    monkeypatch.setenv("GPU_LOD_TEST_WARNINGS", environment(seen, "tests")["GPU_LOD_TEST_WARNINGS"])
+    assert run(warn).returncode == 0
+
+
 def test_stages_are_told_where_to_write_and_how_long_they_have(
     check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +186,8 @@ def test_stages_are_told_where_to_write_and_how_long_they_have(
     bridge = (seen / "bridge.args").read_text().split()
     assert f"{out}/bridge.json" in bridge
     assert 20 < int(bridge[bridge.index("--seconds") + 1]) < 97, "well below its limit"
+    allocators = (seen / "allocators.args").read_text().split()
+    assert 20 < int(allocators[allocators.index("--seconds") + 1]) < 54, "a job that has begun may end"
     tests = (seen / "tests.args").read_text().split()
     assert tests[tests.index("-m", 2) + 1] == "gpu"
     assert f"{out}/gpu-tests.xml" in tests
@@ -243,6 +257,54 @@ def test_a_doctor_that_says_nothing_leaves_no_file(
     assert not (tmp_path / "out" / "doctor.json").exists()
 
 
+def test_a_test_that_loses_the_gpu_takes_no_other_with_it(tmp_path: Path) -> None:
+    """In the process beside pytest's, in which the script runs them."""
+    (tmp_path / "test_some.py").write_text(
+        """
+import torch
+
+def test_before():
+    pass
+
+def test_loses_it():
+    def lost():
+        raise RuntimeError("an illegal memory access was encountered")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lost
+    raise ValueError("what it found")
+
+def test_after():
+    assert not torch.cuda.is_initialized()
+"""
+    )
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    mine |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist.plugin",
+        "-n",
+        "1",
+        "-p",
+        "lost_gpu",
+        "-v",
+        "-c",
+        os.devnull,
+    ]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", str(tmp_path)],
+        env=mine | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "2 passed" in done.stdout.splitlines()[-1], done.stdout + done.stderr
+    assert "what it found" in done.stdout and "leaves CUDA unusable: an illegal" in done.stdout + done.stderr
+
+
 # -- folders of wheels and libraries -----------------------------------------------------------------------------------
 
 
@@ -289,6 +351,17 @@ def test_a_broken_wheel_does_not_spoil_the_others(
     assert done.returncode == 1
     assert (seen / "tiny").exists()
     assert "could not install a_broken_one" in done.stdout
+
+
+def test_without_pip_wheels_are_unpacked(
+    check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text(python.read_text().replace('case "$*" in', 'case "$*" in "-m pip "*) exit 1 ;;'))
+    wheel(tmp_path / "wheels", "tiny_package")
+    done = check(WHEELS=str(tmp_path / "wheels"), doctor=LOOK.format(python=sys.executable))
+    assert done.returncode == 0, done.stdout
+    assert (seen / "tiny").exists()
 
 
 @pytest.mark.parametrize("variable", ["WHEELS", "LIBS"])

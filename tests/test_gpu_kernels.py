@@ -144,20 +144,24 @@ def test_gather_patches(dtype: torch.dtype, border: Any) -> None:
 
 def test_more_images_than_layers() -> None:
     image = torch.rand(2500, 1, 20, 30, device=CUDA)
-    whole = lod.foveate(lod.mipmap(image), (0.4, 0.6), backend="cuda")
-    tail = lod.foveate(lod.mipmap(image[-10:]), (0.4, 0.6), backend="cuda")
+    whole = lod.foveate(lod.mipmap(image, backend="cuda"), (0.4, 0.6), backend="cuda")
+    tail = lod.foveate(lod.mipmap(image[-10:], backend="cuda"), (0.4, 0.6), backend="cuda")
     assert torch.equal(whole[-10:], tail)
 
 
 def test_gradients() -> None:
     image = torch.rand(2, 3, 37, 53, device=CUDA)
-    found: list[torch.Tensor] = []
-    for backend in ("cuda", "torch"):
+
+    def gradient(backend: Any, loss: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = image.clone().requires_grad_()
-        lod.log_polar(lod.mipmap(x, backend=backend), (0.4, 0.6), 9, 14, backend=backend).square().sum().backward()  # type: ignore[arg-type]
+        loss(lod.log_polar(lod.mipmap(x, backend=backend), (0.4, 0.6), 9, 14, backend=backend)).backward()
         assert x.grad is not None
-        found.append(x.grad)
-    assert torch.allclose(found[0], found[1], atol=2e-2)
+        return x.grad
+
+    found, expected = (gradient(backend, lambda polar: polar.square().sum()) for backend in ("cuda", "torch"))
+    # Twice a sample's error, of three weights between pixels in [0, 1], times what the sample takes of the pixel.
+    taken = gradient("torch", torch.sum)
+    assert ((found - expected).abs() <= 6 * HARDWARE_WEIGHT_ERROR * taken + 1e-5).all()
 
 
 # -- streams, graphs, waiting -----------------------------------------------------------------------------------------
@@ -254,7 +258,7 @@ def test_a_second_stream(name: str) -> None:
         for other in (0.1, 0.9):  # the same texture, from the pool
             SAMPLERS[name](torch.full((3, 600, 400), other, device=CUDA), torch.rand(2, device=CUDA))
         torch.cuda.synchronize()
-        assert (found - value).abs().max() < 1e-6
+        assert (found - value).abs().max() < 0.01  # other pictures are 0.15 away, the filter's rounding far less
 
 
 def test_textures_do_not_pile_up() -> None:

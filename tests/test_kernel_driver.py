@@ -220,6 +220,22 @@ def test_a_texture(cu: StandIn) -> None:
     assert not cu.alive
 
 
+def test_an_object_that_a_capture_asks_for_first_does_not_end_it(cu: StandIn) -> None:
+    """Of a texture that was made before, as by pyramid.upload: creating one may allocate."""
+    gpu = CudaDevice(0)
+    texture = gpu.make_texture(KEY)
+    cu.capturing = 1
+    assert texture.anisotropic
+    names = [call[0] for call in cu.calls]
+    before = len(names) - names[::-1].index("cuTexObjectCreate")
+    modes = [call[1] for call in cu.calls[:before] if call[0] == "cuThreadExchangeStreamCaptureMode"]
+    assert modes[-1].name == "CU_STREAM_CAPTURE_MODE_RELAXED", (
+        "a thread-local mode forbids it to the thread that captures"
+    )
+    cu.capturing = 0
+    texture.delete()
+
+
 def test_a_texture_that_fails_half_way_leaves_nothing(cu: StandIn) -> None:
     gpu = CudaDevice(0)
     cu.fail["cuSurfObjectCreate"] = [0, 0, 2]

@@ -194,8 +194,9 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _unseen_by_captures(self) -> Iterator[None]:
-        """A capture on another thread forbids calls that allocate to all threads but those that say this."""
-        mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        """A capture forbids calls that may allocate to all threads but those that say this, which it takes no part in.
+        On its own thread too: a texture object may first be asked for there."""
+        mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         name = "cuThreadExchangeStreamCaptureMode"
         before = self._call(name, self._cu.cuThreadExchangeStreamCaptureMode(mode))
         try:
