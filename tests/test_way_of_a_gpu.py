@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import CALLS
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
 from images import DTYPES, noise
 
@@ -109,3 +110,20 @@ def test_it_is_the_way_of_a_gpu(hardware: lod.Context, name: str, monkeypatch: p
     last = made[-1][1]
     assert not last["FETCHED"]
     assert last.get("RINGS_AT_ONCE", 1) == last.get("STEPS_AT_ONCE", 1) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "gl" in call.backends])
+def test_plans_of_every_verb(hardware: lod.Context, name: str) -> None:
+    """All is OpenGL's work alone but the descent, which asks how far it came, and patches of an image, whose sites say
+    how many levels it takes."""
+    call = CALLS[name]
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return call.run(*inputs, backend="gl")
+
+    planned = lod.plan(run, *call.inputs())
+    assert planned.replays == (name not in ("cull", "gather_patches")), planned.reason
+    for _ in range(2):
+        inputs = call.inputs()
+        for actual, expected in zip(planned(*inputs), run(*inputs), strict=True):
+            assert torch.equal(actual, expected)
