@@ -147,7 +147,8 @@ class HostBridge:
 
     def end(self) -> None:
         """Wait until all GL work is done and visible to the host."""
-        self._gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
+        # All bits: what goes back to the pools is next written to by whatever command the next verb begins with.
+        self._gl.MemoryBarrier(G.ALL_BARRIER_BITS)
         self._gl.Finish()
 
     def taken(self) -> list[Any]:

@@ -84,6 +84,7 @@ class Private(Lease[PrivateBuffer]):
 def clear(gl: GL, glo: int, nbytes: int) -> None:
     """Fill the first `nbytes` (a multiple of 4) of a buffer with zeros, ordered with the other GL commands."""
     gl.BindBuffer(G.COPY_WRITE_BUFFER, glo)
+    gl.MemoryBarrier(G.BUFFER_UPDATE_BARRIER_BIT)  # shaders may still be writing to it
     gl.ClearBufferSubData(G.COPY_WRITE_BUFFER, G.R32UI, 0, nbytes, G.RED_INTEGER, G.UNSIGNED_INT, None)
     gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import Private
+from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
@@ -380,6 +381,7 @@ def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, Any],
             uniforms={"u_first_plane": chunk.plane, **uniforms},
             defines={"CHANNELS": channels, "RINGS_AT_ONCE": rings_at_once, **common},
         )
+    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
 
 
 def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, Any], uniforms: dict[str, Any]) -> None:

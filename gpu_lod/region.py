@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import checks, dispatch, operators, recording
+from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
@@ -199,5 +200,6 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
                     },
                     defines={f"REDUCE_{reduce.upper()}": 1},
                 )
+        ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     result = result.view(hz.batch, hz.channels, count)
     return result.bfloat16() if hz.dtype == torch.bfloat16 else result

@@ -183,8 +183,9 @@ def source(
 ) -> Source:
     """What a sampler's shaders or kernels read.
 
-    Of an image it is textures alone where torch and OpenGL share memory in the midst of a verb. A plan repeats OpenGL's
-    work alone, so while one is recorded it is a pyramid.
+    Of an image it is textures alone on a software renderer, where torch and OpenGL share memory in the midst of a verb.
+    Hardware would wait for every band of it, and a plan that is recorded repeats OpenGL's work alone: there it is a
+    pyramid.
 
     Args:
         levels: that an image's chain is to have.
@@ -192,8 +193,10 @@ def source(
     """
     if isinstance(src, Pyramid):
         return src
-    if backend == "gl" and recording.current() is None and context_for(src).coherent_with(src):
-        return TextureChain(src, levels, result_bytes=result_bytes)
+    if backend == "gl" and recording.current() is None:
+        ctx = context_for(src)
+        if ctx.software and ctx.coherent_with(src):
+            return TextureChain(src, levels, result_bytes=result_bytes)
     return mipmap(src, levels, backend=backend)
 
 

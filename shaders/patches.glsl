@@ -27,11 +27,12 @@ Patch patch_at(int site) {
     float level = min(b_sites[3 * site + 2], 30.0);  // far beyond any image
     int fine = int(level);
     float between = level - float(fine);
-    float whole = float(1 << fine);
+    // A quotient may be off in its last places, also by a power of two: this one is made of its bits.
+    float whole = float(1 << fine), part = uintBitsToFloat(uint(127 - fine) << 23);
     p.stride = between == 0.0 ? whole : whole * exp2(between);
     p.level = min(level, u_last);
     // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
-    vec2 begin = p.centre / whole - 0.5 * float(PATCH), sides = u_size / whole;
+    vec2 begin = p.centre * part - 0.5 * float(PATCH), sides = u_size * part;
     p.exact = between == 0.0 && level <= u_last && begin == floor(begin) && sides == floor(sides);
     p.texel = ivec2(begin);
     p.last = ivec2(sides) - 1;

@@ -151,6 +151,20 @@ def test_plans_repeat_what_verbs_do(gl: lod.Context) -> None:
         assert torch.equal(planned(image, fixation), retina(image, fixation))
 
 
+def test_a_verb_in_a_plan_reads_what_the_one_before_it_wrote(gl: lod.Context) -> None:
+    """Nothing but barriers stands between them."""
+
+    def there_and_back(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        polar = lod.log_polar(lod.mipmap(image, backend="gl").upload(), fixation, 512, 1024, backend="gl")
+        return lod.inverse_log_polar(polar, fixation, (1024, 1024), backend="gl")
+
+    planned = lod.plan(there_and_back, torch.rand(2, 3, 1024, 1024, device=CUDA), torch.rand(2, 2))
+    assert planned.replays, planned.reason
+    for _ in range(20):
+        image, fixation = torch.rand(2, 3, 1024, 1024, device=CUDA), torch.rand(2, 2)
+        assert torch.equal(planned(image, fixation), there_and_back(image, fixation))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("generator", ["compute", "fragment"])
 @pytest.mark.parametrize("border", ["clamp", "zero"])
@@ -549,6 +563,13 @@ def test_host_tensors_in_the_same_context(gl: lod.Context) -> None:
     image = noise(3, 37, 53)
     for one, two in zip(lod.mipmap(image, backend="gl"), mean_chain(image), strict=True):
         assert_matches(one, two, "box")
+    sites = torch.tensor([[0.4, 0.6, 0.0], [0.5, 0.5, 1.3]])
+    for verb in (
+        lambda how: lod.log_polar(image, (0.4, 0.6), 12, 20, backend=how),
+        lambda how: lod.foveate(image, (0.4, 0.6), backend=how),
+        lambda how: lod.gather_patches(image, sites, 8, backend=how),
+    ):
+        assert float((verb("gl") - verb("torch")).abs().max()) < 4 * HARDWARE_WEIGHT_ERROR
     on_cpu = gl.empty(3, 5, device="cpu")
     assert on_cpu.device.type == "cpu" and gl.owns(on_cpu)
 
