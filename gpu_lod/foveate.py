@@ -17,8 +17,7 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
-from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.mipmap import stored
+from gpu_lod.mipmap import sampled, stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture import Texture
@@ -84,9 +83,7 @@ def foveate(
     if not isinstance(src, Pyramid) and (not cuda or checks.on_host(points)):
         levels = _levels(image, points, *rule[:2])
     if chosen.backend == "torch":
-        if isinstance(src, Pyramid):
-            src.check_unchanged()
-        return reference(list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels), points, *rule)
+        return sampled(src, levels, points, lambda levels, points: reference(levels, points, *rule))
     source = texture_chain.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:

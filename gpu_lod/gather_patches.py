@@ -18,8 +18,7 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
-from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.mipmap import stored
+from gpu_lod.mipmap import sampled, stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
@@ -101,10 +100,7 @@ def gather_patches(
             # No more of the chain than the sites read.
             levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
     if chosen.backend == "torch":
-        if isinstance(src, Pyramid):
-            src.check_unchanged()
-        chain = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src, levels)
-        return reference(chain, points, look)
+        return sampled(src, levels, points, lambda levels, points: reference(levels, points, look))
     batch = image.shape[0] if image.ndim == 4 else 1
     result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
     source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)

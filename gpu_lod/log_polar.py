@@ -17,8 +17,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.kernels import samplers
-from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.mipmap import stored
+from gpu_lod.mipmap import sampled, stored
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
@@ -90,10 +89,7 @@ def log_polar(
     batch = image.shape[0] if image.ndim == 4 else 1
     points = checks.fixation(fixation, batch, wait=chosen.backend != "cuda")
     if chosen.backend == "torch":
-        if isinstance(src, Pyramid):
-            src.check_unchanged()
-        levels = list(src.levels) if isinstance(src, Pyramid) else mip_chain(src)
-        return reference(levels, points, rule, border)
+        return sampled(src, None, points, lambda levels, points: reference(levels, points, rule, border))
     result_bytes = batch * image.shape[-3] * rings * wedges * image.itemsize
     if chosen.generator == "fragment":
         result_bytes //= 4  # what is drawn stands in a texture first, which takes its room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,9 @@ from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
+AT_ONCE = 2**23
+"""Pixels of images that a CPU makes levels of at once to sample them: for levels of a large batch it takes fresh memory
+at each call, which costs it more than making them does."""
 STRIP = 8
 """From this ratio of its sides on, an image may be wider than any texture and as small as those that were measured."""
 
@@ -188,6 +191,30 @@ def reference(
         wide = halve_mean(wide, height, width) if reduce == "mean" else _halve_extreme(wide, reduce)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
     return result
+
+
+def sampled(
+    src: torch.Tensor | Pyramid,
+    levels: int | None,
+    points: torch.Tensor,
+    sample: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What a plain-torch sampler reads of a pyramid, or of an image, whose levels are made for it.
+
+    Args:
+        levels: as many of an image's; None is all.
+        points: where it reads, [B, ...], or [1, ...] for all images.
+        sample: of levels and the points of their images.
+    """
+    if isinstance(src, Pyramid):
+        src.check_unchanged()
+        return sample(list(src.levels), points)
+    if src.device.type == "cpu" and src.ndim == 4:
+        at_once = max(1, AT_ONCE // (src.shape[-2] * src.shape[-1]))
+        if len(src) > at_once:
+            parts = zip(src.split(at_once), points.expand(len(src), *points.shape[1:]).split(at_once), strict=True)
+            return torch.cat([sample(reference(some, levels), own) for some, own in parts])
+    return sample(reference(src, levels), points)
 
 
 def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -357,3 +358,30 @@ def test_more_bad_input() -> None:
     for fixation in ((10**400, 0.5), torch.tensor([0.5 + 9j, 0.5])):
         with pytest.raises(InputError, match="fixation"):
             lod.log_polar(noise(3, 8, 8), fixation, 4, 4)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["places of their own", "the same places"])
+def test_torch_samples_large_batches_in_parts(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same values and gradients, and levels of no more images at once than fit."""
+    module = importlib.import_module("gpu_lod.mipmap")
+    image = torch.rand(5, 3, 24, 33, requires_grad=True)
+    sites = torch.rand(1 if shared else 5, 7, 3) * torch.tensor([1, 1, 3.0])
+    points = sites[:, 0, :2].expand(5, -1)
+    verbs = (
+        lambda: lod.gather_patches(image, sites[0] if shared else sites, 4, backend="torch"),
+        lambda: lod.log_polar(image, points, rings=6, wedges=8, backend="torch"),
+        lambda: lod.foveate(image, points, backend="torch"),
+    )
+    whole = [verb() for verb in verbs]
+    gradients = [torch.autograd.grad(values.square().sum(), image)[0] for values in whole]
+    made: list[int] = []
+    reference = module.reference
+    monkeypatch.setattr(module, "reference", lambda x, *more: (made.append(len(x)), reference(x, *more))[1])
+    monkeypatch.setattr(module, "AT_ONCE", 2 * 24 * 33 + 1)
+    for verb, expected, gradient in zip(verbs, whole, gradients, strict=True):
+        made.clear()
+        values = verb()
+        assert made == [2, 2, 1]
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
+        found = torch.autograd.grad(values.square().sum(), image)[0]
+        torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
