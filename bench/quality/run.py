@@ -59,7 +59,7 @@ def measure(
         names: modules of these tasks.
         jobs: processes that compute; 1 is this one.
     """
-    start, known = time.perf_counter(), len(journal)
+    start, known, machine = time.perf_counter(), len(journal), common()  # the commit that is run, not a later one
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         found = {task.name: task.units(plan) for task in tasks}
@@ -69,7 +69,7 @@ def measure(
         timed = [(task, unit) for task, unit in units if unit.timed]
         bar = progress.add_task("Times, alone", total=len(timed))
         workers.time(timed, journal, lambda *_: progress.advance(bar))
-    summaries, machine = {}, common()
+    summaries = {}
     for task in tasks:
         about = task.about()
         lines = [journal.get(unit.place) for unit in found[task.name]]
