@@ -105,6 +105,9 @@ def test_a_sentence_says_what_won_and_what_lost(task: dict[str, Any]) -> None:
     assert "(mean, 300 tokens): Winner is best, 0.731 ± 0.002." in said
     assert "Earning a place over GridTopK (and so does Downsample): Winner." in said
     assert said.endswith("Below it beyond chance: Loser.")
+    rows = [row for row in task["rows"] if row["method"] == "Loser"]
+    more = [{**row, "method": f"Loser {number}"} for row in rows for number in (2, 3)]
+    assert tables.in_a_sentence({**task, "rows": task["rows"] + more}).endswith("all others but Winner.")
 
 
 def test_the_page_holds_plots_and_every_table(data: dict[str, Any]) -> None:

@@ -168,14 +168,18 @@ def in_a_sentence(task: Data) -> str:
     rows = [row for row in comparable(task, budget) if row["budget"] is not None and first in row["values"]]
     best, others = rows[0], [row for row in rows if row["method"] not in (BASELINE, RANDOM, EVEN)]
     won = _grouped(row for row in others if row["verdict"].startswith("earns"))
-    gaps = [(row, row["difference"].get(first)) for row in others]
-    lost = _grouped(row for row, gap in gaps if gap and gap["high"] is not None and gap["high"] < 0)
+    gaps = [row["difference"].get(first) for row in others]
+    below = [bool(gap) and gap["high"] is not None and gap["high"] < 0 for gap in gaps]
+    lost, rest = (
+        _grouped(row for row, is_ in zip(others, below, strict=True) if is_ is want) for want in (True, False)
+    )
+    lost_are = _listed(lost) if len(lost) <= len(rest) else f"all others{' but ' if rest else ''}{_listed(rest)}"
     even = next((row["verdict"] for row in rows if row["method"] == EVEN), "open")
     beside = f" (and so does {EVEN})" if even.startswith("earns") else ""
     return (
         f"**{task['title']}** ({first}, {budget} tokens): {named(best)} is best, {figure(best['values'][first])}. "
         f"Earning a place over {BASELINE}{beside}: {_listed(won) or 'no method'}. "
-        f"Below it beyond chance: {_listed(lost) or 'no method'}."
+        f"Below it beyond chance: {lost_are or 'no method'}."
     )
 
 
