@@ -241,6 +241,7 @@ def test_calibrate_keeps_what_was_measured_before_ctrl_c(tmp_path: Path) -> None
     code = """
         import contextlib, os, signal, sys
         from gpu_lod import cli, printing
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
         @contextlib.contextmanager
         def progress():
             yield lambda number, of, what: number == 1 and os.kill(os.getpid(), signal.SIGINT)

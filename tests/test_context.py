@@ -476,6 +476,7 @@ def test_an_interrupt_while_compiling_waits() -> None:
     """moderngl's C code does not survive an exception from a signal handler, so the verb ends first."""
     out = succeed("""
         import os, signal, sys, threading, torch, _moderngl, gpu_lod as lod
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
         sent = []
         def trace(frame, event, argument):
             if event == "call" and frame.f_code.co_filename == _moderngl.__file__ and not sent:
