@@ -286,7 +286,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
                 most = int(member.sum(dim=1).max())
                 order = member.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
                 rows = torch.arange(batch, device=top.device)[:, None]
-            grid = grids[rows, order]
+            grid = grids if len(numbers) == 1 else grids[rows, order]
             values = _sampled(chain[index], grid, work)
             if kind == 1:
                 share = (read - fine)[rows, order][..., None, None, None]

@@ -14,7 +14,7 @@ from gpu_lod.allocate.energy import checked
 from gpu_lod.mipmap import halve_mean
 
 AT_ONCE = 2**20
-"""Pixels that a CPU looks at at once: what stays in its caches costs it a third of what goes through fresh memory."""
+"""Pixels that a CPU looks at at once: fresh memory for many more costs it more than the sums do; so do small bands."""
 DEPTH = 2
 """Levels that it makes of them before it joins what is left."""
 
