@@ -14,7 +14,7 @@ import torch
 from .devices import Device, choose, devices
 from .host import HostBridge, MappedBuffer, SharedBuffer
 from .interop import InteropBridge
-from .pool import Lease, Pool
+from .pool import Lease, Pool, Returns
 from .private import Private, PrivatePool
 
 
@@ -93,6 +93,7 @@ __all__ = [
     "Pool",
     "Private",
     "PrivatePool",
+    "Returns",
     "Shared",
     "SharedBuffer",
     "choose",

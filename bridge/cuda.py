@@ -11,7 +11,6 @@ Driver API (CUDA 12.5).
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from gpu_lod.errors import CaptureError, CudaUnavailableError, DeviceLostError, DeviceMismatchError
 
 from . import cuda_errors
+from .pool import Loan, Returns
 
 # Of torch's CUDA version: bindings of a newer one may ask for a newer driver.
 INSTALL = f"pip install 'cuda-bindings=={(torch.version.cuda or '13').split('.')[0]}.*'"
@@ -56,17 +56,17 @@ def tensor_over(address: int, nbytes: int, owner: object, device: torch.device) 
     return tensor
 
 
-class Event:
-    """A CUDA event, given back to its maker's stock when nobody refers to it."""
+class Event(Loan[Any]):
+    """A CUDA event, given back to its maker's stock when nobody refers to it.
 
-    __slots__ = ("_stock", "handle")
+    Recording it again is legal then: who waited captured the event's state of that time.
+    """
 
-    def __init__(self, handle: Any, stock: deque[Any]) -> None:
-        self.handle = handle
-        self._stock = stock
+    __slots__ = ()
 
-    def __del__(self) -> None:
-        self._stock.append(self.handle)  # recording again is legal: who waited captured the event's state then
+    @property
+    def handle(self) -> Any:
+        return self.item
 
 
 class CudaDriver:
@@ -94,7 +94,7 @@ class CudaDriver:
         self._ordinal = ordinal
         self._cu, self._rt = driver, runtime
         self._success = int(runtime.cudaError_t.cudaSuccess)
-        self._events: deque[Any] = deque()
+        self._events: Returns[Any] = Returns()
         self._context_events = True
         torch.cuda.init()
 

@@ -13,7 +13,6 @@ Source: GL_ARB_buffer_storage (core in OpenGL 4.4).
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from gpu_lod.errors import OutOfMemoryError, UnsupportedError
 
 from . import gl as G
 from .gl import GL
-from .pool import Lease, Pool, hold, size_class, storage_start
+from .pool import Lease, Pool, Returns, hold, size_class, storage_start
 
 _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
 
@@ -76,7 +75,7 @@ class SharedBuffer(Lease[MappedBuffer]):
 
     __slots__ = ("nbytes",)
 
-    def __init__(self, item: MappedBuffer, returned: deque[MappedBuffer], nbytes: int) -> None:
+    def __init__(self, item: MappedBuffer, returned: Returns[MappedBuffer], nbytes: int) -> None:
         super().__init__(item, returned)
         self.nbytes = nbytes
 

@@ -19,7 +19,6 @@ Source: CUDA Runtime API, "Graphics Interoperability" and "OpenGL Interoperabili
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from gpu_lod.errors import BufferMovedError, InteropUnavailableError, MappingErr
 
 from . import gl as G
 from .gl import GL
-from .pool import Lease, Pool, hold, size_class, storage_start
+from .pool import Lease, Pool, Returns, hold, size_class, storage_start
 
 # GL may find the memory only when CUDA asks for it, and what CUDA then reports is not always that there is none.
 _MAY_BE_SHORTAGE = (OutOfMemoryError, InteropUnavailableError, MappingError)
@@ -136,7 +135,7 @@ class InteropLease(Lease[InteropBuffer]):
 
     __slots__ = ("_driver", "nbytes")
 
-    def __init__(self, item: InteropBuffer, returned: deque[InteropBuffer], driver: Driver, nbytes: int) -> None:
+    def __init__(self, item: InteropBuffer, returned: Returns[InteropBuffer], driver: Driver, nbytes: int) -> None:
         super().__init__(item, returned)
         self._driver = driver
         self.nbytes = nbytes
@@ -285,7 +284,7 @@ class InteropBridge:
         count = len(self.pool.returned)
         if count:
             event = self.driver.mark()
-            returned = [self.pool.returned.popleft() for _ in range(count)]
+            returned = self.pool.returned.take(count)
             for buffer in returned:
                 buffer.event = event
             self.pool.take_back(returned)

@@ -1,13 +1,14 @@
 """A pool of GL objects whose finalizers never touch GL.
 
 An object leaves the pool as a `Lease`. When the last reference to the lease dies, on whatever thread and whenever the
-garbage collector likes, the lease only puts its object on a queue; the next `drain()`, made with the context current,
-returns it to the idle list or deletes it.
+garbage collector likes, its object is only put on a queue; the next `drain()`, made with the context current, makes it
+idle or deletes it.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -53,19 +54,68 @@ def hold(thing: Any) -> None:
         held.append(thing)
 
 
-class Lease(Generic[T]):
-    """Holds one pooled object; dropping the last reference gives it back."""
+class _Way(weakref.ref["Loan[T]"]):
+    """Outlives a loan and carries its object to the queue."""
 
-    __slots__ = ("__weakref__", "_returned", "item")
+    __slots__ = ("item",)
 
-    def __init__(self, item: T, returned: deque[T]) -> None:
+    item: T
+
+
+class Returns(Generic[T]):
+    """Where the objects of dead loans are found.
+
+    A loan has no `__del__`: a signal handler may run, and raise, before a Python finalizer's first line, and then the
+    object is lost, and Ctrl-C too. What runs instead is `deque.append` itself, as a weak reference's callback: no
+    bytecode, no lock, safe in any thread and at exit.
+    """
+
+    def __init__(self) -> None:
+        self._dead: deque[_Way[T]] = deque()
+        self._ways: dict[int, _Way[T]] = {}  # of all loans: a weak reference that dies first calls nothing
+
+    def expect(self, loan: Loan[T]) -> None:
+        """Queue the loan's object when the loan dies."""
+        way = _Way(loan, self._dead.append)
+        way.item = loan.item
+        self._ways[id(way)] = way
+
+    def pop(self) -> T:
+        """The object that came back first.
+
+        Raises:
+            IndexError: none has.
+        """
+        way = self._dead.popleft()
+        del self._ways[id(way)]
+        return way.item
+
+    def take(self, most: int | None = None) -> list[T]:
+        """What came back, in that order: all of it, or the first `most`."""
+        return [self.pop() for _ in range(len(self) if most is None else most)]
+
+    def __len__(self) -> int:
+        return len(self._dead)
+
+
+class Loan(Generic[T]):
+    """Holds one object; dropping the last reference gives it back."""
+
+    __slots__ = ("__weakref__", "item")
+
+    def __init__(self, item: T, returned: Returns[T]) -> None:
         self.item = item
-        self._returned = returned
-        hold(self)
+        returned.expect(self)
 
-    def __del__(self) -> None:
-        # deque.append is atomic and takes no lock, so this is safe in any thread, in a signal handler, and at exit.
-        self._returned.append(self.item)
+
+class Lease(Loan[T]):
+    """A loan from a pool, to which GL commands may refer."""
+
+    __slots__ = ()
+
+    def __init__(self, item: T, returned: Returns[T]) -> None:
+        super().__init__(item, returned)
+        hold(self)
 
 
 class Pool(Generic[T]):
@@ -76,7 +126,7 @@ class Pool(Generic[T]):
         self.leased = 0
         self.idle_bytes = 0
         self._idle: OrderedDict[Hashable, list[T]] = OrderedDict()
-        self.returned: deque[T] = deque()
+        self.returned: Returns[T] = Returns()
         """Where leases put their objects; `drain` empties it."""
 
     def take(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -94,7 +144,7 @@ class Pool(Generic[T]):
 
     def drain(self) -> None:
         """Take back what finalizers queued. The context must be current and its earlier work on them finished."""
-        self.take_back([self.returned.popleft() for _ in range(len(self.returned))])
+        self.take_back(self.returned.take())
 
     def take_back(self, items: list[T]) -> None:
         """Make returned objects idle."""

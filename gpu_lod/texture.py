@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from gpu_lod.bridge import Lease, Pool
+from gpu_lod.bridge import Lease, Pool, Returns
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
 from gpu_lod.errors import OutOfMemoryError
@@ -154,7 +153,7 @@ class TexturePool:
         self._gl = gl
         self._software = software
         self.pool: Pool[_TextureObject] = Pool(max_idle_bytes)
-        self._given: deque[_TextureObject] = deque()
+        self._given: Returns[_TextureObject] = Returns()
 
     def storage(self, dtype: torch.dtype, *, filtered: bool) -> Storage:
         """How texels of a dtype are kept; `filtered` if a texture unit's linear filter will read them."""
@@ -193,7 +192,7 @@ class TexturePool:
     def drain(self) -> None:
         self.pool.drain()
         while self._given:
-            self._given.popleft().delete()
+            self._given.pop().delete()
 
     def trim(self) -> None:
         self.drain()

@@ -6,8 +6,10 @@ import ctypes
 import gc
 import pickle
 import resource
+import signal
+import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from images import noise
 
 import gpu_lod as lod
-from gpu_lod.bridge import HostBridge, Lease, Pool, egl
+from gpu_lod.bridge import HostBridge, Lease, Pool, Returns, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.pool import size_class
 from gpu_lod.errors import InputError, OutOfMemoryError, UnsupportedError
@@ -57,14 +59,51 @@ def test_pool_reuses_and_evicts_least_recently_used() -> None:
 
 
 def test_lease_finalizer_is_safe_in_any_thread() -> None:
-    returned: deque[Item] = deque()
+    returned: Returns[Item] = Returns()
     leases = [Lease(Item(1, []), returned) for _ in range(200)]
     threads = [threading.Thread(target=leases.pop) for _ in range(200)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(returned) == 200
+    assert len(returned) == len(returned.take()) == 200
+    assert not returned._ways  # what came back is kept no longer
+
+
+def test_lease_in_a_garbage_cycle_gives_its_item_back() -> None:
+    returned: Returns[Item] = Returns()
+    cycle: list[object] = [Lease(Item(3, []), returned)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert [item.key for item in returned.take()] == [3]
+
+
+def test_no_signal_is_swallowed_and_no_item_lost_where_a_lease_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals come while nothing happens but that leases die."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    swallowed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(20):
+            returned: Returns[Item] = Returns()
+            leases = [Lease(Item(1, []), returned) for _ in range(20_000)]
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.001)
+                while leases:
+                    del leases[-1]
+                time.sleep(5)  # a signal that comes late ends it
+            assert not swallowed
+            alive = len(leases)
+            leases.clear()
+            assert len(returned.take()) == 20_000 and alive < 20_000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_size_classes_waste_little() -> None:

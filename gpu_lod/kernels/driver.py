@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from gpu_lod.bridge import cuda_errors
+from gpu_lod.bridge import Returns, cuda_errors
 from gpu_lod.bridge.cuda import Event, check_available
 from gpu_lod.errors import (
     CaptureError,
@@ -79,7 +78,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", ordinal)
         self._ordinal = ordinal
         self._cu = driver
-        self._events: deque[Any] = deque()
+        self._events: Returns[Any] = Returns()
         self._functions: dict[Kernel, Any] = {}
         self._lock = threading.Lock()
         torch.cuda.init()

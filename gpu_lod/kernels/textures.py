@@ -80,14 +80,14 @@ class _Textures:
 
     def _drain(self) -> None:
         """Take back what finalizers queued, which may be in use by work that is queued now, and by no other."""
-        returned = [self.pool.returned.popleft() for _ in range(len(self.pool.returned))]
-        if not returned:
+        count = len(self.pool.returned)  # what comes back from now on may have been used after the event
+        if not count:
             return
         try:
             event = self._device.mark()
         except CaptureError:  # on another thread: later
-            self.pool.returned.extend(returned)
             return
+        returned = self.pool.returned.take(count)
         for item in returned:
             item.free_after = event
         self.pool.take_back(returned)
