@@ -12,6 +12,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,6 +139,8 @@ def jobs(ctx: lod.Context, side: int, device: str = "cpu") -> Iterator[tuple[str
         held = ctx.empty(1, channels, side, side, device=device)
         held.copy_(picture(side, side, channels=channels))
         ways: dict[str, Side] = {f"gl {name}": partial(verb, held, generator=name) for name in generators_of(verb)}
+        if ctx.subgroups:
+            ways["gl single-pass, no subgroups"] = partial(_without_subgroups, ctx, ways["gl single-pass"])
         yield verb.__name__, "", channels, pyramid_bytes(held), ways
     pyramid = lod.mipmap(picture(side, side).to(device), backend="gl").upload()
     fixation = torch.tensor([[0.4, 0.6]])
@@ -150,6 +153,15 @@ def jobs(ctx: lod.Context, side: int, device: str = "cpu") -> Iterator[tuple[str
     ways = {"gl compute": partial(lod.gather_patches, pyramid, sites, backend="gl")}
     note = f"{BUDGET} x 14 x 14, cortical sites; {READY}"
     yield "gather_patches", note, 3, 2 * BUDGET * 3 * 14 * 14 * 4, ways
+
+
+def _without_subgroups(ctx: lod.Context, side: Side) -> object:
+    before = ctx.tuning
+    ctx.tuning = replace(before, subgroups=False)
+    try:
+        return side()
+    finally:
+        ctx.tuning = before
 
 
 def rows(sides: list[int], seconds: float, ctx: lod.Context | None = None, device: str = "cpu") -> Iterator[Row]:

@@ -239,8 +239,8 @@ class Context(Sharing):
         self._mgl = mgl
         self.is_default = False
         self._start_turns(own, device)
-        self._start_sharing(GL(load))
         self.extensions = frozenset(mgl.extensions)
+        self._start_sharing(GL(load), self.extensions)
         self.version = mgl.version_code
         self.vendor = self.gl.string(G.VENDOR)
         self.driver = self.gl.string(G.VERSION)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 Interop = Literal["cuda", "pycuda"]
 DRIVERS: dict[Interop, Callable[[int], Driver]] = {"cuda": CudaDriver, "pycuda": PyCudaDriver}
 
+LEAST_SUBGROUP = 16
+"""Invocations of a subgroup that shaders which use them ask for."""
+
 T = TypeVar("T")
 
 
@@ -46,6 +49,16 @@ class Limits:
     """Most layers of an array texture that can be sampled and rendered to."""
     shared_bytes: int
     """Shared memory of a workgroup."""
+    subgroup: int
+    """Invocations of a subgroup, where compute shaders may shuffle values between them; else 0."""
+
+
+def _subgroup(gl: GL, extensions: Set[str]) -> int:
+    if "GL_KHR_shader_subgroup" not in extensions:
+        return 0
+    stages, features = gl.integer(G.SUBGROUP_SUPPORTED_STAGES_KHR), gl.integer(G.SUBGROUP_SUPPORTED_FEATURES_KHR)
+    able = stages & G.COMPUTE_SHADER_BIT and features & G.SUBGROUP_FEATURE_SHUFFLE_BIT_KHR
+    return gl.integer(G.SUBGROUP_SIZE_KHR) if able else 0
 
 
 class Constants:
@@ -88,7 +101,7 @@ class Sharing(Turns):
     _active: int
     _unfinished: bool
 
-    def _start_sharing(self, gl: GL) -> None:
+    def _start_sharing(self, gl: GL, extensions: Set[str]) -> None:
         self.gl = gl
         self.host = self.bridge = HostBridge(gl)
         self.interop = None
@@ -103,6 +116,7 @@ class Sharing(Turns):
             texture_size=gl.integer(G.MAX_TEXTURE_SIZE),
             layers=min(gl.integer(G.MAX_ARRAY_TEXTURE_LAYERS), gl.integer(G.MAX_FRAMEBUFFER_LAYERS)),
             shared_bytes=gl.integer(G.MAX_COMPUTE_SHARED_MEMORY_SIZE),
+            subgroup=_subgroup(gl, extensions),
         )
         self.tuning = tuning(software=self.software)
         self._active = 0
@@ -112,6 +126,11 @@ class Sharing(Turns):
     def software(self) -> bool:
         """True on a software renderer (llvmpipe, softpipe, SwiftShader)."""
         return any(name in self.renderer.lower() for name in ("llvmpipe", "softpipe", "swiftshader", "swrast"))
+
+    @property
+    def subgroups(self) -> bool:
+        """Whether shaders that can use subgroups do."""
+        return self.tuning.subgroups and self.limits.subgroup >= LEAST_SUBGROUP
 
     @contextmanager
     def active(self, device: torch.device | None = None) -> Iterator[Self]:

@@ -12,7 +12,7 @@ from gpu_lod import recording
 from gpu_lod.bridge import Buffer, Private
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
-from gpu_lod.errors import LimitError, UnsupportedError
+from gpu_lod.errors import LimitError, ShaderError, UnsupportedError
 from gpu_lod.program import Program
 from gpu_lod.pyramid import Reduce
 from gpu_lod.texture import Texture
@@ -94,8 +94,9 @@ Conversion = tuple[Sequence[float], Sequence[float]]
 class _Layout:
     """Where the shader finds the levels of a chain, and how many texels of each a tile makes."""
 
-    def __init__(self, chain: Sequence[Planes], steps: int, *, with_top: bool) -> None:
+    def __init__(self, chain: Sequence[Planes], steps: int, *, with_top: bool, subgroups: bool) -> None:
         self._with_top = with_top
+        self.subgroups = subgroups
         self.sizes = [(planes.height, planes.width) for planes in chain]
         self.steps = steps
         self.last = len(chain) - 1
@@ -130,7 +131,10 @@ class _Layout:
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * (self.first_side**2 + ((self.first_side + 1) // 2) ** 2 + 1)
+        sides = [self.first_side]
+        for _ in range(3 if self.subgroups else 1):
+            sides.append((sides[-1] + 1) // 2)
+        return 4 * (sum(side**2 for side in sides) + 1)
 
     def tail_values(self, planes: int) -> int:
         """Texels that the last workgroup of each plane goes on from."""
@@ -190,7 +194,7 @@ def _layout(ctx: Context, chain: Sequence[Planes], *, with_top: bool) -> _Layout
         UnsupportedError: it has less than any device with OpenGL 4.3 may have.
     """
     for steps in range(_STEPS, 2, -1):
-        layout = _Layout(chain, steps, with_top=with_top)
+        layout = _Layout(chain, steps, with_top=with_top, subgroups=ctx.subgroups)
         if layout.shared_bytes <= ctx.limits.shared_bytes:
             return layout
     raise UnsupportedError(
@@ -219,7 +223,14 @@ def reduce_chain(
         UnsupportedError: the device has too little shared memory.
     """
     layout = _layout(ctx, chain, with_top=conversion is not None)
-    program = _program(ctx, source, chain, channels, reduce, conversion, layout)
+    try:
+        program = _program(ctx, source, chain, channels, reduce, conversion, layout)
+    except ShaderError:
+        if not layout.subgroups:
+            raise
+        ctx.limits.subgroup = 0  # the driver says that it has them, and refuses the shader
+        layout = _layout(ctx, chain, with_top=conversion is not None)
+        program = _program(ctx, source, chain, channels, reduce, conversion, layout)
     # As (binding, planes, rows of them to a row of tiles).
     targets = [(level, chain[min(level, layout.last)], layout.tile >> min(level, layout.last)) for level in (1, 2)]
     if conversion is not None:
@@ -290,6 +301,7 @@ def _program(
         KEEP_TOP=conversion is not None,
         STEPS=layout.steps,
         FIRST_SIDE=layout.first_side,
+        SUBGROUPS=layout.subgroups,
         THREADS_X=ctx.tuning.single_pass[0],
         THREADS_Y=ctx.tuning.single_pass[1],
     )

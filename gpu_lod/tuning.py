@@ -13,6 +13,8 @@ class Tuning:
     """What makes mip chains where none is named."""
     single_pass: tuple[int, int]
     """Workgroup (x, y) of the single-pass generator."""
+    subgroups: bool
+    """Whether it uses subgroups where the device has them."""
     registers: int
     """Invocations in a workgroup of the registers generator."""
 
@@ -21,5 +23,5 @@ def tuning(*, software: bool) -> Tuning:
     """What measured fastest; for hardware renderers, what vendors recommend (see docs/cost_model.md)."""
     if software:
         # A software renderer runs a workgroup as one loop over vectors of 8, and barriers save and restore all of it.
-        return Tuning(generator="registers", single_pass=(8, 1), registers=64)
-    return Tuning(generator="single-pass", single_pass=(32, 8), registers=64)
+        return Tuning(generator="registers", single_pass=(8, 1), subgroups=False, registers=64)
+    return Tuning(generator="single-pass", single_pass=(32, 8), subgroups=True, registers=64)

@@ -10,6 +10,10 @@
 // STEPS        levels that a tile makes; FIRST_SIDE  texels along a side of the first of them, with the margin
 // THREADS_X, THREADS_Y  shape of the workgroup
 // KEEP_TOP     the source, converted, is written as level 0
+// SUBGROUPS    invocations make steps 2 to 4 from one another's registers where sides are even; subgroups of 16 or more
+#ifdef SUBGROUPS
+#include "lanes.glsl"
+#endif
 #include "words.glsl"
 #include "footprint.glsl"
 #include "source.glsl"
@@ -41,13 +45,26 @@ ivec2 margin_of(int level) { return ivec2(b_levels[6 * level + 2], b_levels[6 * 
 int rest_of(int level) { return b_levels[6 * level + 4] + plane() * area(size_of(level)); }
 int tail_of(int level) { return b_levels[6 * level + 5] + local_plane() * area(size_of(level)); }
 
-// Odd steps of a tile lie at the start, even ones behind them: a step reads the one before it.
 #define SECOND_SIDE ((FIRST_SIDE + 1) / 2)
-shared VALUE s_value[FIRST_SIDE * FIRST_SIDE + SECOND_SIDE * SECOND_SIDE];
 shared bool s_last;
+#ifdef SUBGROUPS
+// Steps 1 to 4 lie behind one another, since three of them are made at once; 5 and 6 where 1 and 2 were.
+#define THIRD_SIDE ((SECOND_SIDE + 1) / 2)
+#define FOURTH_SIDE ((THIRD_SIDE + 1) / 2)
+#define BEFORE_THIRD (FIRST_SIDE * FIRST_SIDE + SECOND_SIDE * SECOND_SIDE)
+shared VALUE s_value[BEFORE_THIRD + THIRD_SIDE * THIRD_SIDE + FOURTH_SIDE * FOURTH_SIDE];
+int slot(int step, ivec2 at) {
+    if (step == 3) return BEFORE_THIRD + at.y * THIRD_SIDE + at.x;
+    if (step == 4) return BEFORE_THIRD + THIRD_SIDE * THIRD_SIDE + at.y * FOURTH_SIDE + at.x;
+    return (step & 1) == 1 ? at.y * FIRST_SIDE + at.x : FIRST_SIDE * FIRST_SIDE + at.y * SECOND_SIDE + at.x;
+}
+#else
+// Odd steps of a tile lie at the start, even ones behind them: a step reads the one before it.
+shared VALUE s_value[FIRST_SIDE * FIRST_SIDE + SECOND_SIDE * SECOND_SIDE];
 int slot(int step, ivec2 at) {
     return (step & 1) == 1 ? at.y * FIRST_SIDE + at.x : FIRST_SIDE * FIRST_SIDE + at.y * SECOND_SIDE + at.x;
 }
+#endif
 
 // Of the texels that a tile makes at a step.
 struct Made {
@@ -94,6 +111,37 @@ void from_shared(Made m, ivec2 above) {
         }
     }
 }
+
+#ifdef SUBGROUPS
+// Whether steps 2 to 4 of a tile are of 2 x 2 texels each, none beyond the tile.
+bool fit_lanes(int base, int steps) {
+    return steps >= 4 && margin_of(base + 1) == ivec2(0) && all(greaterThan(size_of(base + 3), ivec2(1))) &&
+        LANES_MEET(16, THREADS_X * THREADS_Y);
+}
+
+// Every other bit of a number from bit 0 on.
+int even_bits(int bits) {
+    bits &= 0x55;
+    bits = (bits | (bits >> 1)) & 0x33;
+    return (bits | (bits >> 2)) & 0x0f;
+}
+
+// Steps 2 to 4, from step 1 in shared memory. Lanes go through the texels of step 2 in Morton order: those of a quad are
+// neighbours, and so are four quads of a quad. What lies beyond the level stays beyond it.
+void in_lanes(int steps) {
+    int side = 1 << (steps - 2);
+    for (int lane = LANE; lane < side * side; lane += THREADS_X * THREADS_Y) {
+        ivec2 at = ivec2(even_bits(lane), even_bits(lane >> 1));
+        int corner = slot(1, 2 * at), below = slot(1, 2 * at + ivec2(0, 1));
+        VALUE second = quad(s_value[corner], s_value[corner + 1], s_value[below], s_value[below + 1]);
+        VALUE third = quad(second, OTHER_LANE(second, 1u), OTHER_LANE(second, 2u), OTHER_LANE(second, 3u));
+        VALUE fourth = quad(third, OTHER_LANE(third, 4u), OTHER_LANE(third, 8u), OTHER_LANE(third, 12u));
+        s_value[slot(2, at)] = second;
+        if ((lane & 3) == 0) s_value[slot(3, at / 2)] = third;
+        if ((lane & 15) == 0) s_value[slot(4, at / 4)] = fourth;
+    }
+}
+#endif
 
 void from_tail(Made m, int above) {
     ivec2 size = size_of(above), taps = taps_of(size);
@@ -144,14 +192,28 @@ void keep_tail(Made m, int level, ivec2 tile) {
     }
 }
 
-// Steps `from` to `steps` of a tile, whose step before that is in shared memory.
-void rest_of_tile(int base, int steps, int from, ivec2 tile) {
+// A step of a tile, from the one before it; returns the last that is made with it.
+int make(Made m, ivec2 above, int base, int steps) {
+#ifdef SUBGROUPS
+    if (m.step == 2 && fit_lanes(base, steps)) {
+        in_lanes(steps);
+        return 4;
+    }
+#endif
+    from_shared(m, above);
+    return m.step;
+}
+
+// Stores steps `from` to `steps` of a tile, of which those up to `ready` are in shared memory.
+void rest_of_tile(int base, int steps, int from, int ready, ivec2 tile) {
     Made m = made(base, steps, from - 1, tile);
     for (int step = from; step <= steps; ++step) {
         ivec2 above = m.size;
         m = made(base, steps, step, tile);
-        from_shared(m, above);
-        barrier();
+        if (step > ready) {
+            ready = make(m, above, base, steps);
+            barrier();
+        }
 #define HERE(at_) s_value[slot(m.step, at_)]
         STORE(b_rest, rest_of(base + step), m.origin, m.owned, m.size.x, HERE)
     }
@@ -172,14 +234,15 @@ void main() {
     EACH_TEXEL(at, m.with_margin) s_value[slot(1, at)] = of_source(m.origin + at, m.size);
     barrier();
     STORE(b_first, u_firsts.x + plane() * area(m.size), m.origin, m.owned, m.size.x, HERE)
+    int ready = 1;
     if (steps > 1) {
         ivec2 above = m.size;
         m = made(0, steps, 2, tile);
-        from_shared(m, above);
+        ready = make(m, above, 0, steps);
         barrier();
         STORE(b_second, u_firsts.y + plane() * area(m.size), m.origin, m.owned, m.size.x, HERE)
     }
-    if (steps > 2) rest_of_tile(0, steps, 3, tile);
+    if (steps > 2) rest_of_tile(0, steps, 3, ready, tile);
     if (u_last <= STEPS) return;
 
     if (gl_LocalInvocationIndex == 0u) {  // the one that wrote to the tail
@@ -198,7 +261,7 @@ void main() {
                 from_tail(m, base);
                 barrier();
                 STORE(b_rest, rest_of(base + 1), m.origin, m.owned, m.size.x, HERE)
-                rest_of_tile(base, steps, 2, tile);
+                rest_of_tile(base, steps, 2, 1, tile);
                 barrier();
             }
         }

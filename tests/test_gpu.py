@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import gc
 import threading
 import warnings
@@ -118,6 +119,28 @@ def test_single_pass_is_single_pass_at_any_size(gl: lod.Context) -> None:
                 assert torch.allclose(actual, level, rtol=0, atol=2e-6)
         for actual, level in zip(lod.hiz(image, generator="single-pass"), lod.hiz(image, backend="torch"), strict=True):
             assert torch.equal(actual, level)
+
+
+def test_subgroups_change_no_bit(gl: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that invocations hand to one another, and the same through shared memory."""
+    if not gl.subgroups:
+        pytest.skip(f"{gl.renderer} has no GL_KHR_shader_subgroup with shuffles in compute shaders")
+    images = [torch.rand(shape, device=CUDA) for shape in ((2, 3, 4096, 4096), (8, 3, 224, 224), (1, 4, 1080, 1920))]
+    images += [(255 * images[0]).to(torch.uint8), images[0].half()]
+
+    def chains() -> list[torch.Tensor]:
+        return [
+            level
+            for image in images
+            for reduce in ("mean", "max")
+            for level in lod.mipmap(image, reduce=reduce, generator="single-pass")  # type: ignore[arg-type]
+        ]
+
+    found = chains()
+    assert gl.subgroups  # no shader of them was refused
+    monkeypatch.setattr(gl, "tuning", dataclasses.replace(gl.tuning, subgroups=False))
+    for actual, expected in zip(found, chains(), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_interleaved_frames_are_converted_on_the_way(gl: lod.Context) -> None:

@@ -1,0 +1,163 @@
+"""The single-pass shader with subgroups, on a device that may have none: lanes exchange values through shared memory.
+
+What a driver that has them makes of the shader is for the tests on a GPU to say; the reference compiler takes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import reference_compiler
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from images import noise
+from test_generators import SMALL_TILES, STORED, check
+
+import gpu_lod as lod
+from gpu_lod import shaders, sharing, single_pass
+from gpu_lod.bridge import gl as G
+from gpu_lod.errors import ShaderError
+from gpu_lod.pyramid import level_sizes
+from gpu_lod.transfer import packed_planes
+from gpu_lod.tuning import tuning
+
+LANES = """
+shared uint s_lanes[THREADS_X * THREADS_Y];
+uint other_lane(uint value, uint mask) {
+    s_lanes[gl_LocalInvocationIndex] = value;
+    barrier();
+    uint other = s_lanes[gl_LocalInvocationIndex ^ mask];
+    barrier();
+    return other;
+}
+float other_lane(float value, uint mask) { return uintBitsToFloat(other_lane(floatBitsToUint(value), mask)); }
+#define LANE int(gl_LocalInvocationIndex)
+#define LANES_MEET(count_, threads_) true
+#define OTHER_LANE(value_, mask_) other_lane(value_, mask_)
+"""
+"""What lanes.glsl defines, for workgroups whose lanes all take the same way: of 16 threads."""
+
+
+_programs: dict[str, Any] = {}
+
+
+def emulate(
+    ctx: lod.Context, patch: pytest.MonkeyPatch, lanes: str = LANES, threads: tuple[int, int] = (16, 1)
+) -> None:
+    """Make the context take lanes.glsl to be this."""
+    read = shaders._read
+    patch.setattr(shaders, "_read", lambda name, stack: lanes if name == "lanes.glsl" else read(name, stack))
+    patch.setattr(ctx.programs, "_cache", _programs.setdefault(lanes, {}))
+    patch.setattr(ctx.limits, "subgroup", 32)
+    patch.setattr(ctx, "tuning", dataclasses.replace(ctx.tuning, single_pass=threads, subgroups=True))
+
+
+@pytest.fixture
+def lanes(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> lod.Context:
+    emulate(ctx, monkeypatch)
+    return ctx
+
+
+def both(image: torch.Tensor, levels: int | None = None) -> None:
+    check(lod.mipmap(image, levels=levels, generator="single-pass"), image)
+    check(lod.mipmap(image, levels=levels, reduce="max", generator="single-pass"), image, "max")
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize(
+    "size", [(64, 64), (192, 128), (16, 16), (80, 48), (72, 200), (65, 63), (129, 258), (1, 700), (64, 3)], ids=str
+)
+def test_tiles(lanes: lod.Context, size: tuple[int, int], dtype: torch.dtype) -> None:
+    """Whole tiles, tiles that end in the middle, and sizes whose tiles do without."""
+    both(noise(2, 3, *size, dtype=dtype))
+
+
+def test_levels_tiles_and_workgroups(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(1, 2, 128, 64)
+    for levels in range(1, 9):
+        both(image, levels)
+    for shared_bytes in (SMALL_TILES, 1500, 6000):
+        monkeypatch.setattr(lanes.limits, "shared_bytes", shared_bytes)
+        both(noise(1, 2, 512, 256, dtype=torch.uint8))
+    for threads in ((4, 4), (32, 8)):
+        emulate(lanes, monkeypatch, threads=threads)
+        both(noise(1, 3, 128, 192), levels=7)
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from([2, 8, 16]), st.sampled_from(STORED))
+def test_any_size(rows: int, columns: int, unit: int, dtype: torch.dtype) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(lod.Context(), patch)
+        both(noise(1, 2, rows * unit, columns * unit, dtype=dtype))
+
+
+def test_lanes_are_what_makes_the_levels(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From level 3 on: with lanes that give zeros the pictures are wrong there, or nothing above tests them."""
+    emulate(ctx, monkeypatch, LANES.replace("^ mask]", "^ mask] * 0u"))
+    image = noise(1, 1, 64, 64) + 1
+    wrong, right = lod.mipmap(image, generator="single-pass"), lod.mipmap(image, backend="torch")
+    assert [torch.allclose(a, b) for a, b in zip(wrong, right, strict=True)] == [True] * 3 + [False] * 4
+
+
+@pytest.mark.skipif(not reference_compiler.is_here(), reason="no glslangValidator: apt-get install glslang-tools")
+@pytest.mark.parametrize("keep_top", [False, True])
+@pytest.mark.parametrize("reduce", ["MEAN", "MAX"])
+@pytest.mark.parametrize("per_word", [1, 2, 4])
+def test_the_reference_compiler_takes_the_real_one(per_word: int, reduce: str, keep_top: bool) -> None:
+    defines: dict[str, Any] = {f"REDUCE_{reduce}": True, "KEEP_TOP": keep_top, "CONVERT": keep_top and reduce == "MEAN"}
+    source = shaders.source(
+        "single_pass.comp", SUBGROUPS=True, PER_WORD=per_word, SOURCE_PER_WORD=per_word, STEPS=6, FIRST_SIDE=63,
+        THREADS_X=32, THREADS_Y=8, **defines,
+    )  # fmt: skip
+    assert "subgroupShuffleXor(" in source.text
+    reference_compiler.refuse({"compute_shader": source})
+
+
+def test_a_driver_that_refuses_the_extension(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken at its word that it has none from then on."""
+    emulate(ctx, monkeypatch, "#extension GL_no_such_thing : require\n")
+    both(noise(1, 2, 64, 32))
+    assert ctx.limits.subgroup == 0 and not ctx.subgroups
+    emulate(ctx, monkeypatch, "// refused again")
+    real = shaders.source
+    broken = real("single_pass.comp", PER_WORD=1)
+    broken = dataclasses.replace(broken, text=broken.text + "no such thing;")
+    monkeypatch.setattr(shaders, "source", lambda name, **_: broken if name == "single_pass.comp" else real(name, **_))
+    with pytest.raises(ShaderError, match="single_pass"):
+        lod.mipmap(noise(1, 8, 8), generator="single-pass")
+
+
+def test_when_they_are_used(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def device(stages: int, features: int, size: int = 32) -> Any:
+        answers = {
+            G.SUBGROUP_SUPPORTED_STAGES_KHR: stages,
+            G.SUBGROUP_SUPPORTED_FEATURES_KHR: features,
+            G.SUBGROUP_SIZE_KHR: size,
+        }
+        return SimpleNamespace(integer=answers.__getitem__)
+
+    here = {"GL_KHR_shader_subgroup"}
+    assert sharing._subgroup(device(0x3F, 0xFF), here) == 32
+    assert sharing._subgroup(device(0x3F, 0xFF), set()) == 0
+    assert sharing._subgroup(device(0x1F, 0xFF), here) == 0  # not in compute shaders
+    assert sharing._subgroup(device(0x20, 0xEF), here) == 0  # no shuffles
+    monkeypatch.setattr(ctx, "tuning", tuning(software=False))
+    for size, used in ((0, False), (8, False), (16, True), (32, True), (128, True)):
+        monkeypatch.setattr(ctx.limits, "subgroup", size)
+        assert ctx.subgroups is used
+    monkeypatch.setattr(ctx, "tuning", tuning(software=True))
+    assert not ctx.subgroups
+
+
+def test_shared_memory_that_lanes_take(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step more for each that is made at once: a device that has just not enough takes smaller tiles."""
+    with lanes.active():
+        chain, _ = packed_planes(lanes, 1, 1, level_sizes(64, 64, 7), torch.float32)
+    asked = single_pass._layout(lanes, chain, with_top=False).shared_bytes
+    assert asked == 4 * (32**2 + 16**2 + 8**2 + 4**2 + 1)
+    monkeypatch.setattr(lanes.limits, "shared_bytes", asked - 1)
+    assert single_pass._layout(lanes, chain, with_top=False).steps == 5
