@@ -25,6 +25,7 @@ from rows import Row
 from timer import able, race
 
 import gpu_lod as lod
+from gpu_lod import subgroups
 from gpu_lod.bridge import egl
 
 TIME_ELAPSED, QUERY_RESULT = 0x88BF, 0x8866
@@ -139,7 +140,9 @@ def jobs(ctx: lod.Context, side: int, device: str = "cpu") -> Iterator[tuple[str
         held = ctx.empty(1, channels, side, side, device=device)
         held.copy_(picture(side, side, channels=channels))
         ways: dict[str, Side] = {f"gl {name}": partial(verb, held, generator=name) for name in generators_of(verb)}
-        if ctx.subgroups:
+        with ctx.active():
+            lanes = subgroups.usable(ctx)
+        if lanes:
             ways["gl single-pass, no subgroups"] = partial(_without_subgroups, ctx, ways["gl single-pass"])
         yield verb.__name__, "", channels, pyramid_bytes(held), ways
     pyramid = lod.mipmap(picture(side, side).to(device), backend="gl").upload()

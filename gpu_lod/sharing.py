@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 Interop = Literal["cuda", "pycuda"]
 DRIVERS: dict[Interop, Callable[[int], Driver]] = {"cuda": CudaDriver, "pycuda": PyCudaDriver}
 
-LEAST_SUBGROUP = 16
-"""Invocations of a subgroup that shaders which use them ask for."""
-
 T = TypeVar("T")
 
 
@@ -51,6 +48,8 @@ class Limits:
     """Shared memory of a workgroup."""
     subgroup: int
     """Invocations of a subgroup, where compute shaders may shuffle values between them; else 0."""
+    lanes: bool | None = None
+    """What `subgroups.usable` found out about them; None is nothing yet."""
 
 
 def _subgroup(gl: GL, extensions: Set[str]) -> int:
@@ -126,11 +125,6 @@ class Sharing(Turns):
     def software(self) -> bool:
         """True on a software renderer (llvmpipe, softpipe, SwiftShader)."""
         return any(name in self.renderer.lower() for name in ("llvmpipe", "softpipe", "swiftshader", "swrast"))
-
-    @property
-    def subgroups(self) -> bool:
-        """Whether shaders that can use subgroups do."""
-        return self.tuning.subgroups and self.limits.subgroup >= LEAST_SUBGROUP
 
     @contextmanager
     def active(self, device: torch.device | None = None) -> Iterator[Self]:

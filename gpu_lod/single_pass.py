@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_lod import recording
+from gpu_lod import recording, subgroups
 from gpu_lod.bridge import Buffer, Private
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
@@ -96,13 +96,18 @@ class _Layout:
 
     def __init__(self, chain: Sequence[Planes], steps: int, *, with_top: bool, subgroups: bool) -> None:
         self._with_top = with_top
-        self.subgroups = subgroups
         self.sizes = [(planes.height, planes.width) for planes in chain]
         self.steps = steps
         self.last = len(chain) - 1
         self.margins = _margins(self.sizes, steps)
         self._rest = chain[3:]
         self._tails = list(range(steps, self.last, steps))
+        self.subgroups = subgroups and any(self._quads(base) for base in (0, *self._tails))
+        """Whether some tiles can use them, as the shader's fit_lanes says."""
+
+    def _quads(self, base: int) -> bool:
+        made = min(self.steps, self.last - base)
+        return made >= 4 and self.margins[base + 1] == (0, 0) and min(self.sizes[base + 3]) > 1
 
     @property
     def tile(self) -> int:
@@ -187,14 +192,14 @@ def _margins(sizes: Sequence[tuple[int, int]], steps: int) -> list[tuple[int, in
     return margins
 
 
-def _layout(ctx: Context, chain: Sequence[Planes], *, with_top: bool) -> _Layout:
+def _layout(ctx: Context, chain: Sequence[Planes], *, with_top: bool, lanes: bool) -> _Layout:
     """With the largest tiles that the device has shared memory for.
 
     Raises:
         UnsupportedError: it has less than any device with OpenGL 4.3 may have.
     """
     for steps in range(_STEPS, 2, -1):
-        layout = _Layout(chain, steps, with_top=with_top, subgroups=ctx.subgroups)
+        layout = _Layout(chain, steps, with_top=with_top, subgroups=lanes)
         if layout.shared_bytes <= ctx.limits.shared_bytes:
             return layout
     raise UnsupportedError(
@@ -222,15 +227,16 @@ def reduce_chain(
         LimitError: a part of it does not fit the device's storage-buffer bindings.
         UnsupportedError: the device has too little shared memory.
     """
-    layout = _layout(ctx, chain, with_top=conversion is not None)
+    with_top = conversion is not None
+    layout = _layout(ctx, chain, with_top=with_top, lanes=subgroups.usable(ctx))
     try:
         program = _program(ctx, source, chain, channels, reduce, conversion, layout)
     except ShaderError:
         if not layout.subgroups:
             raise
-        ctx.limits.subgroup = 0  # the driver says that it has them, and refuses the shader
-        layout = _layout(ctx, chain, with_top=conversion is not None)
+        layout = _layout(ctx, chain, with_top=with_top, lanes=False)
         program = _program(ctx, source, chain, channels, reduce, conversion, layout)
+        ctx.limits.lanes = False  # they were what the driver refused
     # As (binding, planes, rows of them to a row of tiles).
     targets = [(level, chain[min(level, layout.last)], layout.tile >> min(level, layout.last)) for level in (1, 2)]
     if conversion is not None:

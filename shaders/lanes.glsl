@@ -8,4 +8,6 @@
 // Whether so many lanes from a multiple on are in one subgroup of a workgroup of so many threads, all of them at work.
 #define LANES_MEET(count_, threads_) \
     (gl_SubgroupSize >= uint(count_) && gl_NumSubgroups * gl_SubgroupSize == uint(threads_))
+// Before lanes read one another behind branches that not all of them took: where those end is for the compiler to say.
+#define LANES_TOGETHER subgroupBarrier()
 #define OTHER_LANE(value_, mask_) subgroupShuffleXor(value_, mask_)

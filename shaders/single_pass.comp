@@ -10,7 +10,7 @@
 // STEPS        levels that a tile makes; FIRST_SIDE  texels along a side of the first of them, with the margin
 // THREADS_X, THREADS_Y  shape of the workgroup
 // KEEP_TOP     the source, converted, is written as level 0
-// SUBGROUPS    invocations make steps 2 to 4 from one another's registers where sides are even; subgroups of 16 or more
+// SUBGROUPS    invocations make steps 2 to 4 from one another's registers where sides are even
 #ifdef SUBGROUPS
 #include "lanes.glsl"
 #endif
@@ -131,6 +131,7 @@ int even_bits(int bits) {
 void in_lanes(int steps) {
     int side = 1 << (steps - 2);
     for (int lane = LANE; lane < side * side; lane += THREADS_X * THREADS_Y) {
+        LANES_TOGETHER;
         ivec2 at = ivec2(even_bits(lane), even_bits(lane >> 1));
         int corner = slot(1, 2 * at), below = slot(1, 2 * at + ivec2(0, 1));
         VALUE second = quad(s_value[corner], s_value[corner + 1], s_value[below], s_value[below + 1]);

@@ -925,14 +925,15 @@ def test_gpu_queries_see_the_rasteriser(ctx: lod.Context) -> None:
 
 def test_single_pass_is_timed_without_subgroups_too(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def ways() -> dict[str, Any]:
-        return next(bench_parts.jobs(ctx, 16))[-1]
+        return next(bench_parts.jobs(ctx, 64))[-1]
 
     monkeypatch.setattr(ctx.limits, "subgroup", 0)
     monkeypatch.setattr(ctx, "tuning", dataclasses.replace(ctx.tuning, subgroups=True))
     assert "gl single-pass, no subgroups" not in ways()
     monkeypatch.setattr(ctx.limits, "subgroup", 32)
-    assert len(ways()["gl single-pass, no subgroups"]()) == 5
-    assert ctx.tuning.subgroups and ctx.limits.subgroup == 32, "neither used nor refused"
+    monkeypatch.setattr(ctx.limits, "lanes", True)
+    assert len(ways()["gl single-pass, no subgroups"]()) == 7
+    assert ctx.tuning.subgroups and ctx.limits.lanes, "neither used nor refused"
 
 
 def test_a_verb_that_fails_leaves_the_bridge_as_it_was(ctx: lod.Context) -> None:

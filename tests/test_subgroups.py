@@ -18,7 +18,7 @@ from images import noise
 from test_generators import SMALL_TILES, STORED, check
 
 import gpu_lod as lod
-from gpu_lod import shaders, sharing, single_pass
+from gpu_lod import shaders, sharing, single_pass, subgroups
 from gpu_lod.bridge import gl as G
 from gpu_lod.errors import ShaderError
 from gpu_lod.pyramid import level_sizes
@@ -37,12 +37,13 @@ uint other_lane(uint value, uint mask) {
 float other_lane(float value, uint mask) { return uintBitsToFloat(other_lane(floatBitsToUint(value), mask)); }
 #define LANE int(gl_LocalInvocationIndex)
 #define LANES_MEET(count_, threads_) true
+#define LANES_TOGETHER
 #define OTHER_LANE(value_, mask_) other_lane(value_, mask_)
 """
 """What lanes.glsl defines, for workgroups whose lanes all take the same way: of 16 threads."""
 
 
-_programs: dict[str, Any] = {}
+_programs: dict[tuple[lod.Context, str], Any] = {}
 
 
 def emulate(
@@ -51,8 +52,9 @@ def emulate(
     """Make the context take lanes.glsl to be this."""
     read = shaders._read
     patch.setattr(shaders, "_read", lambda name, stack: lanes if name == "lanes.glsl" else read(name, stack))
-    patch.setattr(ctx.programs, "_cache", _programs.setdefault(lanes, {}))
+    patch.setattr(ctx.programs, "_cache", _programs.setdefault((ctx, lanes), {}))
     patch.setattr(ctx.limits, "subgroup", 32)
+    patch.setattr(ctx.limits, "lanes", None)
     patch.setattr(ctx, "tuning", dataclasses.replace(ctx.tuning, single_pass=threads, subgroups=True))
 
 
@@ -62,6 +64,11 @@ def lanes(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> lod.Context:
     return ctx
 
 
+def layout_of(ctx: lod.Context, size: tuple[int, int]) -> Any:
+    chain, _ = packed_planes(ctx, 1, 1, level_sizes(*size, max(size).bit_length()), torch.float32)
+    return single_pass._layout(ctx, chain, with_top=False, lanes=True)
+
+
 def both(image: torch.Tensor, levels: int | None = None) -> None:
     check(lod.mipmap(image, levels=levels, generator="single-pass"), image)
     check(lod.mipmap(image, levels=levels, reduce="max", generator="single-pass"), image, "max")
@@ -69,20 +76,51 @@ def both(image: torch.Tensor, levels: int | None = None) -> None:
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize(
-    "size", [(64, 64), (192, 128), (16, 16), (80, 48), (72, 200), (65, 63), (129, 258), (1, 700), (64, 3)], ids=str
+    "size",
+    [(64, 64), (192, 128), (16, 16), (64, 16), (16, 128), (256, 32), (80, 48), (65, 63), (129, 258), (1, 700), (64, 3)],
+    ids=str,
 )
 def test_tiles(lanes: lod.Context, size: tuple[int, int], dtype: torch.dtype) -> None:
     """Whole tiles, tiles that end in the middle, and sizes whose tiles do without."""
     both(noise(2, 3, *size, dtype=dtype))
 
 
-def test_levels_tiles_and_workgroups(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [(128, 64), (64, 16), (65, 129), (129, 65), (65, 17)], ids=str)
+def test_the_source_kept_as_level_0(lanes: lod.Context, size: tuple[int, int]) -> None:
+    """Tiles cover level 0 then, where an odd side takes one more."""
+    image = noise(2, 3, *size, dtype=torch.uint8)
+    check(lod.mipmap(image, dtype=torch.float32, generator="single-pass"), image / 255)
+
+
+def test_levels_and_tiles(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     image = noise(1, 2, 128, 64)
     for levels in range(1, 9):
         both(image, levels)
-    for shared_bytes in (SMALL_TILES, 1500, 6000):
+    for shared_bytes, size in ((SMALL_TILES, (512, 256)), (1500, (512, 256)), (6000, (512, 256))):
         monkeypatch.setattr(lanes.limits, "shared_bytes", shared_bytes)
-        both(noise(1, 2, 512, 256, dtype=torch.uint8))
+        both(noise(1, 2, *size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize(
+    ("shared_bytes", "size", "steps"), [(600, (512, 256), 4), (1364, (512, 512), 5), (1500, (1024, 512), 5)], ids=str
+)
+def test_the_last_workgroup_uses_lanes_too(
+    lanes: lod.Context,
+    monkeypatch: pytest.MonkeyPatch,
+    shared_bytes: int,
+    size: tuple[int, int],
+    steps: int,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(lanes.limits, "shared_bytes", shared_bytes)
+    with lanes.active():
+        layout = layout_of(lanes, size)
+    assert layout.steps == steps and layout._quads(0) and layout._quads(steps)
+    both(noise(2, 2, *size, dtype=dtype))
+
+
+def test_workgroups(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     for threads in ((4, 4), (32, 8)):
         emulate(lanes, monkeypatch, threads=threads)
         both(noise(1, 3, 128, 192), levels=7)
@@ -98,9 +136,29 @@ def test_any_size(rows: int, columns: int, unit: int, dtype: torch.dtype) -> Non
 def test_lanes_are_what_makes_the_levels(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """From level 3 on: with lanes that give zeros the pictures are wrong there, or nothing above tests them."""
     emulate(ctx, monkeypatch, LANES.replace("^ mask]", "^ mask] * 0u"))
+    monkeypatch.setattr(ctx.limits, "lanes", True)  # no questions asked
     image = noise(1, 1, 64, 64) + 1
     wrong, right = lod.mipmap(image, generator="single-pass"), lod.mipmap(image, backend="torch")
     assert [torch.allclose(a, b) for a, b in zip(wrong, right, strict=True)] == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("lanes", "why"),
+    [
+        (LANES, ""),
+        (LANES.replace("^ mask]", "^ mask] * 0u"), "they exchange nothing"),
+        (LANES.replace("LANE int(gl_LocalInvocationIndex)", "LANE int(gl_LocalInvocationIndex / 2u)"), "lanes twice"),
+        (LANES.replace("true", "(gl_LocalInvocationIndex < 8u)"), "half of them do not meet"),
+        ("#extension GL_no_such_thing : require\n", "refused"),
+    ],
+    ids=lambda value: value[:12] if "\n" not in value else "",
+)
+def test_a_first_try_says_whether_to_use_them(
+    ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, lanes: str, why: str
+) -> None:
+    emulate(ctx, monkeypatch, lanes)
+    both(noise(1, 2, 64, 32))  # right, either way
+    assert ctx.limits.lanes is (not why)
 
 
 @pytest.mark.skipif(not reference_compiler.is_here(), reason="no glslangValidator: apt-get install glslang-tools")
@@ -115,20 +173,24 @@ def test_the_reference_compiler_takes_the_real_one(per_word: int, reduce: str, k
     )  # fmt: skip
     assert "subgroupShuffleXor(" in source.text
     reference_compiler.refuse({"compute_shader": source})
+    reference_compiler.refuse({"compute_shader": shaders.source("lanes.comp", THREADS_X=32, THREADS_Y=8)})
 
 
 def test_a_driver_that_refuses_the_extension(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is taken at its word that it has none from then on."""
+    """In the shader that uses it, if not in the one that tries it."""
     emulate(ctx, monkeypatch, "#extension GL_no_such_thing : require\n")
+    monkeypatch.setattr(ctx.limits, "lanes", True)
     both(noise(1, 2, 64, 32))
-    assert ctx.limits.subgroup == 0 and not ctx.subgroups
-    emulate(ctx, monkeypatch, "// refused again")
+    assert ctx.limits.lanes is False
+    emulate(ctx, monkeypatch, "// nothing compiled yet")
+    monkeypatch.setattr(ctx.limits, "lanes", True)
     real = shaders.source
     broken = real("single_pass.comp", PER_WORD=1)
     broken = dataclasses.replace(broken, text=broken.text + "no such thing;")
     monkeypatch.setattr(shaders, "source", lambda name, **_: broken if name == "single_pass.comp" else real(name, **_))
     with pytest.raises(ShaderError, match="single_pass"):
-        lod.mipmap(noise(1, 8, 8), generator="single-pass")
+        lod.mipmap(noise(1, 64, 64), generator="single-pass")
+    assert ctx.limits.lanes, "it was not they"
 
 
 def test_when_they_are_used(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,18 +208,19 @@ def test_when_they_are_used(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -
     assert sharing._subgroup(device(0x1F, 0xFF), here) == 0  # not in compute shaders
     assert sharing._subgroup(device(0x20, 0xEF), here) == 0  # no shuffles
     monkeypatch.setattr(ctx, "tuning", tuning(software=False))
+    monkeypatch.setattr(ctx.limits, "lanes", True)
     for size, used in ((0, False), (8, False), (16, True), (32, True), (128, True)):
         monkeypatch.setattr(ctx.limits, "subgroup", size)
-        assert ctx.subgroups is used
+        assert subgroups.usable(ctx) is used
     monkeypatch.setattr(ctx, "tuning", tuning(software=True))
-    assert not ctx.subgroups
+    assert not subgroups.usable(ctx)
 
 
 def test_shared_memory_that_lanes_take(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step more for each that is made at once: a device that has just not enough takes smaller tiles."""
     with lanes.active():
-        chain, _ = packed_planes(lanes, 1, 1, level_sizes(64, 64, 7), torch.float32)
-    asked = single_pass._layout(lanes, chain, with_top=False).shared_bytes
-    assert asked == 4 * (32**2 + 16**2 + 8**2 + 4**2 + 1)
-    monkeypatch.setattr(lanes.limits, "shared_bytes", asked - 1)
-    assert single_pass._layout(lanes, chain, with_top=False).steps == 5
+        asked = layout_of(lanes, (64, 64)).shared_bytes
+        assert asked == 4 * (32**2 + 16**2 + 8**2 + 4**2 + 1)
+        assert layout_of(lanes, (126, 126)).shared_bytes == 4 * (63**2 + 32**2 + 1), "its tiles cannot use them"
+        monkeypatch.setattr(lanes.limits, "shared_bytes", asked - 1)
+        assert layout_of(lanes, (64, 64)).steps == 5

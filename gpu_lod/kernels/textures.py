@@ -17,6 +17,7 @@ from gpu_lod.bridge import Lease, Pool
 from gpu_lod.errors import CaptureError, LimitError, OutOfMemoryError
 from gpu_lod.kernels.device import Device, DeviceTexture, Storage, TextureKey, per_device
 from gpu_lod.kernels.sources import sampling
+from gpu_lod.shield import Shield
 
 STORAGE: dict[torch.dtype, Storage] = {
     torch.uint8: "uint8",
@@ -71,7 +72,7 @@ class _Textures:
         self.pool: Pool[_Pooled] = Pool(MOST_IDLE_BYTES)
 
     def lease(self, key: TextureKey) -> Lease[_Pooled]:
-        with self._lock:
+        with Shield(), self._lock:  # a signal in between would lose what came back
             self._drain()
             item = self.pool.take(key, lambda: self._make(key))
             if item.free_after is not None:
