@@ -176,8 +176,11 @@ def in_a_sentence(task: Data) -> str:
     lost_are = _listed(lost) if len(lost) <= len(rest) else f"all others{' but ' if rest else ''}{_listed(rest)}"
     even = next((row["verdict"] for row in rows if row["method"] == EVEN), "open")
     beside = f" (and so does {EVEN})" if even.startswith("earns") else ""
+    told = [row for row in baselines(task, budget) if row["method"] == BASELINE and first in row["values"]]
+    bars = [f"{figure(row['values'][first])} on {row['relevance']}" for row in told]
     return (
-        f"**{task['title']}** ({first}, {budget} tokens): {named(best)} is best, {figure(best['values'][first])}. "
+        f"**{task['title']}** ({first}, {budget} tokens): {named(best)} is best on {task['relevance'][0]} or on none, "
+        f"{figure(best['values'][first])}; {BASELINE} has {_listed(bars)}. "
         f"Earning a place over {BASELINE}{beside}: {_listed(won) or 'no method'}. "
         f"Below it beyond chance: {lost_are or 'no method'}."
     )
