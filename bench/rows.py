@@ -91,6 +91,18 @@ class Row:
         return result
 
 
+def _commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+COMMIT = _commit()
+"""Of what runs: asked for when it is loaded, for the checkout may be another by the time that all is measured."""
+
+
 def common() -> dict[str, Any]:
     """What a result file says of the machine and the program, whatever the tensors are on."""
     return {
@@ -99,7 +111,7 @@ def common() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {"gpu_lod": lod.__version__, "torch": torch.__version__, **versions(_LIBRARIES)},
-        "commit": _commit(),
+        "commit": COMMIT,
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -199,11 +211,3 @@ def versions(names: tuple[str, ...]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return result
-
-
-def _commit() -> str:
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -879,6 +879,13 @@ def test_a_race_may_count_by_another_clock() -> None:
     assert next(calls) > 12
 
 
+def test_a_result_names_the_commit_that_was_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not the one that is checked out once all is measured."""
+    asked = rows.common()["commit"]
+    monkeypatch.setattr(rows, "HERE", tmp_path)
+    assert rows.common()["commit"] == asked and rows._commit() == "unknown"
+
+
 # -- the parts of a call -----------------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ def test_places_have_tables_of_their_own(task: dict[str, Any]) -> None:
 
 def test_a_sentence_says_what_won_and_what_lost(task: dict[str, Any]) -> None:
     said = tables.in_a_sentence(task)
-    assert "(mean, 300 tokens): Winner is best on saliency or on none, 0.731 ± 0.002; GridTopK has" in said
+    assert "(mean, 300 tokens): Winner is best on saliency or without relevance, 0.731 ± 0.002; GridTopK has" in said
     assert "GridTopK has 0.531 ± 0.002 on saliency. " in said
     assert "Earning a place over GridTopK (and so does Downsample): Winner." in said
     assert said.endswith("Below it beyond chance: Loser.")

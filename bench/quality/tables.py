@@ -179,8 +179,8 @@ def in_a_sentence(task: Data) -> str:
     told = [row for row in baselines(task, budget) if row["method"] == BASELINE and first in row["values"]]
     bars = [f"{figure(row['values'][first])} on {row['relevance']}" for row in told]
     return (
-        f"**{task['title']}** ({first}, {budget} tokens): {named(best)} is best on {task['relevance'][0]} or on none, "
-        f"{figure(best['values'][first])}; {BASELINE} has {_listed(bars)}. "
+        f"**{task['title']}** ({first}, {budget} tokens): {named(best)} is best on {task['relevance'][0]} or without "
+        f"relevance, {figure(best['values'][first])}; {BASELINE} has {_listed(bars)}. "
         f"Earning a place over {BASELINE}{beside}: {_listed(won) or 'no method'}. "
         f"Below it beyond chance: {lost_are or 'no method'}."
     )
