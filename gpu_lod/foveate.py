@@ -25,8 +25,15 @@ from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
-TILE = (64, 16)
+TILE = (64, 8)
 """(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
+
+SERIES_FROM = 43
+"""Pixels: e + e0 from which the corners of its blocks of 4 x 4 are at most 1/20 of that from their middles. There the
+first three terms of log2(1 + t) are right to 2.3e-6 of a level."""
+
+LEAST_E0 = 1e-9
+"""Below it squares of distances in units of e0 may overflow, and the series has no value."""
 
 
 @operators.verb
@@ -371,7 +378,7 @@ def _blocks(
 ) -> None:
     """Filtered by the shader itself. A dispatch for each kind of tile: blocks of coarser levels touch fewer texels."""
     size = target.height, target.width
-    least = _least_levels(fixation, size, *rule)
+    e, least = _least(fixation, size, *rule)
     down, across = least.shape[1:]
     # Where texels cover whole blocks, their centres lie between blocks from level 3 on, and two of a side do.
     last = max(_highest((x, y), size, *rule, levels - 1) for x, y in fixation.tolist())
@@ -384,12 +391,22 @@ def _blocks(
     table = ctx.private.lease(numbers.nbytes).write(torch.from_numpy(numbers))
     bind_table(ctx, 2, table)
     index = target.bind(ctx, 0, 0, target.elements - 1)
+    stored_at_once = target.per_word if size[1] % 4 else 4
     done = 0
-    for texels, tiles in zip((4, 3, 2), map(len, lists), strict=False):
+    for texels, kind in zip((4, 3, 2), kinds, strict=False):
+        tiles = int(np.count_nonzero(kind))
         if tiles:
-            program = ctx.programs.compute("foveate_blocks.comp", PER_WORD=target.per_word, TEXELS=texels, **defines)
+            series = rule[0] >= LEAST_E0 and float(e[kind].min() + rule[0]) * max(size) >= SERIES_FROM
+            program = ctx.programs.compute(
+                "foveate_blocks.comp",
+                PER_WORD=target.per_word,
+                TEXELS=texels,
+                QUADS=stored_at_once == 4,
+                SERIES=series,
+                **defines,
+            )
             program.set(
-                u_first_word=index // target.per_word,
+                u_first_word=index // stored_at_once,
                 u_first_tile=done,
                 u_tiles=tiles,
                 u_tile_counts=(across, down),
@@ -401,8 +418,8 @@ def _blocks(
         done += tiles
 
 
-def _least_levels(fixation: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> np.ndarray[Any, Any]:
-    """[B, rows, columns] the lowest level in each tile, less what rounding may make of it."""
+def _least(fixation: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> tuple[Any, Any]:
+    """[B, rows, columns] the least eccentricity in each tile, and the level there less what rounding may make of it."""
     points = fixation.detach().cpu().double().numpy()
     gaps = []
     for axis in (0, 1):
@@ -411,4 +428,4 @@ def _least_levels(fixation: torch.Tensor, size: tuple[int, int], e0: float, bias
         at = points[:, axis, None] * n
         gaps.append(np.maximum(begin - at, 0) + np.maximum(at - begin - TILE[axis], 0))
     e = np.hypot(gaps[0][:, None, :], gaps[1][:, :, None]) / max(size)
-    return np.maximum(np.log2(1 + e / e0) + bias, 0) * 0.9999
+    return e, np.maximum(np.log2(1 + e / e0) + bias, 0) * 0.9999

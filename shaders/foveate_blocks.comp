@@ -1,17 +1,18 @@
 #version 430
 // A foveated picture for renderers whose texture units are software: an invocation makes a block of 4 x 4 pixels, fetches
-// each texel under it once for all of them, and filters by itself. About half the time of foveate.comp on a CPU.
+// each texel under it once for all of them, and filters by itself. A third of the time of foveate.comp on a CPU.
 //
 // PER_WORD (words.glsl): rows are whole words. CHANNELS, TO_STORED (foveate.glsl)
+// QUADS    rows are whole fours of pixels, which are stored at once
+// SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
 // TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
 //          where the sides of all levels are halves
 #include "words.glsl"
 #include "foveate.glsl"
 
-layout(local_size_x = 16, local_size_y = 4) in;
-layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
-layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 16 pixels, numbered through the batch
-uniform int u_first_word;    // index in b_target of the texture's first element
+layout(local_size_x = 16, local_size_y = 2) in;
+layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 8 pixels, numbered through the batch
+uniform int u_first_word;    // index in b_target (of fours: QUADS) of the texture's first element
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
 uniform int u_tiles;
 uniform ivec2 u_tile_counts;  // of an image
@@ -31,13 +32,30 @@ uniform ivec2 u_size;
 #define SWIZZLE rgba
 #endif
 
+#ifdef QUADS
+#define STORED_AT_ONCE 4
 #if PER_WORD == 1
-#define GATHER(c) texel[k].c
+#define WORDS uvec4
+#define GATHER(c) uvec4(pack(texel[0].c), pack(texel[1].c), pack(texel[2].c), pack(texel[3].c))
 #elif PER_WORD == 2
-#define GATHER(c) vec2(texel[k].c, texel[k + 1].c)
+#define WORDS uvec2
+#define GATHER(c) uvec2(pack(vec2(texel[0].c, texel[1].c)), pack(vec2(texel[2].c, texel[3].c)))
 #else
-#define GATHER(c) vec4(texel[0].c, texel[1].c, texel[2].c, texel[3].c)
+#define WORDS uint
+#define GATHER(c) pack(vec4(texel[0].c, texel[1].c, texel[2].c, texel[3].c))
 #endif
+#else
+#define STORED_AT_ONCE PER_WORD
+#define WORDS uint
+#if PER_WORD == 1
+#define GATHER(c) pack(texel[k].c)
+#else
+#define GATHER(c) pack(vec2(texel[k].c, texel[k + 1].c))
+#endif
+#endif
+layout(std430, binding = 0) writeonly buffer Target { WORDS b_target[]; };
+
+const float INVERSE_LN2 = 1.44269504;
 
 float tent(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
 
@@ -49,24 +67,35 @@ void main() {
     int image = tile / per_image, layer = image - u_first_image;
     tile -= image * per_image;
     int row = tile / u_tile_counts.x;
-    ivec2 at = ivec2(64, 16) * ivec2(tile - row * u_tile_counts.x, row) + 4 * ivec2(gl_LocalInvocationID.xy);
+    ivec2 at = ivec2(64, 8) * ivec2(tile - row * u_tile_counts.x, row) + 4 * ivec2(gl_LocalInvocationID.xy);
     if (at.x >= u_size.x || at.y >= u_size.y) return;
 
     vec2 place = (vec2(at) + 0.5) * u_pixel;
     vec2 away = away_from(b_fixations[image], place), step_ = u_pixel * u_box;
+#ifdef SERIES
+    float e = length(away + 1.5 * step_), middle = log2(1.0 + e) + u_bias;
+#endif
     float level[16];
     TEXEL sum[16];
     float least = 100.0, most = 0.0;
     for (int i = 0; i < 16; ++i) {
-        level[i] = level_at(away + vec2(i & 3, i >> 2) * step_);
+        vec2 here = away + vec2(i & 3, i >> 2) * step_;
+#ifdef SERIES
+        float t = (sqrt(dot(here, here)) - e) / (1.0 + e);
+        level[i] = max(middle + t * (INVERSE_LN2 + t * (-INVERSE_LN2 / 2.0 + t * (INVERSE_LN2 / 3.0))), 0.0);
+#else
+        level[i] = level_at(here);
+#endif
         least = min(least, level[i]);
         most = max(most, level[i]);
         sum[i] = TEXEL(0.0);
     }
     int last = textureQueryLevels(t_pyramid) - 1;
     least = min(least, float(last));
-    // Each level in its turn, for all pixels of the block: two levels, seldom three.
-    for (int l = int(least); l <= int(min(most + 1.0, float(last))); ++l) {
+    // Each level in its turn, for all pixels of the block: two levels, seldom three. Asked for at the end, as a software
+    // renderer walks through the rest of a loop that every lane has left.
+    int l = int(least), end = int(min(most + 1.0, float(last)));
+    do {
         ivec2 size = max(u_size >> l, 1);
         vec2 first = l == 0 ? vec2(at) : place * vec2(size) - 0.5;  // exact where texels are pixels
         vec2 whole = floor(first), per_pixel = vec2(size) * u_pixel;
@@ -92,27 +121,27 @@ void main() {
                 sum[4 * y + x] += tent(min(level[4 * y + x], float(last)) - float(l)) * value;
             }
         }
-    }
-    int row_words = u_size.x / PER_WORD, plane_words = row_words * u_size.y;
-    int target = u_first_word + (layer * CHANNELS * u_size.y + at.y) * row_words + at.x / PER_WORD;
+    } while (++l <= end);
+    int row_words = u_size.x / STORED_AT_ONCE, plane_words = row_words * u_size.y;
+    int target = u_first_word + (layer * CHANNELS * u_size.y + at.y) * row_words + at.x / STORED_AT_ONCE;
     for (int y = 0; y < 4; ++y) {
         vec4 texel[4];
         for (int x = 0; x < 4; ++x) {
             texel[x] = vec4(0.0);
             texel[x].SWIZZLE = sum[4 * y + x] * TO_STORED;
         }
-        for (int k = 0; k < 4; k += PER_WORD) {
+        for (int k = 0; k < 4; k += STORED_AT_ONCE) {
             if (at.y + y < u_size.y && at.x + k < u_size.x) {
-                int word = target + y * row_words + k / PER_WORD;
-                b_target[word] = pack(GATHER(r));
+                int word = target + y * row_words + k / STORED_AT_ONCE;
+                b_target[word] = GATHER(r);
 #if CHANNELS > 1
-                b_target[word + plane_words] = pack(GATHER(g));
+                b_target[word + plane_words] = GATHER(g);
 #endif
 #if CHANNELS > 2
-                b_target[word + 2 * plane_words] = pack(GATHER(b));
+                b_target[word + 2 * plane_words] = GATHER(b);
 #endif
 #if CHANNELS > 3
-                b_target[word + 3 * plane_words] = pack(GATHER(a));
+                b_target[word + 3 * plane_words] = GATHER(a);
 #endif
             }
         }

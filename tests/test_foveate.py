@@ -62,9 +62,10 @@ def test_parity(ctx: lod.Context, way: str, dtype: torch.dtype) -> None:
         (1, 3, 1, 50),
         (2, 2, 130, 3),
         (3, 128, 128),
+        (2, 122, 258),
     ):
         pyramid = lod.mipmap(noise(*shape, dtype=dtype))
-        for options in ({}, {"e0": 0.5}, {"e0": 0.004, "bias": 0.7}, {"bias": -2.0}):
+        for options in ({}, {"e0": 0.5}, {"e0": 0.004, "bias": 0.7}, {"bias": -2.0}, {"e0": 0.2, "bias": 1.3}):
             check(ctx, pyramid, torch.rand(pyramid.batch, 2), way, **options)
 
 
@@ -102,6 +103,8 @@ def test_extreme_arguments(way: str) -> None:
     blurred = pyramid[-1].expand(3, 33, 50)
     for options in ({"bias": 3e9}, {"bias": 1e300}, {"e0": 1e-30}):
         assert torch.allclose(run(pyramid, (0.01, 0.02), way, **options), blurred, atol=1e-5), options
+    wide = lod.mipmap(noise(1, 64, 128))
+    assert torch.allclose(run(wide, (0.01, 0.02), way, e0=1e-30), wide[-1].expand(1, 64, 128), atol=1e-5)
     assert torch.allclose(run(pyramid, (0.01, 0.02), way, bias=-1e300), pyramid[0], atol=1e-4)
     assert torch.allclose(run(pyramid, (0.01, 0.02), way, e0=1e300), pyramid[0], atol=1e-4)
     assert run(pyramid, (0.5, 0.5), way, e0=1e-310).isfinite().all()
