@@ -391,7 +391,7 @@ def _blocks(
     table = ctx.private.lease(numbers.nbytes).write(torch.from_numpy(numbers))
     bind_table(ctx, 2, table)
     index = target.bind(ctx, 0, 0, target.elements - 1)
-    stored_at_once = target.per_word if size[1] % 4 else 4
+    at_once = target.per_word if size[1] % 4 else 4
     done = 0
     for texels, kind in zip((4, 3, 2), kinds, strict=False):
         tiles = int(np.count_nonzero(kind))
@@ -401,12 +401,12 @@ def _blocks(
                 "foveate_blocks.comp",
                 PER_WORD=target.per_word,
                 TEXELS=texels,
-                QUADS=stored_at_once == 4,
+                AT_ONCE=at_once,
                 SERIES=series,
                 **defines,
             )
             program.set(
-                u_first_word=index // stored_at_once,
+                u_first_stored=index // at_once,
                 u_first_tile=done,
                 u_tiles=tiles,
                 u_tile_counts=(across, down),

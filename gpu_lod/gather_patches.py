@@ -363,19 +363,21 @@ def _make(ctx: Context, target: Planes, channels: int, uniforms: dict[str, Any],
             first = {"u_first_plane": chunk.plane}
             make_words(ctx, "patches_words.comp", target, chunk, uniforms=uniforms | first, defines=defines)
         return
-    rows = 1 if patch % target.per_word == 0 else 2
+    stored = 4 if ctx.software and target.area % 4 == 0 else target.per_word
+    rows = 1 if patch % stored == 0 else 2
     steps = patch // rows
-    lanes = patch * rows // target.per_word
+    lanes = patch * rows // stored
     together = max(1, LANES_AT_ONCE // lanes)
     # On a GPU every row has invocations of its own.
     steps_at_once = steps if ctx.software else 1
     shape = {"ROWS": rows, "PATCHES": together, "INVOCATIONS": lanes * together, "STEPS_AT_ONCE": steps_at_once}
-    program = ctx.programs.compute("patches.comp", PER_WORD=target.per_word, **shape, **defines)
+    shape |= {"PER_WORD": target.per_word, "AT_ONCE": stored}
+    program = ctx.programs.compute("patches.comp", **shape, **defines)
     for begin in range(0, patches, at_once):
         count = min(at_once, patches - begin)
         index = target.bind(ctx, 0, begin * per_patch, (begin + count) * per_patch - 1)
         program.set(
-            u_first_word=(index + begin * per_patch) // target.per_word,
+            u_first_stored=(index + begin * per_patch) // stored,
             u_first_patch=begin,
             u_patches=count,
             u_steps=steps,

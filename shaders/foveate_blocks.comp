@@ -2,17 +2,17 @@
 // A foveated picture for renderers whose texture units are software: an invocation makes a block of 4 x 4 pixels, fetches
 // each texel under it once for all of them, and filters by itself. A third of the time of foveate.comp on a CPU.
 //
-// PER_WORD (words.glsl): rows are whole words. CHANNELS, TO_STORED (foveate.glsl)
-// QUADS    rows are whole fours of pixels, which are stored at once
+// PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl)
 // SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
 // TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
 //          where the sides of all levels are halves
 #include "words.glsl"
+#include "at_once.glsl"
 #include "foveate.glsl"
 
 layout(local_size_x = 16, local_size_y = 2) in;
 layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 8 pixels, numbered through the batch
-uniform int u_first_word;    // index in b_target (of fours: QUADS) of the texture's first element
+uniform int u_first_stored;  // index in b_target of the texture's first element
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
 uniform int u_tiles;
 uniform ivec2 u_tile_counts;  // of an image
@@ -32,28 +32,7 @@ uniform ivec2 u_size;
 #define SWIZZLE rgba
 #endif
 
-#ifdef QUADS
-#define STORED_AT_ONCE 4
-#if PER_WORD == 1
-#define WORDS uvec4
-#define GATHER(c) uvec4(pack(texel[0].c), pack(texel[1].c), pack(texel[2].c), pack(texel[3].c))
-#elif PER_WORD == 2
-#define WORDS uvec2
-#define GATHER(c) uvec2(pack(vec2(texel[0].c, texel[1].c)), pack(vec2(texel[2].c, texel[3].c)))
-#else
-#define WORDS uint
-#define GATHER(c) pack(vec4(texel[0].c, texel[1].c, texel[2].c, texel[3].c))
-#endif
-#else
-#define STORED_AT_ONCE PER_WORD
-#define WORDS uint
-#if PER_WORD == 1
-#define GATHER(c) pack(texel[k].c)
-#else
-#define GATHER(c) pack(vec2(texel[k].c, texel[k + 1].c))
-#endif
-#endif
-layout(std430, binding = 0) writeonly buffer Target { WORDS b_target[]; };
+layout(std430, binding = 0) writeonly buffer Target { STORED b_target[]; };
 
 const float INVERSE_LN2 = 1.44269504;
 
@@ -122,26 +101,26 @@ void main() {
             }
         }
     } while (++l <= end);
-    int row_words = u_size.x / STORED_AT_ONCE, plane_words = row_words * u_size.y;
-    int target = u_first_word + (layer * CHANNELS * u_size.y + at.y) * row_words + at.x / STORED_AT_ONCE;
+    int row_vectors = u_size.x / AT_ONCE, plane_vectors = row_vectors * u_size.y;
+    int target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + at.x / AT_ONCE;
     for (int y = 0; y < 4; ++y) {
         vec4 texel[4];
         for (int x = 0; x < 4; ++x) {
             texel[x] = vec4(0.0);
             texel[x].SWIZZLE = sum[4 * y + x] * TO_STORED;
         }
-        for (int k = 0; k < 4; k += STORED_AT_ONCE) {
+        for (int k = 0; k < 4; k += AT_ONCE) {
             if (at.y + y < u_size.y && at.x + k < u_size.x) {
-                int word = target + y * row_words + k / STORED_AT_ONCE;
-                b_target[word] = GATHER(r);
+                int vector = target + y * row_vectors + k / AT_ONCE;
+                b_target[vector] = PACKED(texel, k, r);
 #if CHANNELS > 1
-                b_target[word + plane_words] = GATHER(g);
+                b_target[vector + plane_vectors] = PACKED(texel, k, g);
 #endif
 #if CHANNELS > 2
-                b_target[word + 2 * plane_words] = GATHER(b);
+                b_target[vector + 2 * plane_vectors] = PACKED(texel, k, b);
 #endif
 #if CHANNELS > 3
-                b_target[word + 3 * plane_words] = GATHER(a);
+                b_target[vector + 3 * plane_vectors] = PACKED(texel, k, a);
 #endif
             }
         }
