@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import timer
 import torch
 from cuda_timer import short
 from inputs import picture
@@ -168,6 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only.split(",") if options.only else lod.allocate.names()
     if unknown := set(names) - set(lod.allocate.names()):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    if options.quick or options.device == "cuda":  # time on a GPU is short
+        timer.TRIES = 1
     about = common()
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"{about['cpu']} {about['threads']} cores"
     path = options.out or RESULTS / "allocate" / f"{slug(device)}.json"

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import timer
 import torch
 from inputs import declare_vision_operators, picture
 from rows import RESULTS, common, slug, versions, write
@@ -109,6 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
+    if options.quick:
+        timer.TRIES = 1
     declare_vision_operators()
     about = common()
     about["versions"] |= versions(("transformers",))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import timer
 import torch
 from inputs import ABSENT
 from timer import Timing
@@ -112,6 +113,7 @@ def common() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"gpu_lod": lod.__version__, "torch": torch.__version__, **versions(_LIBRARIES)},
         "commit": COMMIT,
+        "races_repeated": timer.repeated,
         "date": time.strftime("%Y-%m-%d"),
     }
 

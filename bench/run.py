@@ -71,7 +71,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
     seconds = 0.03 if quick else 0.6
     if quick:
         sizes, square, held, sides, features = QUICK, QUICK[:1], QUICK[:1], [64], QUICK[:1]
-        inputs.COLD_BYTES, timer.PAUSE = 2**16, 0.0
+        inputs.COLD_BYTES, timer.PAUSE, timer.TRIES = 2**16, 0.0, 1
     else:
         sizes, square, held, sides, features = [*SIDES, *BATCHES], SQUARE, HELD, [1024, 2048], FEATURES
     main = [(side, side, 1) for side in sides]

@@ -76,6 +76,25 @@ def test_readme_shows_the_result_files() -> None:
     assert report.with_tables(readme) == readme, "run python bench/report.py --readme"
 
 
+def test_a_restless_race_is_run_again_and_the_calmest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its spread alone, whoever wins."""
+    tries = iter([(3.0, 0.9, 1.0), (2.0, 0.5, 0.5), (4.0, 0.3, 3.0), (1.0, 0.01, 1.0)])
+    rests: list[float] = []
+
+    def once(sides: Any, **_: Any) -> dict[str, timer.Timing]:
+        median, iqr, other = next(tries)
+        return {"a": timer.Timing(median, iqr * median, median, 12), "b": timer.Timing(other, iqr * other, other, 12)}
+
+    monkeypatch.setattr("gpu_lod.timing.race", once)
+    monkeypatch.setattr(time, "sleep", rests.append)
+    monkeypatch.setattr(timer, "repeated", 0)
+    monkeypatch.setattr(timer, "TRIES", 3)
+    assert timer.race({})["a"].median_ms == 4.0
+    assert (timer.repeated, len(rests)) == (1, 2)
+    assert timer.race({})["a"].median_ms == 1.0  # calm at once
+    assert (timer.repeated, len(rests)) == (1, 2)
+
+
 def test_sides_take_turns_and_the_slow_one_loses() -> None:
     order: list[str] = []
 
