@@ -31,6 +31,8 @@ _TILE_SOFTWARE = (4, 8)
 """On a software renderer, where loads cost more than registers: each row is filtered half as often as in (4, 4)."""
 _BAND = 2**18
 """Samples that the reference takes on at once, so that what it makes of them on the way stays in the caches."""
+_SMALL = 2**19
+"""Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
 _BLOCK = 8
 """Neighbours in a row that one row of the reference's matrix product makes."""
 
@@ -175,6 +177,11 @@ def energy(x: torch.Tensor, orientations: int) -> torch.Tensor:
     """[..., h, w] to [..., orientations, h, w], of one level, in fp32 or float64."""
     height, width = x.shape[-2:]
     planes = x.reshape(-1, height, width)
+    if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL:
+        padded = mirror(mirror(planes, -2), -1)[:, None]
+        filters = _dense(orientations, x.dtype, x.device)[:, None]
+        even, odd = F.conv2d(padded, filters).split(orientations, dim=1)
+        return torch.addcmul(even.square(), odd, odd).reshape(*x.shape[:-2], orientations, height, width)
     columns = _block_of_columns(orientations, x.dtype, x.device)
     most = max(_BAND * 4 // max(orientations, 4), 1)
     together = max(most // (height * width), 1)
@@ -216,6 +223,14 @@ def _band(x: torch.Tensor, columns: torch.Tensor, orientations: int) -> torch.Te
     even, odd = torch.matmul(columns, blocks).unflatten(2, (2, orientations, _BLOCK)).unbind(2)
     result = torch.addcmul(even.square(), odd, odd).transpose(1, 2)
     return result.reshape(count, orientations, tall - 2 * REACH, width)
+
+
+@functools.lru_cache(maxsize=16)
+def _dense(orientations: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The filters of each angle [2 * orientations, 9, 9]: those of G2, then those of H2."""
+    parts = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations)]
+    angles = [torch.einsum("ob,byx->oyx", part, f) for part, f in zip(parts, basis().split((3, 4)), strict=True)]
+    return torch.cat(angles).to(device, dtype)
 
 
 @functools.lru_cache(maxsize=16)

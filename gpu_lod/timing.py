@@ -8,6 +8,7 @@ operation, and would otherwise be charged to whoever comes next; and one call th
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ def race(
     for side in sides.values():  # warm-up: compile, allocate, touch
         for _ in range(warm_up):
             clock(side)
-    names = list(sides)
+    names, order = list(sides), random.Random(0)
     while True:
         open_ = [n for n in names if len(samples[n]) < fewest or (len(samples[n]) < most and spent[n] < seconds)]
         if not open_:
@@ -84,7 +85,7 @@ def race(
                 elapsed = clock(side)
                 samples[name].append(elapsed)
                 spent[name] += elapsed * 1e-3
-        names.append(names.pop(0))  # nobody always follows the same neighbour
+        order.shuffle(names)  # nobody always follows the same neighbour
     return {name: _timing(values) for name, values in samples.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -32,6 +33,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.report import text
 from gpu_lod.report.files import load
 from gpu_lod.report.shares import shares
+from gpu_lod.timing import race
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
@@ -74,6 +76,19 @@ def test_result_files_fit_the_schema(path: Path) -> None:
 def test_readme_shows_the_result_files() -> None:
     readme = (CHECKOUT / "README.md").read_text()
     assert report.with_tables(readme) == readme, "run python bench/report.py --readme"
+
+
+def test_every_side_follows_every_other() -> None:
+    """A side may leave the machine better or worse for the next: caches, threads that still spin."""
+    order: list[str] = []
+    names = "abcd"
+    race({name: functools.partial(order.append, name) for name in names}, seconds=0, fewest=48, pause=0)
+    blocks = [name for name, _ in itertools.groupby(order)]
+    for name in names:
+        before = {x for x, y in itertools.pairwise(blocks) if y == name}
+        assert before == set(names) - {name}
+        most = max(sum(pair == (x, name) for pair in itertools.pairwise(blocks)) for x in before)
+        assert most <= 8  # of 12
 
 
 def test_a_restless_race_is_run_again_and_the_calmest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
