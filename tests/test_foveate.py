@@ -23,8 +23,9 @@ WAYS = ("torch", "gl", "texture units")
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A software renderer filters in the shader; as "texture units" it is asked to take the way of a GPU."""
+def way(ctx: lod.Context, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A software renderer filters in the shader; as "texture units" it is asked to take the way of a GPU, by a context
+    that is open already: one that is opened meanwhile would stay so."""
     if request.param == "texture units":
         monkeypatch.setattr(Sharing, "software", False)
     yield request.param
