@@ -1,6 +1,6 @@
 #version 430
 // A foveated picture for renderers whose texture units are software: an invocation makes a block of 4 x 4 pixels, fetches
-// each texel under it once for all of them, and filters by itself. A third of the time of foveate.comp on a CPU.
+// each texel under it once for all of them, and filters by itself. Less than half the time of foveate.comp on a CPU.
 //
 // PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl)
 // SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
