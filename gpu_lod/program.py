@@ -26,18 +26,24 @@ class Program:
         self._program = program
         self._known = known
         self._uniforms = {name: program[name] for name in program if isinstance(program[name], moderngl.Uniform)}
+        self._held: dict[str, Any] = {}
 
     def set(self, **values: Any) -> Program:
         """Set uniforms: numbers or tuples of numbers."""
         for name, value in values.items():
-            uniform = self._uniforms.get(name)
-            if uniform is not None:
-                uniform.value = value
+            if name in self._uniforms:
+                self._put(name, value)
                 if self._gl.noted is not None:
-                    self._gl.noted(_set, (uniform, value))
+                    self._gl.noted(self._put, (name, value))
             elif name not in self._known:
                 raise ShaderError(f"the shader has no uniform {name}; it has {', '.join(sorted(self._known))}.")
         return self
+
+    def _put(self, name: str, value: Any) -> None:
+        if name not in self._held or self._held[name] != value:  # writing it takes ten times as long
+            self._held.pop(name, None)  # whatever comes in between
+            self._uniforms[name].value = value
+            self._held[name] = value
 
     def dispatch(self, invocations: int) -> None:
         """Run at least so many invocations, over as many rows of workgroups as the limit of a dimension asks for."""
@@ -136,10 +142,6 @@ class Programs:
             ) from None
         known = frozenset(word for text in texts.values() for word in _uniform_names(text))
         return Program(self._gl, program, known)
-
-
-def _set(uniform: Any, value: Any) -> None:
-    uniform.value = value
 
 
 def _uniform_names(text: str) -> set[str]:
