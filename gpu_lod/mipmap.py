@@ -19,6 +19,11 @@ from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
+WHOLE = 2**22
+"""Texels of small dtypes that a CPU makes fp32 of at once; of larger images and batches it is `PART`, which takes half
+the time and a fraction of the memory."""
+PART = 2**20
+
 AT_ONCE = 2**23
 """Pixels of images that a CPU makes levels of at once to sample them: for levels of a large batch it takes fresh memory
 at each call, which costs it more than making them does."""
@@ -259,6 +264,19 @@ def _polyphase(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.addcmul(torch.addcmul(result, first, (m - i) / n), last, (i + 1) / n)
 
 
+def _in_parts(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
+    """Levels 1, 2, ... of `reference`, some planes at a time: in fp32 all of them would be several images."""
+    height, width = image.shape[-2:]
+    sizes = level_sizes(height, width, levels)[1:]
+    result = [image.new_empty(*image.shape[:-2], *size) for size in sizes]
+    at_once = max(1, PART // (height * width))
+    targets = zip(*(level.flatten(0, -3).split(at_once) for level in result), strict=True)
+    for planes, level in zip(image.flatten(0, -3).split(at_once), targets if sizes else [], strict=bool(sizes)):
+        for part, made in zip(level, reference(planes, levels)[1:], strict=True):
+            part.copy_(made)
+    return result
+
+
 def _halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     """Max or min of each footprint, rows first: whole rows vectorise."""
     take = torch.maximum if reduce == "max" else torch.minimum
@@ -277,6 +295,10 @@ def _halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
 def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, values: Conversion | None = None) -> Pyramid:
     """The chain by the chosen backend; arguments are checked."""
     if chosen.backend == "torch":
+        small = image.dtype in (torch.uint8, torch.float16, torch.bfloat16) and image.device.type == "cpu"
+        free = not (dispatch.needs_grad(image) or checks.transformed(image))
+        if small and free and reduce == "mean" and values is None and image.numel() > WHOLE:
+            return Pyramid((image, *_in_parts(image, levels)), reduce)
         return Pyramid(tuple(reference(image, levels, reduce, values)), reduce)
     if chosen.backend == "cuda":
         return _cuda(image, levels, reduce, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import sys
 
 import pytest
 import torch
@@ -385,3 +386,17 @@ def test_torch_samples_large_batches_in_parts(shared: bool, monkeypatch: pytest.
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)
         found = torch.autograd.grad(values.square().sum(), image)[0]
         torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_large_images_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    mipmap = sys.modules["gpu_lod.mipmap"]
+    monkeypatch.setattr(mipmap, "WHOLE", 0)
+    for shape, part in (((3, 33, 47), 1), ((2, 3, 32, 64), 5000), ((5, 1, 7, 9), 200), ((2, 4, 1, 40), 100)):
+        monkeypatch.setattr(mipmap, "PART", part)
+        image = noise(*shape, dtype=dtype)
+        for levels in (None, 1, 2):
+            found = lod.mipmap(image, levels, backend="torch").levels
+            expected = mipmap.reference(image, levels)
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected)), shape
