@@ -2,7 +2,8 @@
 
 The sides take turns in one run, in blocks of a few calls, so that a machine that speeds up or slows down does so for
 all of them. Before each block comes a pause: torch's OpenMP threads spin for some milliseconds after a parallel
-operation, and would otherwise be charged to whoever comes next; and one call that is not counted.
+operation, and would otherwise be charged to whoever comes next. Then come calls that are not counted, for some
+milliseconds: a core that has slept is slow at first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 PAUSE = 0.02
+WARM = 0.005
+"""Seconds of calls that are not counted, at least one."""
 BLOCK = 4
 LONG_MS = 300.0
 """From here on a call is too long for its neighbours to be seen in it, and none is spent uncounted."""
@@ -80,7 +83,10 @@ def race(
             side = sides[name]
             time.sleep(pause)
             if not samples[name] or samples[name][-1] < LONG_MS:
+                warm = time.perf_counter() + (WARM if pause else 0)
                 clock(side)
+                while time.perf_counter() < warm:
+                    clock(side)
             for _ in range(BLOCK):
                 elapsed = clock(side)
                 samples[name].append(elapsed)
