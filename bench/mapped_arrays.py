@@ -17,7 +17,7 @@ import torch
 
 import gpu_lod as lod
 from gpu_lod.bridge import gl as G
-from gpu_lod.texture import Texture
+from gpu_lod.texture import Sampled, Texels
 from gpu_lod.transfer import new_planes, texture_to_planes
 
 
@@ -105,11 +105,17 @@ class MappedArrays:
         self._call("cudaGraphicsUnregisterResource", self._resource)
 
 
-def matches(ctx: lod.Context, texture: Texture, levels: Sequence[torch.Tensor]) -> Callable[[], bool]:
+def matches(ctx: lod.Context, texture: Sampled, levels: Sequence[torch.Tensor]) -> Callable[[], bool]:
     """Read a texture's levels back, inside `ctx.active()`; the result tells, once the verb has ended, if they are
     these, bit by bit."""
     found = []
     for number, level in enumerate(levels):
+        if isinstance(texture, Texels):
+            ctx.gl.Finish()
+            found.append(
+                texture.item.level(number)[..., : texture.key.channels].permute(0, 3, 1, 2).view_as(level).clone()
+            )
+            continue
         planes, tensor = new_planes(ctx, tuple(level.shape), level.dtype)
         texture_to_planes(ctx, texture, number, planes)
         found.append(tensor)

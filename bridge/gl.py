@@ -42,6 +42,7 @@ SUBGROUP_FEATURE_SHUFFLE_BIT_KHR, COMPUTE_SHADER_BIT = 0x10, 0x20
 
 TEXTURE0, ACTIVE_TEXTURE = 0x84C0, 0x84E0
 TEXTURE_2D_ARRAY, TEXTURE_BINDING_2D_ARRAY = 0x8C1A, 0x8C1D
+TEXTURE_BUFFER, TEXTURE_BINDING_BUFFER, MAX_TEXTURE_BUFFER_SIZE = 0x8C2A, 0x8C2C, 0x8C2B
 SAMPLER_BINDING = 0x8919
 TEXTURE_MAG_FILTER, TEXTURE_MIN_FILTER, TEXTURE_WRAP_S, TEXTURE_WRAP_T = 0x2800, 0x2801, 0x2802, 0x2803
 TEXTURE_BASE_LEVEL, TEXTURE_MAX_LEVEL = 0x813C, 0x813D
@@ -147,6 +148,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "PixelStorei": (None, _u, _i),
     "PolygonMode": (None, _u, _u),
     "PrimitiveRestartIndex": (None, _u),
+    "TexBuffer": (None, _u, _u, _u),
     "TexParameteri": (None, _u, _u, _i),
     "TexStorage3D": (None, _u, _i, _u, _i, _i, _i),
     "TexSubImage3D": (None, _u, _i, _i, _i, _i, _i, _i, _i, _u, _u, _p),

@@ -13,12 +13,13 @@ from gpu_lod.errors import LimitError
 from gpu_lod.gaussian import reduce_level
 from gpu_lod.oriented_energy import energy_planes
 from gpu_lod.program import LOCAL_SIZE, Program
-from gpu_lod.pyramid import burt_sizes, check_texture_size
+from gpu_lod.pyramid import burt_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
     ALIGNMENT,
     Planes,
     bind_table,
+    check_texture_size,
     new_planes,
     parts,
     planes_of,

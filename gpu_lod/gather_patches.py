@@ -346,8 +346,8 @@ def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch
             texture.bind(ctx.gl)
             count = texture.key.layers
             part = target.layers(first * budget * channels, count * budget * channels)
-            fetched = {"FETCHED": ctx.textures.fetched(texture)}
-            _make(ctx, part, channels, uniforms | {"u_first_site": first * budget}, defines | fetched)
+            here = uniforms | {"u_first_site": first * budget} | texture.reading
+            _make(ctx, part, channels, here, defines | ctx.textures.reading(texture))
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if pyramid.batched else result[0]
 

@@ -23,11 +23,12 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.conversion import Conversion
 from gpu_lod.errors import InputError, UnsupportedError
-from gpu_lod.pyramid import Reduce, check_texture_size, level_sizes
+from gpu_lod.pyramid import Reduce, level_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
     GL_DTYPES,
     Planes,
+    check_texture_size,
     chunks,
     layer_groups,
     make_words,

@@ -73,7 +73,8 @@ def preserved(gl: GL) -> Iterator[None]:
     textures = []
     for unit in range(TEXTURE_UNITS):
         gl.ActiveTexture(G.TEXTURE0 + unit)
-        textures.append((gl.integer(G.TEXTURE_BINDING_2D_ARRAY), gl.integer(G.SAMPLER_BINDING)))
+        names = (G.TEXTURE_BINDING_2D_ARRAY, G.TEXTURE_BINDING_BUFFER, G.SAMPLER_BINDING)
+        textures.append(tuple(map(gl.integer, names)))
     images = [
         [
             gl.indexed(name, unit)
@@ -118,9 +119,10 @@ def preserved(gl: GL) -> Iterator[None]:
                 gl.BindBufferBase(G.SHADER_STORAGE_BUFFER, index, name)
         for target, name in buffers:
             gl.BindBuffer(target, name)
-        for unit, (texture, sampler) in enumerate(textures):
+        for unit, (texture, buffer, sampler) in enumerate(textures):
             gl.ActiveTexture(G.TEXTURE0 + unit)
             gl.BindTexture(G.TEXTURE_2D_ARRAY, texture)
+            gl.BindTexture(G.TEXTURE_BUFFER, buffer)
             gl.BindSampler(unit, sampler)
         for unit, (name, level, layered, layer, access, image_format) in enumerate(images):
             gl.BindImageTexture(unit, name, level, layered, layer, access, image_format)

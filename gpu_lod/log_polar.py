@@ -322,12 +322,10 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
         uniforms = {"u_aspect": (longer / width, longer / height)}
         for first, texture in textures:
             count = texture.key.layers
-            common = {"BORDER_ZERO": border == "zero", "FETCHED": ctx.textures.fetched(texture)}
+            common = {"BORDER_ZERO": border == "zero", **ctx.textures.reading(texture)}
             part = target.layers(first * channels, count * channels)
-            if generator == "fragment":
-                _fragment(ctx, texture, part, common, uniforms | {"u_first_image": first})
-            else:
-                _compute(ctx, texture, part, common, uniforms | {"u_first_image": first})
+            make = _fragment if generator == "fragment" else _compute
+            make(ctx, texture, part, common, uniforms | {"u_first_image": first} | texture.reading)
     if pyramid.dtype == torch.bfloat16:
         result = result.bfloat16()
     return result if pyramid.batched else result[0]

@@ -11,12 +11,12 @@ from torch.utils import _pytree
 
 from gpu_lod import recording
 from gpu_lod.context import Context, context_for
-from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
+from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels.device import device_of
 from gpu_lod.kernels.textures import Source
-from gpu_lod.texture import Texture
-from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, planes_of
-from gpu_lod.uploads import tensors_to_textures
+from gpu_lod.texture import Sampled
+from gpu_lod.transfer import GL_DTYPES, Planes, planes_of
+from gpu_lod.uploads import new_textures, tensors_to_textures
 
 Reduce = Literal["mean", "max", "min"]
 Kind = Literal["mean", "max", "min", "gaussian", "laplacian"]
@@ -220,8 +220,8 @@ class Pyramid:
             self.textures(ctx)
         return self
 
-    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Texture]]:
-        """The pyramid as array textures: (first layer, texture), more than one for huge batches.
+    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Sampled]]:
+        """The pyramid as textures: (first layer, texture), more than one for huge batches.
 
         A layer of a mean pyramid is an image, for filtering; of a max or min pyramid one channel, for exact fetches.
 
@@ -234,11 +234,12 @@ class Pyramid:
         """
         self.check_unchanged()
         storage = ctx.textures.storage(GL_DTYPES[self.dtype], filtered=filtered)
-        key = ("textures", id(ctx), storage)
-        if key not in self._cache:
-            channels = self.channels if self.reduce == "mean" else 1
-            self._cache[key] = (ctx, self._make_textures(ctx, channels, filtered=filtered))
-        textures: list[tuple[int, Texture]] = self._cache[key][1]
+        for buffered in (False,) if filtered else (True, False):
+            if found := self._cache.get(("textures", id(ctx), storage, buffered)):
+                return found[1]
+        channels = self.channels if self.reduce == "mean" else 1
+        textures = self._make_textures(ctx, channels, filtered=filtered)
+        self._keep_textures(ctx, textures)
         return textures
 
     @property
@@ -270,42 +271,29 @@ class Pyramid:
         if channels > 4:
             raise InputError(f"the pyramid has {channels} channels; textures hold 1 to 4. Use backend='torch'.")
 
-    def _make_textures(self, ctx: Context, channels: int, *, filtered: bool) -> list[tuple[int, Texture]]:
+    def _make_textures(self, ctx: Context, channels: int, *, filtered: bool) -> list[tuple[int, Sampled]]:
         if self.reduce in BURT:
             raise InputError(
                 f"a {self.reduce} pyramid cannot be a texture: its samples do not stand at texel centres. Samplers "
                 "take mipmap() and hiz()."
             )
         self._check_channels(channels)
-        height, width = self.size
-        check_texture_size(ctx, height, width)
-        result = []
-        for first, count in layer_groups(ctx, self.batch * self.channels // channels):
-            texture = ctx.textures.lease(
-                (width, height),
-                layers=count,
-                levels=len(self),
-                dtype=GL_DTYPES[self.dtype],
-                channels=channels,
-                filtered=filtered,
-            )
-            texture.clamp_levels(ctx.gl, 0, len(self) - 1)
-            result.append((first, texture))
+        result = new_textures(
+            ctx,
+            self.size,
+            layers=self.batch * self.channels // channels,
+            levels=len(self),
+            dtype=self.dtype,
+            channels=channels,
+            filtered=filtered,
+        )
         tensors_to_textures(ctx, self.levels, result)
         return result
 
-    def _keep_textures(self, ctx: Context, textures: list[tuple[int, Texture]]) -> None:
-        """Textures that a generator made on the way, with the same stored values."""
-        self._cache["textures", id(ctx), textures[0][1].key.storage] = (ctx, textures)
-
-
-def check_texture_size(ctx: Context, height: int, width: int) -> None:
-    """Raises LimitError for an image larger than the device's textures."""
-    if max(height, width) > ctx.limits.texture_size:
-        raise LimitError(
-            f"the image is {width} x {height}, and this device's textures end at {ctx.limits.texture_size}. Use "
-            "generator='compute' for pyramids, a smaller image, or backend='torch'."
-        )
+    def _keep_textures(self, ctx: Context, textures: list[tuple[int, Sampled]]) -> None:
+        """Textures of the levels, which a generator may have made on the way."""
+        key = textures[0][1].key
+        self._cache["textures", id(ctx), key.storage, key.buffered] = (ctx, textures)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -118,7 +118,7 @@ class Recording:
 _READ_BACK = ("GetBufferSubData", "BufferData")
 _ONCE = {
     *("GetError", "GetIntegerv", "GetInteger64v", "GetIntegeri_v", "GetInteger64i_v", "GetString", "IsEnabled"),
-    *("IsTexture", "Finish", "MapBufferRange", "BufferStorage", "TexStorage3D"),
+    *("IsTexture", "Finish", "MapBufferRange", "BufferStorage", "TexBuffer", "TexStorage3D"),
     *(f"{do}{kind}" for do in ("Gen", "Delete") for kind in ("Buffers", "Framebuffers", "Textures", "VertexArrays")),
 }
 """Commands that make things, which last, or ask."""

@@ -44,6 +44,8 @@ class Limits:
     """Largest side of a texture."""
     layers: int
     """Most layers of an array texture that can be sampled and rendered to."""
+    texels: int
+    """Most texels of a texture in a buffer."""
     shared_bytes: int
     """Shared memory of a workgroup."""
     subgroup: int
@@ -114,6 +116,7 @@ class Sharing(Turns):
             storage_bytes=min(gl.integer(G.MAX_SHADER_STORAGE_BLOCK_SIZE), 2**31 - 2**20),
             texture_size=gl.integer(G.MAX_TEXTURE_SIZE),
             layers=min(gl.integer(G.MAX_ARRAY_TEXTURE_LAYERS), gl.integer(G.MAX_FRAMEBUFFER_LAYERS)),
+            texels=gl.integer(G.MAX_TEXTURE_BUFFER_SIZE),
             shared_bytes=gl.integer(G.MAX_COMPUTE_SHARED_MEMORY_SIZE),
             subgroup=_subgroup(gl, extensions),
         )

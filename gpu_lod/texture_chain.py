@@ -12,10 +12,10 @@ from gpu_lod import dispatch, generators, recording, several_levels
 from gpu_lod.context import Context, context_for
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.pyramid import Pyramid, check_texture_size, level_sizes
-from gpu_lod.texture import Texture
-from gpu_lod.transfer import GL_DTYPES, Planes, layer_groups, packed_bytes, packed_in
-from gpu_lod.uploads import STAGING_BYTES, Uploader, finish
+from gpu_lod.pyramid import Pyramid, level_sizes
+from gpu_lod.texture import Sampled
+from gpu_lod.transfer import Planes, packed_bytes, packed_in
+from gpu_lod.uploads import STAGING_BYTES, Uploader, finish, new_textures
 
 LEVELS_AT_ONCE = 3
 """What the registers generator makes in one dispatch; so many below a band's first."""
@@ -59,28 +59,23 @@ class TextureChain:
         """None: it is a texture nowhere yet."""
         return None
 
-    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Texture]]:
+    def textures(self, ctx: Context, *, filtered: bool = False) -> list[tuple[int, Sampled]]:
         """As of `Pyramid`, but made anew at each call: with the values that a pyramid of the image would give.
 
         Raises:
             LimitError: larger than the device's textures.
         """
-        height, width = self.size
-        check_texture_size(ctx, height, width)
         image = (self.image if self.batched else self.image[None]).detach()
         finish(ctx)  # a verb round this one may have made the image
-        textures = []
-        for first, count in layer_groups(ctx, self.batch):
-            texture = ctx.textures.lease(
-                (width, height),
-                layers=count,
-                levels=len(self),
-                dtype=GL_DTYPES[self.dtype],
-                channels=self.channels,
-                filtered=filtered,
-            )
-            texture.clamp_levels(ctx.gl, 0, len(self) - 1)
-            textures.append((first, texture))
+        textures = new_textures(
+            ctx,
+            self.size,
+            layers=self.batch,
+            levels=len(self),
+            dtype=self.dtype,
+            channels=self.channels,
+            filtered=filtered,
+        )
         room = (
             MOST[0] * image.nbytes + MOST[1] * self._result_bytes - sum(texture.key.nbytes for _, texture in textures)
         )
@@ -102,15 +97,17 @@ class _Bands:
         self._ctx = ctx
         self._sizes = sizes
         self._channels = image.shape[1]
-        self._stages = [*range(0, len(sizes) - 1, LEVELS_AT_ONCE), len(sizes) - 1]
-        """The level that each begins with, and the last."""
         self._band = min(max(nbytes, BAND_BYTES[0]), BAND_BYTES[1])
+        self._stages = [0]
+        """The level that each begins with, and the last."""
+        while self._stages[-1] < len(sizes) - 1:
+            self._stages.append(self._next(self._stages[-1]))
         self._together = max(self._band // (4 * self._channels * math.prod(sizes[0])), 1)
         self._uploader = Uploader(ctx, min(self._band, STAGING_BYTES))
         self._buffers: dict[int, Any] = {}
         self._made: dict[tuple[int, int, tuple[int, ...]], tuple[list[Planes], list[torch.Tensor]]] = {}
 
-    def fill(self, texture: Texture, images: torch.Tensor) -> None:
+    def fill(self, texture: Sampled, images: torch.Tensor) -> None:
         """All levels of all layers; small images go through the stages together."""
         self._texture = texture
         for layer in range(0, images.shape[0], self._together):
@@ -118,6 +115,13 @@ class _Bands:
             self._uploader.write(self._images, texture, 0, layer=layer)
             if len(self._sizes) > 1:
                 self._make(len(self._stages) - 1, 0, self._sizes[-1][0], None)
+
+    def _next(self, top: int) -> int:
+        """The level that the next stage begins with: rows of wide images are too large for many levels at once."""
+        share = self._band >> 2 * (len(self._stages) - 1)
+        row = 4 * self._channels * self._sizes[top][1]
+        fits = max((share // row).bit_length() - 1, 1)
+        return min(top + min(fits, LEVELS_AT_ONCE), len(self._sizes) - 1)
 
     def _make(self, stage: int, begin: int, end: int, into: torch.Tensor | None) -> None:
         """Rows of the level that a stage begins with, and of the levels above it what they rest on."""

@@ -17,7 +17,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import LimitError
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
-from gpu_lod.texture import Texture
+from gpu_lod.texture import Sampled, Texels, Texture
 
 ALIGNMENT = 256
 """Byte alignment of levels in a packed buffer: the largest offset alignment that OpenGL lets a driver ask for."""
@@ -293,19 +293,37 @@ def make_words(
         program.set(u_words=chunk.words, u_elements=chunk.elements, u_start=chunk.start).dispatch(chunk.words)
 
 
-def layer_groups(ctx: Context, layers: int) -> list[tuple[int, int]]:
-    """(first, count) of groups that fit one texture; multiples of 256 layers, so that they start at whole words."""
-    step = max(ctx.limits.layers // ALIGNMENT, 1) * ALIGNMENT
+def check_texture_size(ctx: Context, height: int, width: int) -> None:
+    """Raises LimitError for an image larger than the device's textures."""
+    if max(height, width) > ctx.limits.texture_size:
+        raise LimitError(
+            f"the image is {width} x {height}, and this device's textures end at {ctx.limits.texture_size}. Use "
+            "generator='compute' for pyramids, a smaller image, or backend='torch'."
+        )
+
+
+def layer_groups(ctx: Context, layers: int, most: int | None = None) -> list[tuple[int, int]]:
+    """(first, count) of groups that fit one texture; multiples of 256 layers, so that they start at whole words.
+
+    Args:
+        most: layers of a texture; None is an array texture's limit.
+    """
+    step = max((most or ctx.limits.layers) // ALIGNMENT, 1) * ALIGNMENT
     return [(first, min(step, layers - first)) for first in range(0, layers, step)]
 
 
 def planes_to_texture(
-    ctx: Context, source: Planes, texture: Texture, level: int, *, layer: int = 0, row: int = 0
+    ctx: Context, source: Planes, texture: Sampled, level: int, *, layer: int = 0, row: int = 0
 ) -> None:
     """Write planes into a level of a texture, from a layer and a row on: plane k of a layer becomes channel k."""
     channels = texture.key.channels
-    program = ctx.programs.compute("planes_to_texels.comp", PER_WORD=source.per_word, CHANNELS=channels)
-    texture.bind_image(ctx.gl, level)
+    defines = {"PER_WORD": source.per_word, "CHANNELS": channels, "BUFFERED": isinstance(texture, Texels)}
+    program = ctx.programs.compute("planes_to_texels.comp", **defines)
+    if isinstance(texture, Texels):
+        texture.bind_image(ctx.gl)
+        program.set(u_start=texture.item.starts[level], u_height=texture.key.sizes[level][1])
+    else:
+        texture.bind_image(ctx.gl, level)
     layers = source.count // channels
     area, width, height = source.area, source.width, source.height
     at_once = layers

@@ -5,7 +5,7 @@
 // PER_WORD (words.glsl), CHANNELS, TO_STORED (foveate.glsl)
 // WHOLE_ROWS    (place.glsl) an invocation makes the same word of every channel, so that one fetch serves them all
 // ANISOTROPIC   footprints are u_anisotropy times as long along the radius as across it; the texture unit does the rest
-// FETCHED       trilinear.glsl
+// FETCHED, BUFFERED   trilinear.glsl
 #include "words.glsl"
 #include "place.glsl"
 #include "foveate.glsl"
@@ -28,7 +28,7 @@ vec4 foveated(int layer, vec2 fixation, ivec2 at) {
     vec2 across = vec2(-radius.y, radius.x) * (side / u_anisotropy);
     return textureGrad(t_pyramid, vec3(place, layer), radius * side * u_pixel, across * u_pixel) * TO_STORED;
 #else
-    return trilinear(vec3(place, layer), level) * TO_STORED;
+    return trilinear(levels_at(layer, level), place) * TO_STORED;
 #endif
 }
 

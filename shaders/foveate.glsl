@@ -1,7 +1,6 @@
 // Where a pixel of a foveated picture reads the pyramid it is made of.
 // CHANNELS; TO_STORED: what a texture's 1 is in the tensor
 
-layout(binding = 0) uniform sampler2DArray t_pyramid;
 layout(std430, binding = 1) readonly buffer Fixations { vec2 b_fixations[]; };  // one an image of the whole batch
 uniform int u_first_image;  // of the texture
 uniform vec2 u_pixel;       // 1 / (width, height)

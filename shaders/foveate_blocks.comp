@@ -2,13 +2,14 @@
 // A foveated picture for renderers whose texture units are software: an invocation makes a block of 4 x 4 pixels, fetches
 // each texel under it once for all of them, and filters by itself. Less than half the time of foveate.comp on a CPU.
 //
-// PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl)
+// PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl). BUFFERED (texels.glsl)
 // SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
 // TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
 //          where the sides of all levels are halves
 #include "words.glsl"
 #include "at_once.glsl"
 #include "foveate.glsl"
+#include "texels.glsl"
 
 layout(local_size_x = 16, local_size_y = 2) in;
 layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 8 pixels, numbered through the batch
@@ -69,22 +70,22 @@ void main() {
         most = max(most, level[i]);
         sum[i] = TEXEL(0.0);
     }
-    int last = textureQueryLevels(t_pyramid) - 1;
+    int last = last_level();
     least = min(least, float(last));
     // Each level in its turn, for all pixels of the block: two levels, seldom three. Asked for at the end, as a software
     // renderer walks through the rest of a loop that every lane has left.
     int l = int(least), end = int(min(most + 1.0, float(last)));
     do {
-        ivec2 size = max(u_size >> l, 1);
-        vec2 first = l == 0 ? vec2(at) : place * vec2(size) - 0.5;  // exact where texels are pixels
-        vec2 whole = floor(first), per_pixel = vec2(size) * u_pixel;
+        Level source = level_at(layer, l);
+        vec2 first = l == 0 ? vec2(at) : place * vec2(source.size) - 0.5;  // exact where texels are pixels
+        vec2 whole = floor(first), per_pixel = vec2(source.size) * u_pixel;
         first -= whole;
         TEXEL across[4 * TEXELS];  // rows of texels, filtered along x
         for (int j = 0; j < TEXELS; ++j) {
             TEXEL texels[TEXELS];
             for (int i = 0; i < TEXELS; ++i) {
-                ivec2 from = clamp(ivec2(whole) + ivec2(i, j), ivec2(0), size - 1);
-                texels[i] = texelFetch(t_pyramid, ivec3(from, layer), l).SWIZZLE;
+                ivec2 from = clamp(ivec2(whole) + ivec2(i, j), ivec2(0), source.size - 1);
+                texels[i] = TEXEL_AT(source, from).SWIZZLE;
             }
             for (int x = 0; x < 4; ++x) {
                 float u = first.x + float(x) * per_pixel.x;

@@ -1,7 +1,6 @@
 // One sample of the log-polar map. The tables hold what does not depend on the picture, computed in double precision.
-// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED: trilinear.glsl
+// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED: trilinear.glsl
 
-layout(binding = 0) uniform sampler2DArray t_pyramid;
 #include "trilinear.glsl"
 layout(std430, binding = 1) readonly buffer Rings { vec2 b_rings[]; };          // radius / longer side, level
 layout(std430, binding = 2) readonly buffer Wedges { vec2 b_wedges[]; };        // cos, sin
@@ -16,5 +15,5 @@ vec4 log_polar(int layer, vec2 fixation, vec2 radius_level, vec2 direction) {
 #ifdef BORDER_ZERO
     if (any(lessThan(at, vec2(0.0))) || any(greaterThan(at, vec2(1.0)))) return vec4(0.0);
 #endif
-    return trilinear(vec3(at, layer), radius_level.y);
+    return trilinear(levels_at(layer, radius_level.y), at);
 }

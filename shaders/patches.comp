@@ -45,7 +45,7 @@ void main() {
     if (local >= u_patches || step_ >= end) return;
     int index = u_first_patch + local;
     int layer = index / u_budget;
-    Patch p = patch_at(u_first_site + index);
+    Patch p = patch_at(u_first_site + index, layer);
     ivec2 at[AT_ONCE];
     for (int k = 0; k < AT_ONCE; ++k) {
         int sample_ = lane * AT_ONCE + k;
@@ -57,12 +57,12 @@ void main() {
     // through the rest of a loop that every lane has left.
     if (p.exact) {
         do {
-            for (int k = 0; k < AT_ONCE; ++k) texel[k] = on_texel(p, layer, at[k] + ivec2(0, step_ * ROWS));
+            for (int k = 0; k < AT_ONCE; ++k) texel[k] = on_texel(p, at[k] + ivec2(0, step_ * ROWS));
             write(target + step_ * LANES, texel);
         } while (++step_ < end);
     } else {
         do {
-            for (int k = 0; k < AT_ONCE; ++k) texel[k] = between_texels(p, layer, at[k] + ivec2(0, step_ * ROWS));
+            for (int k = 0; k < AT_ONCE; ++k) texel[k] = between_texels(p, at[k] + ivec2(0, step_ * ROWS));
             write(target + step_ * LANES, texel);
         } while (++step_ < end);
     }

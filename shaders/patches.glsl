@@ -1,7 +1,6 @@
 // The patch at a site: PATCH x PATCH samples 2^level pixels apart, read from a mean pyramid.
-// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED: trilinear.glsl
+// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED: trilinear.glsl
 
-layout(binding = 0) uniform sampler2DArray t_pyramid;
 #include "trilinear.glsl"
 layout(std430, binding = 1) readonly buffer Sites { float b_sites[]; };  // x, y, level of the whole batch
 uniform vec2 u_size;   // (width, height)
@@ -12,15 +11,15 @@ uniform vec4 u_offset;
 const float PER_PIXEL = 256.0;  // centres are rounded to such parts of a pixel: patches of the grid meet texels exactly
 
 struct Patch {
-    vec2 centre;   // in pixels
-    float stride;  // between samples
-    float level;  // that is read
-    bool exact;   // every sample is a texel
-    ivec2 texel;  // the one of sample (0, 0)
-    ivec2 last;   // texel of that level
+    vec2 centre;    // in pixels
+    float stride;   // between samples
+    Levels levels;  // that are read
+    bool exact;     // every sample is a texel
+    Level whole;    // the level they are of,
+    ivec2 texel;    // and the one of sample (0, 0)
 };
 
-Patch patch_at(int site) {
+Patch patch_at(int site, int layer) {
     Patch p;
     vec2 at = vec2(b_sites[3 * site], b_sites[3 * site + 1]);
     p.centre = roundEven(at * u_size * PER_PIXEL) / PER_PIXEL;
@@ -30,12 +29,12 @@ Patch patch_at(int site) {
     // A quotient may be off in its last places, also by a power of two: this one is made of its bits.
     float whole = float(1 << fine), part = uintBitsToFloat(uint(127 - fine) << 23);
     p.stride = between == 0.0 ? whole : whole * exp2(between);
-    p.level = min(level, u_last);
+    p.levels = levels_at(layer, min(level, u_last));
     // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
     vec2 begin = p.centre * part - 0.5 * float(PATCH), sides = u_size * part;
     p.exact = between == 0.0 && level <= u_last && begin == floor(begin) && sides == floor(sides);
+    p.whole = level_at(layer, min(fine, int(u_last)));
     p.texel = ivec2(begin);
-    p.last = ivec2(sides) - 1;
     return p;
 }
 
@@ -49,10 +48,8 @@ vec4 shown(Patch p, ivec2 at, vec4 texel) {
     return texel * u_scale + u_offset;
 }
 
-vec4 between_texels(Patch p, int layer, ivec2 at) {
-    return shown(p, at, trilinear(vec3(pixel_of(p, at) / u_size, layer), p.level));
-}
+vec4 between_texels(Patch p, ivec2 at) { return shown(p, at, trilinear(p.levels, pixel_of(p, at) / u_size)); }
 
-vec4 on_texel(Patch p, int layer, ivec2 at) {
-    return shown(p, at, texelFetch(t_pyramid, ivec3(clamp(p.texel + at, ivec2(0), p.last), layer), int(p.level)));
+vec4 on_texel(Patch p, ivec2 at) {
+    return shown(p, at, TEXEL_AT(p.whole, clamp(p.texel + at, ivec2(0), p.whole.size - 1)));
 }

@@ -21,9 +21,8 @@ void main() {
         if (holds(p, k)) {
             int plane = u_first_plane + int(p.plane);
             int index = plane / CHANNELS;
-            Patch source = patch_at(u_first_site + index);
-            int layer = index / u_budget;
-            vec4 texel = source.exact ? on_texel(source, layer, p.at) : between_texels(source, layer, p.at);
+            Patch source = patch_at(u_first_site + index, index / u_budget);
+            vec4 texel = source.exact ? on_texel(source, p.at) : between_texels(source, p.at);
             int channel = plane - index * CHANNELS;
             value[k] = channel == 0 ? texel.r : channel == 1 ? texel.g : channel == 2 ? texel.b : texel.a;
         }

@@ -1,27 +1,47 @@
-// Trilinear samples of t_pyramid, which includers declare first.
+// Trilinear samples of a mean pyramid.
 // FETCHED   filtered here in fp32, from single texels: software renderers filter 8-bit textures with weights of 8 bits, off
-//           by more than a count. It is faster than their filter on 16-bit ones, too.
+//           by more than a count, and fetch faster than they filter. Always so from a buffer (texels.glsl: BUFFERED).
+#include "texels.glsl"
+
 #ifdef FETCHED
-vec4 bilinear(vec3 at, int level) {
-    ivec2 size = max(textureSize(t_pyramid, 0).xy >> level, 1);  // llvmpipe gives the size of one lane's level to all
-    vec2 place = clamp(at.xy * vec2(size) - 0.5, vec2(-1.0), vec2(size));  // far positions are no integers
+// `place` counts texels, the first one's centre being 0.
+vec4 bilinear(Level level, vec2 place) {
+    place = clamp(place, vec2(-1.0), vec2(level.size));  // far positions are no integers
     vec2 whole = floor(place), share = place - whole;
-    ivec2 first = clamp(ivec2(whole), ivec2(0), size - 1), second = clamp(ivec2(whole) + 1, ivec2(0), size - 1);
-    int layer = int(at.z);
-    vec4 upper = mix(texelFetch(t_pyramid, ivec3(first, layer), level),
-                     texelFetch(t_pyramid, ivec3(second.x, first.y, layer), level), share.x);
-    vec4 lower = mix(texelFetch(t_pyramid, ivec3(first.x, second.y, layer), level),
-                     texelFetch(t_pyramid, ivec3(second, layer), level), share.x);
+    ivec2 first = clamp(ivec2(whole), ivec2(0), level.size - 1);
+    ivec2 second = clamp(ivec2(whole) + 1, ivec2(0), level.size - 1);
+    vec4 upper = mix(TEXEL_AT(level, first), TEXEL_AT(level, ivec2(second.x, first.y)), share.x);
+    vec4 lower = mix(TEXEL_AT(level, ivec2(first.x, second.y)), TEXEL_AT(level, second), share.x);
     return mix(upper, lower, share.y);
 }
 
-vec4 trilinear(vec3 at, float level) {
-    level = min(level, float(textureQueryLevels(t_pyramid) - 1));
+// What samples of one layer and level have in common.
+struct Levels {
+    Level fine, coarse;
+    float share;  // of the coarse one
+};
+
+Levels levels_at(int layer, float level) {
+    Levels l;
+    level = min(level, float(last_level()));
     int fine = int(level);
-    vec4 texel = bilinear(at, fine);
-    float share = level - float(fine);
-    return share > 0.0 ? mix(texel, bilinear(at, fine + 1), share) : texel;
+    l.share = level - float(fine);
+    l.fine = level_at(layer, fine);
+    l.coarse = level_at(layer, min(fine + 1, last_level()));
+    return l;
+}
+
+vec4 trilinear(Levels levels, vec2 at) {
+    vec4 fine = bilinear(levels.fine, at * vec2(levels.fine.size) - 0.5);
+    vec4 coarse = bilinear(levels.coarse, at * vec2(levels.coarse.size) - 0.5);
+    return levels.share > 0.0 ? mix(fine, coarse, levels.share) : fine;
 }
 #else
-#define trilinear(at_, level_) textureLod(t_pyramid, at_, level_)
+struct Levels {
+    float layer, level;
+};
+
+Levels levels_at(int layer, float level) { return Levels(float(layer), level); }
+
+vec4 trilinear(Levels levels, vec2 at) { return textureLod(t_pyramid, vec3(at, levels.layer), levels.level); }
 #endif

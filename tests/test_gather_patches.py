@@ -302,8 +302,10 @@ def test_low_storage_limit_splits(restored_limits: lod.Context, patch: int, dtyp
         lod.gather_patches(pyramid, sites, patch, backend="gl")
 
 
-def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+@pytest.mark.parametrize("most", [300, 200], ids=["of a buffer", "of an array"])
+def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> None:
     restored_limits.limits.layers = 256
+    restored_limits.limits.texels = most * (6 * 6 + 3 * 3 + 1)
     pyramid = lod.mipmap(noise(600, 1, 6, 6))
     check(restored_limits, pyramid, random_sites(600, 2), 3, "gl")
 

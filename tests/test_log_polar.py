@@ -191,8 +191,10 @@ def test_low_storage_limit_splits(restored_limits: lod.Context, dtype: torch.dty
         assert (sample(again, fixation, 16, 24, way).float() - expected.float()).abs().max() < 1e-5, way
 
 
-def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+@pytest.mark.parametrize("most", [300, 200], ids=["of a buffer", "of an array"])
+def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> None:
     restored_limits.limits.layers = 256
+    restored_limits.limits.texels = most * (6 * 6 + 3 * 3 + 1)
     pyramid = lod.mipmap(noise(600, 1, 6, 6))
     for way in ("compute", "fragment"):
         check(restored_limits, pyramid, torch.rand(600, 2), 3, 5, way)

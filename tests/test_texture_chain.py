@@ -8,17 +8,21 @@ from images import DTYPES, noise
 
 import gpu_lod as lod
 from gpu_lod import texture_chain
-from gpu_lod.texture import Texture
+from gpu_lod.texture import Sampled, Texels, Texture
 from gpu_lod.texture_chain import TextureChain
 from gpu_lod.transfer import GL_DTYPES, new_planes, texture_to_planes
 
 
-def texels(ctx: lod.Context, textures: list[tuple[int, Texture]], dtype: torch.dtype) -> list[torch.Tensor]:
+def texels(ctx: lod.Context, textures: list[tuple[int, Sampled]], dtype: torch.dtype) -> list[torch.Tensor]:
     """Every level of every texture."""
     found = []
     for _, texture in textures:
         key = texture.key
         for level in range(key.levels):
+            if isinstance(texture, Texels):
+                channels = texture.item.level(level).permute(0, 3, 1, 2)[:, : key.channels]
+                found.append(channels.reshape(-1, *channels.shape[2:]).clone())
+                continue
             width, height = texture.size(level)
             planes, values = new_planes(ctx, (key.layers * key.channels, height, width), GL_DTYPES[dtype])
             texture_to_planes(ctx, texture, level, planes)
@@ -41,13 +45,17 @@ def test_the_texels_of_a_pyramid(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
             assert all(map(torch.equal, found, expected)), shape
 
 
-def test_more_images_than_a_texture_has_layers(restored_limits: lod.Context) -> None:
+@pytest.mark.parametrize("most", [300, 200], ids=["of a buffer", "of an array"])
+def test_more_images_than_a_texture_has_layers(restored_limits: lod.Context, most: int) -> None:
     restored_limits.limits.layers = 256
+    restored_limits.limits.texels = most * (7 * 6 + 3 * 3 + 1)
     for dtype in DTYPES:
         image = noise(300, 3, 7, 6, dtype=dtype)
         pyramid = lod.mipmap(image, generator="compute")
         with restored_limits as ctx, ctx.active():
-            found = texels(ctx, TextureChain(image).textures(ctx), dtype)
+            textures = TextureChain(image).textures(ctx)
+            assert all(isinstance(texture, Texels if most > 256 else Texture) for _, texture in textures)
+            found = texels(ctx, textures, dtype)
             expected = texels(ctx, pyramid.textures(ctx), dtype)
             ctx.gl.Finish()
             assert len(found) == len(expected) == 2 * len(pyramid)

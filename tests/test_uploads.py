@@ -17,11 +17,14 @@ from gpu_lod.pyramid import level_sizes
 MIB = 2**20
 
 
-@pytest.mark.parametrize("strip", [64, 1000, 40_000])
+@pytest.mark.parametrize("strip", [64, 1000, 40_000, None], ids="strips of {}".format)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strips_make_the_texture_that_shaders_make(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strip: int
+def test_the_host_makes_the_texture_that_shaders_make(
+    monkeypatch: pytest.MonkeyPatch, restored_limits: lod.Context, dtype: torch.dtype, strip: int | None
 ) -> None:
+    """Array textures in strips, and buffers."""
+    if strip is not None:
+        restored_limits.limits.texels = 0
     sites = [[0.1, 0.2, 0.0], [0.9, 0.8, 1.4], [0.5, 0.5, 3.0]]
     for shape in ((2, 3, 45, 33), (5, 1, 16, 64), (4, 70, 31), (1, 2, 1, 90), (40, 3, 8, 8)):
         levels = lod.mipmap(noise(*shape, dtype=dtype)).levels
@@ -38,21 +41,29 @@ def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch
     boxes = torch.rand(60, 6, 2, 2).sort(dim=2).values.flatten(2)
     expected = lod.region_max(hz, boxes, backend="torch")
     monkeypatch.setattr(uploads, "STAGING_BYTES", 3000)
-    restored_limits.limits.layers = 256
+    restored_limits.limits.layers, restored_limits.limits.texels = 256, 0
     with restored_limits:
         assert torch.equal(lod.region_max(lod.Pyramid(hz.levels, "max"), boxes, backend="gl"), expected)
 
 
-def test_strips_of_tensors_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("buffered", [False, True])
+def test_tensors_in_any_layout(
+    monkeypatch: pytest.MonkeyPatch, restored_limits: lod.Context, *, buffered: bool
+) -> None:
     monkeypatch.setattr(uploads, "STAGING_BYTES", 500)
+    if not buffered:
+        restored_limits.limits.texels = 0
     image = noise(2, 40, 30, 3).permute(0, 3, 1, 2)  # channels last
     levels = [image, *lod.mipmap(image).levels[1:]]
     found = lod.foveate(lod.Pyramid(tuple(levels)), (0.4, 0.6), backend="gl")
     assert torch.allclose(found, lod.foveate(image, (0.4, 0.6), backend="torch"), atol=1e-5)
 
 
-def test_negated_views() -> None:
+@pytest.mark.parametrize("buffered", [False, True])
+def test_negated_views(restored_limits: lod.Context, *, buffered: bool) -> None:
     """Imaginary parts of conjugates are views whose sign torch turns where it reads them."""
+    if not buffered:
+        restored_limits.limits.texels = 0
     image = noise(1, 1, 1)
     negative = torch.complex(image, -image).conj().imag
     assert negative.is_neg() and negative.is_contiguous()
@@ -97,8 +108,8 @@ def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torc
     assert sum(made) - out <= 2 * out + 1.8 * source
 
 
-@pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 3, 901, 1333), (1, 640, 640)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 3, 901, 1333), (1, 640, 640), (3, 1080, 1920)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("verb", ["log_polar", "log_polar drawn", "foveate", "gather_patches", "inverse_log_polar"])
 def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """The texture of an RGB image, with a fourth channel and all levels, is 1.78 images: the chain is nowhere else."""
