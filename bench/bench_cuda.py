@@ -380,6 +380,7 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
     f32 = [torch.float32]
     several: list[tuple[str, Callable[..., Iterator[Row]]]] = [
         ("foveate", partial(bench_samplers.foveate, [first], f32)),
+        ("foveate once", partial(bench_samplers.foveate_once, [first], f32)),
         ("gather_patches", partial(bench_samplers.gather_patches, [first], f32)),
         ("features", partial(bench_features.rows, [(first[0] // 2, first[1] // 2, first[2])])),
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench_mipmap import HELD_NOTE, _chain, is_power
-from inputs import generators_of, inputs_for, job, picture, pyramid_bytes
+from inputs import ANEW, generators_of, inputs_for, job, picture, pyramid_bytes
 from rows import Row
 from timer import Race, able, race
 
@@ -121,12 +122,17 @@ def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 
             },
         )  # fmt: skip
     boxes = torch.rand(1, 4096, 2, 2).sort(dim=2).values.flatten(2).to(device)
-    sides = {
-        "auto": lambda: lod.region_max(hz, boxes),
-        "gl": lambda: lod.region_max(hz, boxes, backend="gl"),
-        "torch gather": lambda: lod.region_max(hz, boxes, backend="torch"),
-    }
-    yield Row(
-        "region_max", "end to end", side, side, 1, 1, "float32", "warm", boxes.nbytes * 2, race(sides, seconds=seconds),
-        note="4096 boxes",
-    )  # fmt: skip
+    for note, source in (("", lambda: hz), (f"; {ANEW}", lambda: lod.Pyramid(hz.levels, "max"))):
+
+        def bounds(backend: Any, source: Any = source) -> object:
+            return lod.region_max(source(), boxes, backend=backend)
+
+        sides = {
+            "auto": partial(bounds, "auto"),
+            "gl": partial(bounds, "gl"),
+            "torch gather": partial(bounds, "torch"),
+        }
+        yield Row(
+            "region_max", "end to end", side, side, 1, 1, "float32", "warm", boxes.nbytes * 2,
+            race(sides, seconds=seconds), note=f"4096 boxes{note}",
+        )  # fmt: skip

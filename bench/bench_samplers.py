@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_log_polar import READY
-from inputs import PLANNED, inputs_for, job, picture, planned
+from inputs import ANEW, PLANNED, inputs_for, job, picture, planned
 from rows import Row
 from timer import Race, race
 
@@ -87,6 +87,38 @@ def foveate(
                 "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * image.nbytes,
                 race(sides, seconds=seconds), note=READY,
             )  # fmt: skip
+
+
+IMAGE = "from an image"
+
+
+def foveate_once(
+    sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
+) -> Iterator[Row]:
+    """Of a source that is sampled once: OpenGL makes it a texture first, of an image also its chain."""
+    for height, width, batch in sizes:
+        for dtype in dtypes:
+            image = picture(height, width, batch=batch, dtype=dtype).to(device)
+            levels = lod.mipmap(image).levels
+            points = cycle(torch.rand(64, batch, 2).unbind())
+            for note, source in ((ANEW, partial(lod.Pyramid, levels)), (IMAGE, partial(torch.Tensor.detach, image))):
+
+                def once(way: Callable[..., object], source: Any = source, points: Any = points) -> object:
+                    return way(source(), next(points))
+
+                sides: dict[str, Callable[[], object]] = {
+                    name: partial(once, way)
+                    for name, way in (
+                        ("auto", lod.foveate),
+                        ("gl compute", partial(lod.foveate, backend="gl")),
+                        *_kernels(lod.foveate, device),
+                        ("torch coarse to fine, boxes", partial(lod.foveate, backend="torch")),
+                    )
+                }
+                yield Row(
+                    "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], "warm", 2 * image.nbytes,
+                    race(sides, seconds=seconds), note=note,
+                )  # fmt: skip
 
 
 def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:

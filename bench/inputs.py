@@ -14,6 +14,8 @@ from skimage import data
 import gpu_lod as lod
 
 T = TypeVar("T")
+ANEW = "from a pyramid that is no texture yet"
+"""Note of a row whose source is sampled once: OpenGL makes it a texture first."""
 COLD_BYTES = 96 * 2**20
 """Inputs of a cold row together: beyond any cache that a CPU of this class has."""
 

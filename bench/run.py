@@ -106,6 +106,8 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_samplers.foveate([*few, *main[1:]], F32, seconds),
             bench_samplers.foveate(square, small, seconds),
             bench_samplers.foveate(main, F32, seconds, cache="cold"),
+            bench_samplers.foveate_once([*few, *main[1:]], F32, seconds),
+            bench_samplers.foveate_once(square, small, seconds),
             bench_samplers.foveate_at_one_place(seconds, side=one),
             bench_samplers.gather_patches([*square, *main[1:], *sizes[-1:]], F32, seconds),
             bench_samplers.gather_patches(square, small, seconds),

@@ -14,9 +14,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_samplers import IMAGE
+from inputs import ANEW
 from rows import slug
 
 from gpu_lod import dispatch
+from gpu_lod.foveate import state as foveated
 from gpu_lod.region import BOX
 from gpu_lod.report.files import load
 from gpu_lod.report.text import on_cuda
@@ -103,14 +106,16 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
     if verb in ("hiz", "gaussian", "oriented_energy", "cull"):
         return maps((verb,))
     if verb == "region_max" and (boxes := re.match(r"(\d+) boxes", note)):
-        return [Question(verb, "", 0, dtype, planes, planes * (area + BOX * int(boxes[1])))]
+        state = dispatch.NO_TEXTURE if note.endswith(ANEW) else ""
+        return [Question(verb, state, 0, dtype, planes, planes * (area + BOX * int(boxes[1])))]
     if verb == "feature_maps":
         state = "ragged rows" if width % 4 else ""
         return [Question(verb, state, 0, note.rpartition(" ")[2], batch, batch * area)]
     if verb == "inverse_log_polar":
         return sampler(area)
-    if verb == "foveate" and "torch has kept" not in note:
-        return sampler(area, "ragged rows" if dtype != "float32" and width % 4 else "")
+    if verb == "foveate" and "torch has kept" not in note and note != IMAGE:
+        whole_words = width % {"uint8": 4, "float16": 2}.get(dtype, 1) == 0
+        return sampler(area, foveated(texture=not note.endswith(ANEW), whole_words=whole_words))
     if verb == "log_polar" and not note.startswith("from an image"):
         return sampler(64 * 128 if together else 256 * 512)
     if verb == "gather_patches":

@@ -125,22 +125,47 @@ def barred(*values: Any) -> Choice | None:
             )
     if any(map(checks.transformed, values)):
         return Choice("torch", "torch.func transforms what torch computes, and no shader")
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return Choice("torch", "the call is traced, and shaders leave no trace")
     return None
 
 
-def sampler(src: torch.Tensor | Pyramid, place: Any, name: str) -> Choice | None:
+SURE_SIDE = 2**14
+"""What textures of every device with OpenGL 4.3 hold."""
+
+
+def barred_texture(src: torch.Tensor | Pyramid) -> Choice | None:
+    """Why "auto" makes no texture of a source that is none yet, or None."""
+    there = isinstance(src, Pyramid) and src.is_texture
+    size = (src.levels[0] if isinstance(src, Pyramid) else src).shape[-2:]
+    if not there and max(size) > SURE_SIDE:
+        return Choice("torch", f"a side of {max(size)} may be more than a texture holds; backend='gl' tries")
+    return None
+
+
+def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = False) -> Choice | None:
     """What "auto" takes for a verb that samples an image or a pyramid at a place (`name`: fixation or sites), wherever
-    GL could not gain; None for a pyramid that is a texture already, which the times decide."""
+    GL could not gain; None where the times decide.
+
+    Args:
+        once: they do so also for what is no texture yet; without it, for pyramids that are one alone.
+    """
     found = barred(src.levels[0] if isinstance(src, Pyramid) else src, place)
     if found is not None:
         return found
     if isinstance(place, torch.Tensor) and place.requires_grad:
         return Choice("torch", f"gradients are asked for in the {name}")
+    if once:
+        return barred_texture(src)
     if not isinstance(src, Pyramid):
-        return Choice("torch", "building the chain and uploading it costs more than one sampling gains")
+        return Choice("torch", "an image is no texture yet, and to make one seldom pays for one sampling")
     if not src.is_texture:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     return None
+
+
+NO_TEXTURE = "no texture yet"
+"""State of a source that is to become a texture first."""
 
 
 def measured(
@@ -179,6 +204,8 @@ def measured(
         context = context or context_for(image)
     except Exception as error:  # whatever a driver or a library raises, and after a fork
         return Choice("torch", f"OpenGL cannot be used here: {error}")
+    if not context.usable_here():
+        return Choice("torch", "the context that would be used belongs to another process or thread, or was closed")
     key = (*key, context.renderer, context.driver)
     chosen = calibration.decided.get(key)
     if chosen is None:

@@ -17,10 +17,9 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
-from gpu_lod.mipmap import sampled, stored
+from gpu_lod.mipmap import mipmap, sampled, stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
-from gpu_lod.texture import Texture
 from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
 
@@ -62,9 +61,10 @@ def foveate(
         e0: eccentricity at which resolution has halved.
         bias: added to the level: more is blurrier.
         anisotropy: 1 to 16.
-        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
-            pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src,
-            "torch" also in the fixation. "cuda" does not check the values of a fixation that is a CUDA tensor.
+        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL where
+            that measures faster: seldom for small pictures that are no texture yet (`Pyramid.upload`). All give
+            gradients in src, "torch" also in the fixation. "cuda" does not check the values of a fixation that is a
+            CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
@@ -91,6 +91,8 @@ def foveate(
         levels = _levels(image, points, *rule[:2])
     if chosen.backend == "torch":
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, *rule))
+    if backend == "auto" and not isinstance(src, Pyramid):
+        src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
     source = texture_chain.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
@@ -123,23 +125,34 @@ def _choose(
         checks.cuda_place(fixation)
     if backend != "auto":
         return Choice(backend, "asked for")
-    chosen = dispatch.sampler(src, fixation, "fixation")
+    chosen = dispatch.sampler(src, fixation, "fixation", once=True)
     if chosen is not None:
         return chosen
-    assert isinstance(src, Pyramid)
     if anisotropy > 1:
         return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
-    height, width = src.size
+    channels, height, width = image.shape[-3:]
+    batch = image.shape[0] if image.ndim == 4 else 1
+    there = isinstance(src, Pyramid) and src.is_texture
+    words = width * GL_DTYPES.get(image.dtype, image.dtype).itemsize % 4 == 0
     return dispatch.measured(
         "foveate",
         image,
-        src.batch * height * width,
-        # Rows that are no whole words of the buffer take another shader.
-        state="ragged rows" if width * image.dtype.itemsize % 4 else "",
-        channels=src.channels,
-        batch=src.batch,
-        context=src.texture_context(),
+        batch * height * width,
+        state=state(texture=there, whole_words=words),
+        channels=channels,
+        batch=batch,
+        context=src.texture_context() if isinstance(src, Pyramid) else None,
     )
+
+
+def state(*, texture: bool, whole_words: bool) -> str:
+    """What the times depend on beside sizes.
+
+    Args:
+        texture: the source is one already.
+        whole_words: rows are whole words of the buffer; others take another shader.
+    """
+    return ", ".join([dispatch.NO_TEXTURE] * (not texture) + ["ragged rows"] * (not whole_words))
 
 
 def _like(src: torch.Tensor | Pyramid, *_: Any) -> torch.Tensor:
@@ -323,13 +336,14 @@ def _gl(
             count = texture.key.layers
             part = target.layers(first * channels, count * channels)
             texture.bind(ctx.gl)
-            here = uniforms | {"u_first_image": first}
+            here = uniforms | {"u_first_image": first} | texture.reading
+            how = defines | ctx.textures.reading(texture)
             if anisotropy > 1:
-                _anisotropic(ctx, texture, part, here | {"u_anisotropy": anisotropy}, defines)
+                _anisotropic(ctx, part, here | {"u_anisotropy": anisotropy}, defines)
             elif ctx.software and width % part.per_word == 0 and part.span_fits(ctx, 0, part.elements - 1):
-                _blocks(ctx, part, fixation[first : first + count], len(pyramid), (e0, bias), here, defines)
+                _blocks(ctx, part, fixation[first : first + count], len(pyramid), (e0, bias), here, how)
             else:
-                _pixels(ctx, part, here, defines | {"FETCHED": ctx.textures.fetched(texture)})
+                _pixels(ctx, part, here, how)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     if pyramid.dtype == torch.bfloat16:
         result = result.bfloat16()
@@ -337,7 +351,7 @@ def _gl(
 
 
 def _pixels(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]) -> None:
-    """Each pixel by the texture unit."""
+    """Each pixel by itself."""
     for chunk in chunks(ctx, target):
         first = {"u_first_plane": chunk.plane}
         make_words(
@@ -351,9 +365,7 @@ def _pixels(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dic
         )
 
 
-def _anisotropic(
-    ctx: Context, texture: Texture, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]
-) -> None:
+def _anisotropic(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]) -> None:
     most = ctx.gl.integer(G.MAX_TEXTURE_MAX_ANISOTROPY)
     if uniforms["u_anisotropy"] > most:
         raise UnsupportedError(

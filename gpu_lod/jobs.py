@@ -23,6 +23,7 @@ from gpu_lod.laplacian import collapse, laplacian
 from gpu_lod.log_polar import log_polar
 from gpu_lod.mipmap import mipmap
 from gpu_lod.oriented_energy import oriented_energy
+from gpu_lod.pyramid import Pyramid
 from gpu_lod.region import region_max
 
 Arguments = Callable[[], tuple[Any, ...]]
@@ -65,6 +66,7 @@ def _common(side: int, batch: int) -> Iterator[Job]:
     shape, maps = (batch, 3, side, side), (batch, 1, side, side)
     for dtype in (torch.float32, torch.uint8):
         yield from _samplers(shape, dtype)
+        yield _job(foveate, shape, dtype, _seen_once, "no texture yet")
     yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
     yield _job(cull, maps, torch.float32, _sparse, "20% kept")
     if batch * side**2 <= 2**20:  # forty channels of more are a strain on memory
@@ -87,6 +89,7 @@ def _rare(side: int, batch: int) -> Iterator[Job]:
     for dtype in (torch.uint8, torch.float16):
         yield _job(mipmap, shape, dtype, _image, "")
     yield _job(foveate, ragged, torch.uint8, _seen, "")
+    yield _job(region_max, (batch, 1, side, side), torch.float32, _boxes_once, "4096 boxes, no texture yet")
     if batch * side**2 <= 2**20:
         yield _features_as(ragged, torch.float32)
 
@@ -156,6 +159,11 @@ def _seen(*numbers: Any) -> Arguments:
     return lambda: (pyramid, next(points), *sizes)
 
 
+def _seen_once(image: torch.Tensor) -> Arguments:
+    levels, points = mipmap(image, backend="torch").levels, _points(image)
+    return lambda: (Pyramid(levels), next(points))
+
+
 def _sites(budget: int, whole: bool, image: torch.Tensor) -> Arguments:
     pyramid = mipmap(image, backend="torch").upload()
     batch, _, height, width = image.shape
@@ -173,9 +181,17 @@ def _sites(budget: int, whole: bool, image: torch.Tensor) -> Arguments:
 
 
 def _boxes(image: torch.Tensor) -> Arguments:
-    hz = hiz(image, backend="torch").upload()
-    boxes = torch.rand(image.shape[0], 4096, 2, 2).sort(dim=2).values.flatten(2).to(image.device)
+    hz, boxes = hiz(image, backend="torch").upload(), _rectangles(image)
     return lambda: (hz, boxes)
+
+
+def _boxes_once(image: torch.Tensor) -> Arguments:
+    levels, boxes = hiz(image, backend="torch").levels, _rectangles(image)
+    return lambda: (Pyramid(levels, "max"), boxes)
+
+
+def _rectangles(image: torch.Tensor) -> torch.Tensor:
+    return torch.rand(image.shape[0], 4096, 2, 2).sort(dim=2).values.flatten(2).to(image.device)
 
 
 def _sparse(image: torch.Tensor) -> Arguments:

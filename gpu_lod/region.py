@@ -28,14 +28,15 @@ def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
     Units: boxes (x0, y0, x1, y1) in [0, 1] of width and height, y down.
     Convention: half-open and clipped to the image: a box touches texels floor(x0 n) .. ceil(x1 n) - 1 along a side of
         n, in fp32. It is read at the finest level where the canonical ancestors min(j >> l, n_l - 1) of those texels
-        span at
-        most two a side, so the bound may come from texels beside the box: never below the true maximum, exact for small
-        boxes. A box that touches no texel gives the identity (-inf; 0 for uint8). NaN among the texels read gives NaN.
+        span at most two a side, so the bound may come from texels beside the box: never below the true maximum, exact
+        for small boxes. A box that touches no texel gives the identity (-inf; 0 for uint8). NaN among the texels read
+        gives NaN.
 
     Args:
         hz: from `hiz(relevance)`: reduce "max", all levels down to 1 x 1.
         boxes: any float dtype; made fp32.
-        backend: "gl", "torch" or "auto". No gradients.
+        backend: "gl", "torch" or "auto", which takes what measures fastest, the first time with making the pyramid a
+            texture (`Pyramid.upload`). No gradients.
 
     Raises:
         InputError: a pyramid that is no full max pyramid; boxes of the wrong shape, with NaN or infinity, or x1 < x0.
@@ -84,17 +85,22 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
     if backend != "auto":
         return Choice(backend, "asked for")
     top = hz.levels[0]
-    barred = dispatch.barred(top, boxes)
+    barred = dispatch.barred(top, boxes) or dispatch.barred_texture(hz)
     if barred is not None:
         return barred
-    context = hz.texture_context()
-    if context is None:
-        return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is read several times")
     planes = hz.batch * hz.channels
     shape: tuple[int, ...] = tuple(getattr(boxes, "shape", ()))
     count = shape[-2] if len(shape) > 1 else 1
     # Torch goes through all texels and, box by box, through about a dozen small tensors.
-    return dispatch.measured("region_max", top, top.numel() + BOX * planes * count, batch=planes, context=context)
+    context = hz.texture_context()
+    return dispatch.measured(
+        "region_max",
+        top,
+        top.numel() + BOX * planes * count,
+        state="" if context else dispatch.NO_TEXTURE,
+        batch=planes,
+        context=context,
+    )
 
 
 dispatch.register(region_max, lambda hz, boxes, backend="auto": _choose(hz, boxes, backend, "max"))
@@ -195,10 +201,9 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
                         "u_first_plane": chunk.plane,
                         "u_first_layer": first,
                         "u_channels": hz.channels,
-                        "u_levels": len(hz),
-                        "u_size": (hz.size[1], hz.size[0]),
+                        **texture.reading,
                     },
-                    defines={f"REDUCE_{reduce.upper()}": 1},
+                    defines={f"REDUCE_{reduce.upper()}": True, **ctx.textures.reading(texture)},
                 )
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     result = result.view(hz.batch, hz.channels, count)

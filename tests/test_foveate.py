@@ -205,8 +205,10 @@ def test_low_storage_limit_splits(restored_limits: lod.Context, dtype: torch.dty
     assert float((split.float() - whole.float()).abs().max()) <= (1 if dtype == torch.uint8 else 1e-3)
 
 
-def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+@pytest.mark.parametrize("most", [300, 200], ids=["of a buffer", "of an array"])
+def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> None:
     restored_limits.limits.layers = 256
+    restored_limits.limits.texels = most * (6 * 6 + 3 * 3 + 1)
     check(restored_limits, lod.mipmap(noise(600, 1, 6, 6)), torch.rand(600, 2), "gl")
 
 
@@ -295,6 +297,52 @@ def test_wrong_sources() -> None:
         lod.foveate(None, (0.5, 0.5))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="channels"):
         lod.foveate(noise(5, 8, 8), (0.5, 0.5))
+
+
+def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: lod.Context, cache: Path) -> None:
+    """Of a pyramid, and of an image, whose chain torch makes: as fast as chains are made."""
+    image = photo.float() / 255
+    for source in (photo, image):
+        assert lod.explain(lod.foveate, source, (0.5, 0.5)).backend == "torch"
+        fastest("gl", lod.foveate, lod.mipmap(source), (0.5, 0.5))
+        assert lod.explain(lod.foveate, lod.mipmap(source), (0.5, 0.5)).backend == "gl"
+        assert lod.explain(lod.foveate, lod.mipmap(source).upload(), (0.5, 0.5)).backend == "torch"  # not measured
+        for at in (source, source[None].expand(2, -1, -1, -1)):
+            assert lod.explain(lod.foveate, at, (0.5, 0.5), anisotropy=2).backend == "torch"
+            assert lod.explain(lod.foveate, at, torch.tensor([0.5, 0.5], requires_grad=True)).backend == "torch"
+        found = lod.foveate(source, (0.3, 0.6))
+        assert ctx.owns(found)
+        expected = lod.foveate(source, (0.3, 0.6), backend="torch")
+        assert float((found.float() - expected.float()).abs().max()) <= (1 if source is photo else 2e-5)
+    strip = noise(3, 4, 16_400)  # longer than textures are sure to be
+    fastest("gl", lod.foveate, strip[..., :16_000], (0.5, 0.5))
+    assert lod.explain(lod.foveate, strip[..., :16_000], (0.5, 0.5)).backend == "gl"
+    for source in (strip, lod.mipmap(strip)):
+        assert "16400" in lod.explain(lod.foveate, source, (0.5, 0.5)).reason
+        assert torch.isfinite(lod.foveate(source, (0.5, 0.5))).all()
+
+
+def test_auto_passes_gradients_to_an_image(photo: torch.Tensor, cache: Path) -> None:
+    image = photo.float() / 255
+    fastest("gl", lod.foveate, image, (0.5, 0.5))
+    image.requires_grad_()
+    weights = torch.rand(image.shape)
+    made = [(lod.foveate(image, (0.3, 0.6), backend=way) * weights).sum() for way in ("auto", "torch")]
+    found, expected = (torch.autograd.grad(loss, image)[0] for loss in made)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_auto_stays_out_of_traces_and_contexts_of_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    image = noise(3, 256, 256)
+    fastest("gl", lod.foveate, image, (0.5, 0.5))
+    traced = make_fx(lambda x: lod.foveate(x, (0.3, 0.4)))(image)
+    expected = lod.foveate(image * 0.5, (0.3, 0.4), backend="torch")
+    assert torch.allclose(traced(image * 0.5), expected, atol=1e-6)  # nothing of the first image is in it
+    monkeypatch.setattr(lod.Context, "usable_here", lambda self: False)  # an adopted one, or after a fork
+    assert "another process or thread" in lod.explain(lod.foveate, image, (0.5, 0.5)).reason
+    assert torch.equal(lod.foveate(image * 0.5, (0.3, 0.4)), expected)
 
 
 def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor, cache: Path) -> None:

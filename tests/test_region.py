@@ -81,11 +81,13 @@ def test_convention_half_open(way: str) -> None:
     assert lod.region_min(counts, torch.zeros(1, 4), backend=way).item() == 255
 
 
-def test_low_limits_split(restored_limits: lod.Context) -> None:
+@pytest.mark.parametrize("most", [400, 200], ids=["of a buffer", "of an array"])
+def test_low_limits_split(restored_limits: lod.Context, most: int) -> None:
     hz = lod.hiz(noise(300, 1, 6, 7))
     boxes = random_boxes(300, 9)
     expected = lod.region_max(hz, boxes, backend="torch")
     restored_limits.limits.layers = 256
+    restored_limits.limits.texels = most * (7 * 6 + 3 * 3 + 1)
     restored_limits.limits.storage_bytes = 11_000  # fewer boxes than there are: 300 x 9 x 16 bytes
     assert torch.equal(lod.region_max(hz, boxes, backend="gl"), expected)
 
@@ -138,4 +140,15 @@ def test_auto_uses_the_texture_once_it_is_there(cache: Path) -> None:
     hz.upload()
     assert lod.explain(lod.region_max, hz, boxes).backend == "gl"
     assert torch.equal(lod.region_max(hz, boxes), before)
+
+
+def test_auto_makes_a_texture_where_that_pays_at_once(ctx: lod.Context, cache: Path) -> None:
+    hz, boxes = lod.hiz(noise(1, 40, 50)), random_boxes(20)
+    fastest("gl", lod.region_max, hz, boxes)
+    found = lod.region_max(hz, boxes)
+    assert ctx.owns(found) and hz.is_texture
+    strip = lod.hiz(noise(1, 1, 16_400))
+    assert lod.region_max(strip, boxes, backend="torch").equal(lod.region_max(strip, boxes))
+    assert "16400" in lod.explain(lod.region_max, strip, boxes).reason
+    assert torch.equal(found, lod.region_max(hz, boxes, backend="torch"))
     assert lod.explain(lod.region_max, hz, random_boxes(4096)).backend == "torch"  # far more boxes than were measured
