@@ -1,7 +1,12 @@
 """Level of detail on graphics hardware for PyTorch. `import gpu_lod as lod`; importing opens nothing."""
 
 import importlib
+from pathlib import Path
 from typing import Any
+
+# In a checkout, which comes first on the path of a Python that is started there, these stand beside the package.
+if (_CHECKOUT := Path(__file__).parents[1]).joinpath("bridge", "__init__.py").exists():
+    __path__.append(str(_CHECKOUT))
 
 from gpu_lod.context import Context
 from gpu_lod.cortical_sites import cortical_sites

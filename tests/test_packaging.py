@@ -159,6 +159,14 @@ def test_installed_package_holds_bridge_and_shaders(probed: dict[str, Any]) -> N
     assert probed["version"][0] == probed["version"][1]
 
 
+def test_a_checkout_imports_as_it_stands() -> None:
+    """A Python that is started there finds it before any installed package."""
+    program = "import gpu_lod, gpu_lod.shaders; print(gpu_lod.bridge.__file__, len(gpu_lod.shaders.names()))"
+    found, shaders = run(sys.executable, "-c", program, cwd=CHECKOUT).stdout.split()
+    assert Path(found) == CHECKOUT / "bridge" / "__init__.py"
+    assert int(shaders) == len(shader_files())
+
+
 def test_import_opens_no_gl_and_no_cuda(probed: dict[str, Any]) -> None:
     assert gl_or_cuda(probed["libraries"]) == []
 
