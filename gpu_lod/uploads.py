@@ -12,7 +12,7 @@ from gpu_lod.bridge import Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.texture import Sampled, Texels
-from gpu_lod.texture_storage import DTYPES, TextureKey
+from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TextureKey
 from gpu_lod.transfer import (
     ALIGNMENT,
     GL_DTYPES,
@@ -63,7 +63,7 @@ def new_textures(
     check_texture_size(ctx, *size)
     height, width = size
     how: dict[str, Any] = {"levels": levels, "dtype": GL_DTYPES[dtype], "channels": channels}
-    if ctx.software and not filtered:
+    if ctx.software and not filtered and levels <= MOST_LEVELS:
         most = ctx.limits.texels // TextureKey(width, height, 1, levels, "float32", channels).texels
         if most >= min(layers, ALIGNMENT):
             groups = layer_groups(ctx, layers, most)
