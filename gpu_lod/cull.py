@@ -15,7 +15,7 @@ from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError, LimitError
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.transfer import GL_DTYPES, Planes
+from gpu_lod.transfer import Planes, word_defines
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +230,7 @@ def _descend(
         tested, following = lists[(level + 1) % 2], lists[level % 2]
         tested.item.bind(1, 0, tested.nbytes)
         following.item.bind(2, 0, following.nbytes)
-        program = ctx.programs.compute("cull.comp", PER_WORD=source.per_word, LEVEL_ZERO=level == 0)
+        program = ctx.programs.compute("cull.comp", LEVEL_ZERO=level == 0, **word_defines(source.dtype))
         program.set(
             u_level=level,
             u_levels=levels,
@@ -267,9 +267,8 @@ def _keys(thresholds: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Thresholds as the ordered integers of order.glsl, reinterpreted as int32."""
     if dtype == torch.uint8:  # a count reaches a threshold if it reaches the next whole count; 256 is never reached
         return thresholds.ceil().clamp(0, 256).int()
-    stored = thresholds.to(GL_DTYPES[dtype]) + 0.0  # -0 becomes 0
-    bits = stored.view(torch.int16 if stored.dtype == torch.float16 else torch.int32).long()
-    width = 16 if stored.dtype == torch.float16 else 32
+    width = 8 * dtype.itemsize
+    bits = (thresholds.to(dtype) + 0.0).view(torch.int16 if width == 16 else torch.int32).long()  # -0 becomes 0
     bits &= 2**width - 1
     sign = 2 ** (width - 1)
     keys = torch.where(bits >= sign, 2**width - 1 - bits, bits | sign)

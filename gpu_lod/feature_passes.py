@@ -224,6 +224,7 @@ class _Job:
         points = ctx.programs.compute(
             "feature_points.comp",
             PER_WORD=self.source.per_word,
+            FROM_BFLOAT16=self.source.dtype == torch.bfloat16,
             CHANNELS=self.channels,
             ALIGNED=self.aligned,
             HALF=half,
@@ -311,7 +312,11 @@ class _Job:
     def _make_luma(self, source: Planes, channels: int, target: Planes) -> None:
         ctx, width = self.ctx, self.width
         program = ctx.programs.compute(
-            "feature_luma.comp", PER_WORD=source.per_word, CHANNELS=channels, ALIGNED=self.aligned
+            "feature_luma.comp",
+            PER_WORD=source.per_word,
+            FROM_BFLOAT16=source.dtype == torch.bfloat16,
+            CHANNELS=channels,
+            ALIGNED=self.aligned,
         )
 
         def fits(count: int, tall: int) -> bool:

@@ -21,7 +21,7 @@ from gpu_lod.mipmap import mipmap, sampled, stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
-from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes
+from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, word_defines
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
 TILE = (64, 8)
@@ -33,6 +33,9 @@ first three terms of log2(1 + t) are right to 2.3e-6 of a level."""
 
 LEAST_E0 = 1e-9
 """Below it squares of distances in units of e0 may overflow, and the series has no value."""
+
+BAND = 2**18
+"""Pixels of rows that a CPU takes on at once in plain torch, so that what it makes of them on the way is small."""
 
 
 @operators.verb
@@ -133,7 +136,7 @@ def _choose(
     channels, height, width = image.shape[-3:]
     batch = image.shape[0] if image.ndim == 4 else 1
     there = isinstance(src, Pyramid) and src.is_texture
-    words = width * GL_DTYPES.get(image.dtype, image.dtype).itemsize % 4 == 0
+    words = width * image.dtype.itemsize % 4 == 0
     return dispatch.measured(
         "foveate",
         image,
@@ -189,8 +192,8 @@ def reference(
     anisotropy: float = 1.0,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, in the fastest way found: from the coarsest level to the finest, each blended in over no
-    more than the box of pixels that read it.
+    """The same in plain torch, in the fastest way found: some rows at a time, from the coarsest level to the finest,
+    each blended in over no more than the box of pixels that read it.
 
     Args:
         levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
@@ -203,28 +206,52 @@ def reference(
     top = chain[0]
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
     points = fixation.to(top.device, work)
+    size = height, width = top.shape[-2], top.shape[-1]
+    in_place = not (needs_grad(points, *chain) or any(map(checks.transformed, (points, *chain))))
+    lasts = [len(chain) - 1] * len(points)
+    if not checks.transformed(points):
+        lasts = [_highest((x, y), size, e0, bias, len(chain) - 1) for x, y in points.tolist()]
+    step = height
+    # Parts of other levels would be scaled by another factor.
+    if in_place and top.device.type == "cpu" and anisotropy == 1 and height % (1 << max(lasts)) == 0:
+        step = max(BAND // width, 1)
+    result = None
+    if in_place and (len(points) > 1 or step < height):
+        result = torch.empty_like(top, memory_format=torch.contiguous_format)
     parts = []
     for image, point in enumerate(points):
         one = [level[image : image + 1] for level in chain]
-        level = level_map(point, (top.shape[-2], top.shape[-1]), e0, bias) if kept is None else kept
-        parts.append(
-            _trilinear(one, point, level, e0, bias) if anisotropy == 1 else _probes(one, point, level, anisotropy)
-        )
-    result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
+        for first in range(0, height, step):
+            rows = first, min(first + step, height)
+            level = level_map(point, size, e0, bias, rows) if kept is None else kept[slice(*rows)]
+            if anisotropy > 1:
+                part = _probes(one, point, level, anisotropy)
+            else:
+                part = _trilinear(one, point, level, e0, bias, rows, lasts[image], in_place=in_place)
+            if result is None:
+                parts.append(part)
+            else:
+                result[image, :, slice(*rows)] = stored(part[0], top.dtype)
+    if result is None:
+        result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
     return result if levels[0].ndim == 4 else result[0]
 
 
-def _away(point: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [1, W] and y [H, 1] from the fixation, in units of the longer side."""
+def _away(
+    point: torch.Tensor, size: tuple[int, int], rows: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [1, W] and y [H, 1], or of some rows, from the fixation, in units of the longer side."""
     height, width = size
-    y = (torch.arange(height, dtype=point.dtype, device=point.device) + 0.5) / height
+    y = (torch.arange(*(rows or (0, height)), dtype=point.dtype, device=point.device) + 0.5) / height
     x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5) / width
     return (x - point[0])[None] * (width / max(size)), (y - point[1])[:, None] * (height / max(size))
 
 
-def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
-    """[H, W] the level of each pixel."""
-    x, y = _away(point, size)
+def level_map(
+    point: torch.Tensor, size: tuple[int, int], e0: float, bias: float, rows: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """[H, W] the level of each pixel, or of those of some rows."""
+    x, y = _away(point, size, rows)
     squared = (x / e0).square() + (y / e0).square()
     if needs_grad(point) or checks.transformed(point):
         # The root has no slope at 0; this is far below any rounding.
@@ -233,14 +260,21 @@ def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float
 
 
 def _trilinear(
-    chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor, e0: float, bias: float
+    chain: list[torch.Tensor],
+    point: torch.Tensor,
+    level: torch.Tensor,
+    e0: float,
+    bias: float,
+    rows: tuple[int, int],
+    last: int,
+    *,
+    in_place: bool,
 ) -> torch.Tensor:
-    """One image [1, C, H, W]."""
+    """Some rows of one image [1, C, H, W], which read no level beyond the last."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
-    in_place = not (needs_grad(point, *chain) or checks.transformed(point) or checks.transformed(chain[0]))
+    first, end = rows
     fx, fy = (0.0, 0.0) if checks.transformed(point) else point.tolist()
-    last = len(chain) - 1 if checks.transformed(point) else _highest((fx, fy), size, e0, bias, len(chain) - 1)
-    result = _enlarged(chain[last], last, size, (0, height, 0, width), point.dtype)
+    result = _enlarged(chain[last], last, size, (first, end, 0, width), point.dtype)
     if in_place:
         result = result.contiguous() if last else result.clone()  # never the source itself
     for index in range(last - 1, -1, -1):
@@ -248,11 +282,12 @@ def _trilinear(
         reach = max(e0 * (2.0 ** (index + 1 - bias) - 1) * max(size), 0.0) if in_place else math.inf
         y0, y1 = _span(fy * height, reach, height)
         x0, x1 = _span(fx * width, reach, width)
+        y0, y1 = max(y0, first), min(y1, end)
         if y0 >= y1 or x0 >= x1:
             break
         fine = _enlarged(chain[index], index, size, (y0, y1, x0, x1), point.dtype)
-        coarse = result[..., y0:y1, x0:x1]
-        share = level[y0:y1, x0:x1] - index
+        coarse = result[..., y0 - first : y1 - first, x0:x1]
+        share = level[y0 - first : y1 - first, x0:x1] - index
         if in_place:
             torch.lerp(fine, coarse, share.clamp_(0, 1), out=coarse)
         else:
@@ -316,7 +351,7 @@ def _gl(
     height, width = pyramid.size
     longer = max(height, width)
     channels, batch = pyramid.channels, pyramid.batch
-    dtype = GL_DTYPES[pyramid.dtype]
+    dtype = pyramid.dtype
     if anisotropy > 1 and not ANISOTROPY_EXTENSIONS & ctx.extensions:
         raise UnsupportedError(
             f"{ctx.renderer} has no GL_EXT_texture_filter_anisotropic. Use anisotropy=1, or backend='torch'."
@@ -345,8 +380,6 @@ def _gl(
             else:
                 _pixels(ctx, part, here, how)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
-    if pyramid.dtype == torch.bfloat16:
-        result = result.bfloat16()
     return result if pyramid.batched else result[0]
 
 
@@ -411,7 +444,7 @@ def _blocks(
             series = rule[0] >= LEAST_E0 and float(e[kind].min() + rule[0]) * max(size) >= SERIES_FROM
             program = ctx.programs.compute(
                 "foveate_blocks.comp",
-                PER_WORD=target.per_word,
+                **word_defines(target.dtype),
                 TEXELS=texels,
                 AT_ONCE=at_once,
                 SERIES=series,

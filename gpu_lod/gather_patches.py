@@ -22,7 +22,7 @@ from gpu_lod.mipmap import sampled, stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
-from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes
+from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes, word_defines
 
 _BORDERS = ("clamp", "zero")
 
@@ -331,12 +331,7 @@ def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch
         "u_offset": (*offset, *(0.0,) * (4 - channels)),
         "u_budget": budget,
     }
-    defines = {
-        "CHANNELS": channels,
-        "PATCH": patch,
-        "BORDER_ZERO": look.zero,
-        "BFLOAT16": look.dtype == torch.bfloat16,
-    }
+    defines = {"CHANNELS": channels, "PATCH": patch, "BORDER_ZERO": look.zero}
     with ctx.active(pyramid.device):
         textures = pyramid.textures(ctx)
         target, result = new_planes(ctx, (batch, budget, channels, patch, patch), look.dtype)
@@ -371,8 +366,7 @@ def _make(ctx: Context, target: Planes, channels: int, uniforms: dict[str, Any],
     # On a GPU every row has invocations of its own.
     steps_at_once = steps if ctx.software else 1
     shape = {"ROWS": rows, "PATCHES": together, "INVOCATIONS": lanes * together, "STEPS_AT_ONCE": steps_at_once}
-    shape |= {"PER_WORD": target.per_word, "AT_ONCE": stored}
-    program = ctx.programs.compute("patches.comp", **shape, **defines)
+    program = ctx.programs.compute("patches.comp", AT_ONCE=stored, **word_defines(target.dtype), **shape, **defines)
     for begin in range(0, patches, at_once):
         count = min(at_once, patches - begin)
         index = target.bind(ctx, 0, begin * per_patch, (begin + count) * per_patch - 1)

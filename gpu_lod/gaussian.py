@@ -129,10 +129,9 @@ def mirror(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     batched = image if image.ndim == 4 else image[None]
-    bfloat = image.dtype == torch.bfloat16
     height, width = image.shape[-2:]
     with ctx.active(image.device):
-        chain = Chain(ctx, batched.float() if bfloat else batched, burt_sizes(height, width, levels))
+        chain = Chain(ctx, batched, burt_sizes(height, width, levels))
         wide = chain.planes[0].dtype != torch.float32
         source = chain.planes[0]
         for level, target in enumerate(chain.planes[1:], start=1):
@@ -141,8 +140,7 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
                 scratch = scratch_planes(ctx, (target.count, target.height, target.width), torch.float32)
             reduce_level(ctx, source, target, scratch)
             source = scratch or target
-    result = [batched, *(level.bfloat16() for level in chain.tensors[1:])] if bfloat else chain.tensors
-    return [level[0] for level in result] if image.ndim == 3 else result
+    return [level[0] for level in chain.tensors] if image.ndim == 3 else chain.tensors
 
 
 def reduce_level(ctx: Context, source: Planes, target: Planes, scratch: Planes | None = None) -> None:

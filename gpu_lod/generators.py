@@ -26,7 +26,6 @@ from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Reduce, level_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
-    GL_DTYPES,
     Planes,
     check_texture_size,
     chunks,
@@ -76,7 +75,7 @@ class Chain:
 def build(
     ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str
 ) -> tuple[list[torch.Tensor], Textures | None]:
-    """Levels [B, C, h, w] of an image [B, C, H, W] (uint8, float16 or float32), and textures if they came with it.
+    """Levels [B, C, h, w] of an image [B, C, H, W], and textures if they came with it.
 
     Runs inside `ctx.active()`.
 
@@ -102,11 +101,11 @@ def build(
 
 
 def build_converted(ctx: Context, image: torch.Tensor, levels: int, values: Conversion) -> list[torch.Tensor]:
-    """All levels of the mean chain of an image [B, C, H, W] (uint8, float16 or float32), converted on the way: one
-    dispatch. bfloat16 levels come as fp32. Runs inside `ctx.active()`.
+    """All levels of the mean chain of an image [B, C, H, W], converted on the way: one dispatch. Runs inside
+    `ctx.active()`.
     """
     batch, channels, height, width = image.shape
-    dtype = GL_DTYPES[values.dtype]
+    dtype = values.dtype
     if levels == 1:  # no chain to make
         (_, top) = new_planes(ctx, tuple(image.shape), dtype)
         return [top.copy_(values.apply(image))]

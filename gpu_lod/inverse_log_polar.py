@@ -13,7 +13,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.log_polar import bilinear, ring_rule
 from gpu_lod.mipmap import stored
-from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_planes, planes_of
+from gpu_lod.transfer import bind_table, chunks, make_words, new_planes, planes_of
 
 _BORDERS = ("clamp", "zero")
 
@@ -165,7 +165,7 @@ def _gl(
     scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
     with ctx.active(polar.device):
         source = planes_of(ctx, batched)
-        target, result = new_planes(ctx, (batch, channels, height, width), GL_DTYPES[polar.dtype])
+        target, result = new_planes(ctx, (batch, channels, height, width), polar.dtype)
         points = ctx.private.lease(batch * 8).write(fixation.float())
 
         def span(first: int, last: int) -> tuple[int, int]:
@@ -188,6 +188,4 @@ def _gl(
             defines = {"CORTICAL": cortical, "BORDER_ZERO": zero}
             make_words(ctx, "inverse_log_polar.comp", target, chunk, uniforms=uniforms, defines=defines)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
-    if polar.dtype == torch.bfloat16:
-        result = result.bfloat16()
     return result if polar.ndim == 4 else result[0]

@@ -14,7 +14,7 @@ from gpu_lod.errors import InputError
 from gpu_lod.gaussian import choose, reduce_level
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.pyramid import Pyramid, burt_sizes
-from gpu_lod.transfer import GL_DTYPES, Planes, chunks, make_words, packed_planes, planes_of, scratch_planes
+from gpu_lod.transfer import Planes, chunks, make_words, packed_planes, planes_of, scratch_planes
 
 
 @operators.verb
@@ -149,7 +149,7 @@ def _expand_side(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
-    batched = (image if image.ndim == 4 else image[None]).float()
+    batched = image if image.ndim == 4 else image[None]
     stored = torch.float32 if image.dtype == torch.uint8 else image.dtype
     if levels == 1:
         result = [batched.to(stored)]
@@ -157,8 +157,8 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     batch, channels, height, width = batched.shape
     sizes = burt_sizes(height, width, levels)
     with ctx.active(batched.device):
-        targets, result = packed_planes(ctx, batch, channels, sizes, GL_DTYPES[stored])
-        source = planes_of(ctx, batched)
+        targets, result = packed_planes(ctx, batch, channels, sizes, stored)
+        source = planes_of(ctx, batched, torch.float32)
         for level in range(levels - 1):
             last = level == levels - 2
             below = scratch_planes(ctx, (source.count, *sizes[level + 1]), torch.float32)
@@ -168,7 +168,6 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
                 reduce_level(ctx, source, below)
             _expand(ctx, source, below, targets[level], -1)
             source = below
-    result = [level.to(stored) for level in result]
     return [level[0] for level in result] if image.ndim == 3 else result
 
 
@@ -176,11 +175,11 @@ def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor
     top = levels[0]
     if len(levels) == 1:
         return top.clone()
-    wide = [(level if level.ndim == 4 else level[None]).float() for level in levels]
-    batch, channels, height, width = wide[0].shape
+    batched = [level if level.ndim == 4 else level[None] for level in levels]
+    batch, channels, height, width = batched[0].shape
     with ctx.active(top.device):
-        sources = [planes_of(ctx, level) for level in wide]
-        targets, tensors = packed_planes(ctx, batch, channels, [(height, width)], GL_DTYPES[top.dtype])
+        sources = [planes_of(ctx, level, torch.float32) for level in batched]
+        targets, tensors = packed_planes(ctx, batch, channels, [(height, width)], top.dtype)
         result = sources[-1]
         for level in range(len(levels) - 2, -1, -1):
             fine = sources[level]
@@ -188,8 +187,7 @@ def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor
             target = targets[0] if level == 0 else scratch_planes(ctx, shape, torch.float32)
             _expand(ctx, fine, result, target, 1)
             result = target
-    image = tensors[0].to(top.dtype)
-    return image if top.ndim == 4 else image[0]
+    return tensors[0] if top.ndim == 4 else tensors[0][0]
 
 
 def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: int) -> None:

@@ -20,7 +20,7 @@ from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import sampled, stored
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture_chain import Source
-from gpu_lod.transfer import GL_DTYPES, Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
+from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
 
 _SPACINGS = ("log", "cortical")
 _BORDERS = ("clamp", "zero")
@@ -310,11 +310,10 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
     height, width = pyramid.size
     longer = max(height, width)
     channels, batch = pyramid.channels, pyramid.batch
-    dtype = GL_DTYPES[pyramid.dtype]
     shape = (batch, channels, rule.rings, rule.wedges)
     with ctx.active(pyramid.device):
         textures = pyramid.textures(ctx)
-        target, result = new_planes(ctx, shape, dtype)
+        target, result = new_planes(ctx, shape, pyramid.dtype)
         rings, wedges = _tables(ctx, rule, longer, len(pyramid) - 1)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         for binding, table in ((1, rings), (2, wedges), (3, points)):
@@ -326,8 +325,6 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
             part = target.layers(first * channels, count * channels)
             make = _fragment if generator == "fragment" else _compute
             make(ctx, texture, part, common, uniforms | {"u_first_image": first} | texture.reading)
-    if pyramid.dtype == torch.bfloat16:
-        result = result.bfloat16()
     return result if pyramid.batched else result[0]
 
 

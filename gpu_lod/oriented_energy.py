@@ -256,13 +256,13 @@ def mirror(x: torch.Tensor, dim: int, reach: int = REACH) -> torch.Tensor:
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> list[torch.Tensor]:
-    batched = (image if image.ndim == 4 else image[None]).float()
+    batched = image if image.ndim == 4 else image[None]
     stored = torch.float32 if image.dtype == torch.uint8 else image.dtype
     batch, channels, height, width = batched.shape
     sizes = burt_sizes(height, width, levels)
     with ctx.active(batched.device):
         targets, result = packed_planes(ctx, batch * channels, orientations, sizes, torch.float32)
-        source = planes_of(ctx, batched)
+        source = planes_of(ctx, batched, torch.float32)
         for level, target in enumerate(targets):
             energy_planes(ctx, source, target, orientations)
             if level < levels - 1:

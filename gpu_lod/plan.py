@@ -14,7 +14,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, PyramidChangedError
 from gpu_lod.pyramid import Pyramid
 
-_IN_GL = (torch.uint8, torch.float16, torch.float32)
+_IN_GL = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:

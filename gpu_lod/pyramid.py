@@ -15,7 +15,7 @@ from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels.device import device_of
 from gpu_lod.kernels.textures import Source
 from gpu_lod.texture import Sampled
-from gpu_lod.transfer import GL_DTYPES, Planes, planes_of
+from gpu_lod.transfer import Planes, planes_of
 from gpu_lod.uploads import new_textures, tensors_to_textures
 
 Reduce = Literal["mean", "max", "min"]
@@ -233,8 +233,8 @@ class Pyramid:
             LimitError: larger than the device's textures.
         """
         self.check_unchanged()
-        storage = ctx.textures.storage(GL_DTYPES[self.dtype], filtered=filtered)
         for buffered in (False,) if filtered else (True, False):
+            storage = ctx.textures.storage(self.dtype, filtered=filtered, buffered=buffered)
             if found := self._cache.get(("textures", id(ctx), storage, buffered)):
                 return found[1]
         channels = self.channels if self.reduce == "mean" else 1

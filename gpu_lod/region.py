@@ -12,7 +12,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.transfer import GL_DTYPES, bind_table, chunks, make_words, new_planes
+from gpu_lod.transfer import bind_table, chunks, make_words, new_planes
 
 Bound = Literal["max", "min"]
 BOX = 16
@@ -183,9 +183,8 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
     if count > most:
         return torch.cat([_gl(ctx, hz, part, reduce) for part in boxes.split(most, dim=1)], dim=2)
     planes = hz.batch * hz.channels
-    dtype = GL_DTYPES[hz.dtype]
     with ctx.active(hz.device):
-        target, result = new_planes(ctx, (planes, 1, count), dtype)
+        target, result = new_planes(ctx, (planes, 1, count), hz.dtype)
         table = ctx.private.lease(boxes.numel() * 4).write(boxes)
         for first, texture in hz.textures(ctx):
             part = target.layers(first, texture.key.layers)
@@ -206,5 +205,4 @@ def _gl(ctx: Context, hz: Pyramid, boxes: torch.Tensor, reduce: Bound) -> torch.
                     defines={f"REDUCE_{reduce.upper()}": True, **ctx.textures.reading(texture)},
                 )
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
-    result = result.view(hz.batch, hz.channels, count)
-    return result.bfloat16() if hz.dtype == torch.bfloat16 else result
+    return result.view(hz.batch, hz.channels, count)

@@ -9,7 +9,7 @@ import torch
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.pyramid import Reduce
-from gpu_lod.transfer import Planes, parts, rows_of, scratch_planes, wrapped
+from gpu_lod.transfer import Planes, parts, rows_of, scratch_planes, word_defines, wrapped
 
 _MOST = 3
 """Levels a dispatch: four would take 16 x 16 texels an invocation, more than registers hold."""
@@ -71,7 +71,7 @@ def _several(
 
     program = ctx.programs.compute(
         "several_levels.comp",
-        PER_WORD=last.per_word,
+        **word_defines(last.dtype),
         **{f"REDUCE_{reduce.upper()}": True},
         LEVELS=len(targets),
         SOURCE_WIDE=source_wide,

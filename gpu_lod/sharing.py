@@ -224,7 +224,7 @@ class Sharing(Turns):
 
         Args:
             shape: sides, or one sequence of them.
-            dtype: uint8, float16 or float32.
+            dtype: uint8, float16, bfloat16 or float32.
             device: "cpu" or the CUDA device that this context is on; None is `tensor_device`, which is CUDA for a
                 context opened with a CUDA device or used with a CUDA tensor before.
 
@@ -238,8 +238,8 @@ class Sharing(Turns):
             OutOfMemoryError: the device has no room left.
         """
         sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        if dtype not in (torch.uint8, torch.float16, torch.float32):
-            raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16 or float32.")
+        if dtype not in (torch.uint8, torch.float16, torch.bfloat16, torch.float32):
+            raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16, bfloat16 or float32.")
         if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
             raise InputError(f"shape is {sides}; expected one or more positive integers.")
         count = 1

@@ -16,7 +16,7 @@ from gpu_lod.errors import LimitError, ShaderError, UnsupportedError
 from gpu_lod.program import Program
 from gpu_lod.pyramid import Reduce
 from gpu_lod.texture import Texture
-from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, parts, rows_of, wrapped
+from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, parts, rows_of, word_defines, wrapped
 
 _STEPS = 6
 """Levels that a workgroup makes of its tile of 64 x 64 texels; fewer where shared memory is small."""
@@ -296,10 +296,14 @@ def _program(
     if isinstance(source, Texture):
         loads: dict[str, object] = {"FROM_TEXTURE": True}
     else:
-        loads = {"SOURCE_PER_WORD": source.per_word, "PAIRS": even and source.paired}
+        loads = {
+            "SOURCE_PER_WORD": source.per_word,
+            "SOURCE_BFLOAT16": source.dtype == torch.bfloat16,
+            "PAIRS": even and source.paired,
+        }
     program = ctx.programs.compute(
         "single_pass.comp",
-        PER_WORD=chain[1].per_word,
+        **word_defines(chain[1].dtype),
         **{f"REDUCE_{reduce.upper()}": True},
         **loads,
         EVEN=even,

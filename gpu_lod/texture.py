@@ -15,6 +15,7 @@ from gpu_lod.texture_storage import ArrayTexture, Storage, TexelBuffer, TextureK
 _STORAGE: dict[torch.dtype, Storage] = {
     torch.uint8: "uint8",
     torch.float16: "float16",
+    torch.bfloat16: "float32",  # texture units know no bfloat16, and fp32 holds it exactly
     torch.float32: "float32",
 }
 T = TypeVar("T", ArrayTexture, TexelBuffer)
@@ -113,14 +114,20 @@ class TexturePool:
         self.pool: Pool[Any] = Pool(max_idle_bytes)
         self._given: Returns[ArrayTexture] = Returns()
 
-    def storage(self, dtype: torch.dtype, *, filtered: bool) -> Storage:
+    def storage(self, dtype: torch.dtype, *, filtered: bool, buffered: bool = False) -> Storage:
         """How texels of a dtype are kept; `filtered` if a texture unit's linear filter will read them."""
+        if buffered and dtype == torch.bfloat16:
+            return "bfloat16"
         return "unorm16" if filtered and self._software and dtype == torch.uint8 else _STORAGE[dtype]
 
     def reading(self, texture: Sampled) -> dict[str, bool]:
         """Defines of the shaders that sample it (shaders/texels.glsl): who filters, and where texels are."""
-        buffered = isinstance(texture, Texels)
-        return {"FETCHED": buffered or (self._software and texture.key.storage == "uint8"), "BUFFERED": buffered}
+        buffered, storage = isinstance(texture, Texels), texture.key.storage
+        return {
+            "FETCHED": buffered or (self._software and storage == "uint8"),
+            "BUFFERED": buffered,
+            "BFLOAT16_TEXELS": storage == "bfloat16",
+        }
 
     def lease(
         self,
@@ -138,7 +145,8 @@ class TexturePool:
 
     def texels(self, size: tuple[int, int], *, layers: int, levels: int, dtype: torch.dtype, channels: int) -> Texels:
         """The same in a buffer."""
-        key = TextureKey(*size, layers, levels, self.storage(dtype, filtered=False), channels, buffered=True)
+        storage = self.storage(dtype, filtered=False, buffered=True)
+        key = TextureKey(*size, layers, levels, storage, channels, buffered=True)
         return Texels(self.pool.take(key, lambda: self._make(TexelBuffer, key)), self.pool.returned)
 
     def give(self, size: tuple[int, int], *, layers: int, dtype: torch.dtype, channels: int) -> Texture:

@@ -12,17 +12,19 @@ from gpu_lod.bridge import MappedBuffer
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
 
-Storage = Literal["uint8", "unorm16", "float16", "float32"]
+Storage = Literal["uint8", "unorm16", "float16", "bfloat16", "float32"]
 _FORMATS = {
     "uint8": (G.R8, G.RG8, G.RGBA8, G.RGBA8),
     "unorm16": (G.R16, G.RG16, G.RGBA16, G.RGBA16),
     "float16": (G.R16F, G.RG16F, G.RGBA16F, G.RGBA16F),
+    "bfloat16": (G.R16UI, G.RG16UI, G.RGBA16UI, G.RGBA16UI),  # the bits, for shaders that fetch single texels
     "float32": (G.R32F, G.RG32F, G.RGBA32F, G.RGBA32F),
 }
 DTYPES: dict[Storage, torch.dtype] = {
     "uint8": torch.uint8,
     "unorm16": torch.int16,  # the bits
     "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
 """What their channels are to torch."""

@@ -24,13 +24,10 @@ ALIGNMENT = 256
 
 _CHUNK_WORDS = ALIGNMENT // 4
 
-GL_DTYPES = {
-    torch.uint8: torch.uint8,
-    torch.float16: torch.float16,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,  # shaders know no bfloat16: it travels as fp32, which holds it exactly
-}
-"""Tensor dtype to the dtype of its elements in GL buffers and textures."""
+
+def word_defines(dtype: torch.dtype) -> dict[str, int | bool]:
+    """Defines of shaders/words.glsl: how elements of a dtype lie in words."""
+    return {"PER_WORD": 4 // dtype.itemsize, "BFLOAT16": dtype == torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -94,14 +91,17 @@ class Planes:
         return replace(self, offset=self.offset + first * self.area * self.dtype.itemsize, count=count)
 
 
-def planes_of(ctx: Context, tensor: torch.Tensor) -> Planes:
+def planes_of(ctx: Context, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Planes:
     """The planes of a tensor [..., H, W]: its own memory if that is a GL buffer, else a copy.
 
-    An ordinary tensor is copied once, whatever its strides and dtype (bfloat16 becomes fp32).
+    An ordinary tensor is copied once, whatever its strides and dtype.
+
+    Args:
+        dtype: of the planes; None is the tensor's.
     """
     height, width = tensor.shape[-2:]
     count = tensor.numel() // (height * width)
-    dtype = GL_DTYPES[tensor.dtype]
+    dtype = dtype or tensor.dtype
     found = ctx.bridge.find(tensor) if dtype == tensor.dtype and tensor.is_contiguous() else None
     if found is not None:
         found[0].take()
@@ -284,7 +284,7 @@ def make_words(
         and planes * shared_channels * target.area == chunk.elements
         and max(planes, target.height) <= MAX_GROUPS
     )
-    program = ctx.programs.compute(shader, PER_WORD=target.per_word, WHOLE_ROWS=whole, **defines)
+    program = ctx.programs.compute(shader, WHOLE_ROWS=whole, **word_defines(target.dtype), **defines)
     program.set(u_target_size=(target.width, target.height), **uniforms)
     if whole:
         groups = -(-target.width // target.per_word // LOCAL_SIZE), -(-target.height // rows_at_once), planes
@@ -317,8 +317,8 @@ def planes_to_texture(
 ) -> None:
     """Write planes into a level of a texture, from a layer and a row on: plane k of a layer becomes channel k."""
     channels = texture.key.channels
-    defines = {"PER_WORD": source.per_word, "CHANNELS": channels, "BUFFERED": isinstance(texture, Texels)}
-    program = ctx.programs.compute("planes_to_texels.comp", **defines)
+    defines = {"CHANNELS": channels, "BUFFERED": isinstance(texture, Texels)}
+    program = ctx.programs.compute("planes_to_texels.comp", **word_defines(source.dtype), **defines)
     if isinstance(texture, Texels):
         texture.bind_image(ctx.gl)
         program.set(u_start=texture.item.starts[level], u_height=texture.key.sizes[level][1])

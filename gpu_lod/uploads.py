@@ -15,7 +15,6 @@ from gpu_lod.texture import Sampled, Texels
 from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TextureKey
 from gpu_lod.transfer import (
     ALIGNMENT,
-    GL_DTYPES,
     Planes,
     check_texture_size,
     layer_groups,
@@ -62,7 +61,7 @@ def new_textures(
     """
     check_texture_size(ctx, *size)
     height, width = size
-    how: dict[str, Any] = {"levels": levels, "dtype": GL_DTYPES[dtype], "channels": channels}
+    how: dict[str, Any] = {"levels": levels, "dtype": dtype, "channels": channels}
     if ctx.software and not filtered and levels <= MOST_LEVELS:
         most = ctx.limits.texels // TextureKey(width, height, 1, levels, "float32", channels).texels
         if most >= min(layers, ALIGNMENT):

@@ -1,4 +1,4 @@
-// fp32 to fp16, or with BFLOAT16 to bfloat16.
+// fp32 to fp16 and back, or with BFLOAT16 to bfloat16.
 
 #ifdef BFLOAT16
 uint half_bits(float v) {
@@ -6,6 +6,7 @@ uint half_bits(float v) {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // nearest, ties to even, as torch rounds
 }
+float from_half_bits(uint bits) { return uintBitsToFloat(bits << 16); }
 #else
 uint half_bits(float v) {
     // packHalf2x16 may truncate; torch rounds to nearest, ties to even.
@@ -19,6 +20,7 @@ uint half_bits(float v) {
     }
     return sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13);
 }
+float from_half_bits(uint bits) { return unpackHalf2x16(bits).x; }
 #endif
 
 uint pack_halves(vec2 v) { return half_bits(v.x) | (half_bits(v.y) << 16); }

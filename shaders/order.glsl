@@ -1,6 +1,6 @@
 // Max and min without floating point: keys are unsigned integers in the order of the values, so that subnormals survive
 // and NaN has a defined place on every device. The rule is torch.amax's: a footprint that holds a NaN is NaN.
-// PER_WORD as in words.glsl; REDUCE_MAX or REDUCE_MIN.
+// PER_WORD, BFLOAT16 as in words.glsl; REDUCE_MAX or REDUCE_MIN.
 
 #if PER_WORD == 4
 uint to_key(uint bits) { return bits; }
@@ -20,7 +20,11 @@ uint from_key(uint key) { return key; }
 #else
 #define SIGN_BIT 0x8000u
 #define ALL_BITS 0xffffu
+#ifdef BFLOAT16
+#define INFINITY_BITS 0x7f80u
+#else
 #define INFINITY_BITS 0x7c00u
+#endif
 #endif
 
 // The identity is -inf for max and +inf for min; NaN lies beyond the other end, so that it wins.

@@ -2,7 +2,7 @@
 // Planar buffer to one level of a texture: plane k of a layer becomes channel k.
 //
 // BUFFERED   the texture is a buffer (texels.glsl); without it, an array texture
-// PER_WORD   elements in a word of the source (words.glsl)
+// PER_WORD, BFLOAT16   of the source (words.glsl)
 // CHANNELS   1 to 4 planes a layer
 #include "words.glsl"
 
@@ -12,11 +12,19 @@ layout(std430, binding = 1) readonly buffer Plane1 { uint b_plane1[]; };
 layout(std430, binding = 2) readonly buffer Plane2 { uint b_plane2[]; };
 layout(std430, binding = 3) readonly buffer Plane3 { uint b_plane3[]; };
 #ifdef BUFFERED
+#ifdef BFLOAT16
+layout(binding = 0) writeonly uniform uimageBuffer i_texels;
+#define TEXEL uvec4
+#else
 layout(binding = 0) writeonly uniform imageBuffer i_texels;
+#endif
 uniform int u_start;   // where the level begins
 uniform int u_height;  // of the level
 #else
 layout(binding = 0) writeonly uniform image2DArray i_level;
+#endif
+#ifndef TEXEL
+#define TEXEL vec4
 #endif
 
 uniform ivec2 u_size;        // of the rows in this chunk
@@ -25,19 +33,19 @@ uniform int u_first_layer;
 uniform uint u_layer_stride;  // elements from one layer to the next within a binding
 uniform uvec4 u_first;        // index of this chunk's first element in each binding
 
-float texel(uint bits) {
-    float v = to_float(bits);
-#if PER_WORD == 4
-    v /= 255.0;
+#if defined(BUFFERED) && defined(BFLOAT16)
+uint texel(uint bits) { return bits; }  // as they are: no format of a texture's knows bfloat16
+#elif PER_WORD == 4
+float texel(uint bits) { return to_float(bits) / 255.0; }
+#else
+float texel(uint bits) { return to_float(bits); }
 #endif
-    return v;
-}
 
 void main() {
     uvec3 id = gl_GlobalInvocationID;
     if (id.x >= uint(u_size.x)) return;
     uvec4 from = u_first + id.z * u_layer_stride + id.y * uint(u_size.x) + id.x;
-    vec4 value = vec4(0.0, 0.0, 0.0, 1.0);
+    TEXEL value = TEXEL(0, 0, 0, 1);
     value.r = texel(ELEMENT(b_plane0, from.x));
 #if CHANNELS > 1
     value.g = texel(ELEMENT(b_plane1, from.y));

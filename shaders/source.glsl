@@ -1,6 +1,6 @@
 // What a reduction starts from: planes of a tensor of any strides, or layers of a texture. Needs footprint.glsl.
 //
-// SOURCE_PER_WORD  elements of the source in a word: 1 = fp32, 2 = fp16, 4 = uint8
+// SOURCE_PER_WORD  elements of the source in a word: 1 = fp32, 2 = fp16, or bfloat16 with SOURCE_BFLOAT16, 4 = uint8
 // CONVERT          with REDUCE_MEAN: values times a scale plus an offset
 // EVEN             its sides are even (or 1 where the level below keeps it: then not EVEN)
 // PAIRS            elements 2i and 2i + 1 of a row lie in one word
@@ -45,6 +45,8 @@ VALUE source_value(uint bits) {
 #else
 #if SOURCE_PER_WORD == 1
     float value = uintBitsToFloat(bits);
+#elif defined(SOURCE_BFLOAT16)
+    float value = uintBitsToFloat(bits << 16);
 #elif SOURCE_PER_WORD == 2
     float value = unpackHalf2x16(bits).x;
 #else

@@ -1,7 +1,14 @@
 // Single texels of a pyramid.
-// BUFFERED   it lies in a buffer, level behind level, layer behind layer; without it, in an array texture
+// BUFFERED          it lies in a buffer, level behind level, layer behind layer; without it, in an array texture
+// BFLOAT16_TEXELS   with BUFFERED: texels are the bits of bfloat16
 #ifdef BUFFERED
+#ifdef BFLOAT16_TEXELS
+layout(binding = 0) uniform usamplerBuffer t_pyramid;
+#define VALUE_OF(texel_) uintBitsToFloat((texel_) << 16)
+#else
 layout(binding = 0) uniform samplerBuffer t_pyramid;
+#define VALUE_OF(texel_) (texel_)
+#endif
 uniform int u_starts[16];  // where the levels begin
 uniform ivec2 u_top;       // size of level 0
 uniform int u_levels;
@@ -38,7 +45,7 @@ Level level_at(int layer, int level) {
 }
 
 #ifdef BUFFERED
-#define TEXEL_AT(l_, at_) texelFetch(t_pyramid, (l_).start + (at_).y * (l_).size.x + (at_).x)
+#define TEXEL_AT(l_, at_) VALUE_OF(texelFetch(t_pyramid, (l_).start + (at_).y * (l_).size.x + (at_).x))
 #else
 #define TEXEL_AT(l_, at_) texelFetch(t_pyramid, ivec3(at_, (l_).layer), (l_).level)
 #endif

@@ -1,6 +1,6 @@
 // Elements of planar tensors in 32-bit words. No 8- or 16-bit storage is needed: a word holds PER_WORD elements, one
 // invocation writes whole words, and no word is written by two invocations.
-// PER_WORD: 1 = fp32, 2 = fp16 (bfloat16 with BFLOAT16, for writing), 4 = uint8 (counts, 0 to 255).
+// PER_WORD: 1 = fp32, 2 = fp16, or bfloat16 with BFLOAT16 (what is read, with FROM_BFLOAT16), 4 = uint8 (counts, 0 to 255).
 #include "halves.glsl"
 
 #if PER_WORD == 1
@@ -10,7 +10,11 @@ float to_float(uint bits) { return uintBitsToFloat(bits); }
 uint pack(float v) { return floatBitsToUint(v); }
 #elif PER_WORD == 2
 #define ELEMENT(buffer_, index_) ((buffer_[(index_) >> 1] >> (((index_) & 1u) * 16u)) & 0xffffu)
-float to_float(uint bits) { return unpackHalf2x16(bits).x; }
+#ifdef FROM_BFLOAT16
+float to_float(uint bits) { return uintBitsToFloat(bits << 16); }
+#else
+float to_float(uint bits) { return from_half_bits(bits); }
+#endif
 #define VALUES_OF(a) vec2(a[0], a[1])
 uint pack(vec2 v) { return pack_halves(v); }
 #else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,24 @@ def test_reference_with_a_graph_equals_the_one_without() -> None:
     assert torch.allclose(plain, graph, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    module, made = sys.modules["gpu_lod.foveate"], []
+    rows_of, level_map = [], module.level_map
+    monkeypatch.setattr(module, "level_map", lambda *a: (rows_of.append(a[-1]), level_map(*a))[1])
+    for shape in ((2, 3, 96, 70), (1, 1, 64, 64), (3, 80, 33), (1, 3, 33, 80)):
+        levels = list(lod.mipmap(noise(*shape, dtype=dtype), backend="torch").levels)
+        points = torch.tensor([[0.3, 0.8], [1.0, 0.0]])[: 1 if len(shape) == 3 else shape[0]]
+        results = []
+        for band in (2**18, 16 * shape[-1], 7 * shape[-1]):
+            monkeypatch.setattr(module, "BAND", band)
+            rows_of.clear()
+            results.append(module.reference(levels, points, 0.2))
+            made.append(len(rows_of) // len(points))
+        assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0]), shape
+    assert made == [1, 6, 14, 1, 4, 10, 1, 5, 12, 1, 1, 1]  # an odd height stays whole
+
+
 def test_gradcheck_of_the_reference() -> None:
     torch.manual_seed(1)
     levels = [level.double()[None].requires_grad_() for level in lod.mipmap(noise(1, 6, 9)).levels]
@@ -213,12 +232,12 @@ def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> Non
 
 
 def test_no_anisotropy_is_anisotropy_of_one() -> None:
-    from gpu_lod.foveate import _probes, _trilinear, level_map
+    from gpu_lod.foveate import _probes, level_map
 
     levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
     point = torch.tensor([0.4, 0.6])
     level = level_map(point, (40, 56), 0.05, 0.0)
-    assert torch.allclose(_probes(levels, point, level, 1.0), _trilinear(levels, point, level, 0.05, 0.0), atol=1e-5)
+    assert torch.allclose(_probes(levels, point, level, 1.0), reference(levels, point[None], 0.05), atol=1e-5)
     kept = reference(levels, point[None], 0.05, kept=level)
     assert torch.equal(kept, reference(levels, point[None], 0.05))
 

@@ -21,7 +21,6 @@ from gpu_lod.transfer import packed_planes
 from gpu_lod.tuning import tuning
 
 ONE_DISPATCH = ("single-pass", "registers")
-STORED = (torch.uint8, torch.float16, torch.float32)
 SMALL_TILES = 300
 """Bytes of shared memory with which a tile is 8 x 8 texels: small pictures then have many tiles and several passes."""
 
@@ -50,7 +49,7 @@ def test_every_odd_size_of_extremes(generator: str, reduce: str) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(64, 64), (65, 63), (200, 131), (129, 258), (1, 700), (515, 3)], ids=str)
 def test_tiles_and_passes(restored_limits: lod.Context, size: tuple[int, int], dtype: torch.dtype, reduce: str) -> None:
     """The last workgroup goes on with the tail, tile by tile, as often as it takes."""
@@ -112,7 +111,7 @@ def test_large_pictures() -> None:
 
 
 @given(
-    st.integers(1, 140), st.integers(1, 140), st.integers(1, 3), st.sampled_from(STORED), st.sampled_from(ONE_DISPATCH)
+    st.integers(1, 140), st.integers(1, 140), st.integers(1, 3), st.sampled_from(DTYPES), st.sampled_from(ONE_DISPATCH)
 )
 def test_any_size(height: int, width: int, channels: int, dtype: torch.dtype, generator: str) -> None:
     image = noise(2, channels, height, width, dtype=dtype)
@@ -152,7 +151,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gl_memory_is_read_as_it_stands(ctx: lod.Context, layout: str, dtype: torch.dtype) -> None:
     """Whatever its strides: no copy on the way in, so level 0 is the very image."""
@@ -165,6 +164,24 @@ def test_gl_memory_is_read_as_it_stands(ctx: lod.Context, layout: str, dtype: to
         copy = image.clone(memory_format=torch.contiguous_format)
         batched = copy if copy.ndim == 4 else copy[None]
         check(lod.Pyramid(tuple(x if x.ndim == 4 else x[None] for x in pyramid), "mean"), batched, reduce)
+
+
+@pytest.mark.parametrize(
+    ("generator", "reduce"),
+    [
+        (generator, reduce)
+        for generator in ("compute", "registers", "single-pass", "fragment")
+        for reduce in ("mean", "max", "min")
+    ]
+    + [("single-pass-texture", "mean")],
+)
+def test_bfloat16_is_the_fp32_chain_rounded_once(generator: str, reduce: str) -> None:
+    for size in ((64, 64), (48, 96), (37, 21), (1, 50)):
+        image = 1e30 * (noise(2, 3, *size, dtype=torch.bfloat16) - 0.5)  # beyond float16's range
+        image[0, 0, 0, :2] = torch.tensor([torch.inf, -torch.inf])[: size[1]] if reduce != "mean" else 0
+        found = lod.mipmap(image, reduce=reduce, generator=generator)
+        for level, wide in zip(found, lod.mipmap(image.float(), reduce=reduce, generator=generator), strict=True):
+            assert level.dtype == torch.bfloat16 and torch.equal(level, wide.bfloat16()), (size, tuple(level.shape))
 
 
 @pytest.mark.parametrize("generator", ["torch", "compute", "registers", "single-pass", "fragment"])
@@ -237,7 +254,7 @@ def test_bad_conversions(arguments: dict[str, object], hint: str) -> None:
             lod.mipmap(noise(3, 8, 8), **arguments, **how)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("generator", ONE_DISPATCH)
 @pytest.mark.parametrize("limit", [9000, 20_000, 60_000])
 def test_parts_of_planes_and_rows(restored_limits: lod.Context, generator: str, dtype: torch.dtype, limit: int) -> None:
@@ -305,7 +322,7 @@ def test_registers_take_levels_together(ctx: lod.Context) -> None:
 
 def test_gl_memory_that_starts_anywhere(ctx: lod.Context) -> None:
     """Vectors of four words start at multiples of 16 bytes; an image need not."""
-    for dtype in STORED:
+    for dtype in DTYPES:
         flat = ctx.empty(64 * 64 + 5, dtype=dtype)
         flat.copy_(noise(64 * 64 + 5, dtype=dtype))
         for start in (1, 2, 4, 5):

@@ -124,7 +124,6 @@ def _parts(culled: lod.Culled) -> list[torch.Tensor]:
         (dtype, resident)
         for dtype in (torch.float32, torch.float16, torch.uint8, torch.bfloat16)
         for resident in (False, True)
-        if not (resident and dtype == torch.bfloat16)  # GL buffers hold none
     ],
     ids=str,
 )

@@ -392,8 +392,14 @@ def test_torch_samples_large_batches_in_parts(shared: bool, monkeypatch: pytest.
 def test_large_images_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     mipmap = sys.modules["gpu_lod.mipmap"]
     monkeypatch.setattr(mipmap, "WHOLE", 0)
-    for shape, part in (((3, 33, 47), 1), ((2, 3, 32, 64), 5000), ((5, 1, 7, 9), 200), ((2, 4, 1, 40), 100)):
-        monkeypatch.setattr(mipmap, "PART", part)
+    for shape, part in (
+        ((3, 33, 47), 1),
+        ((2, 3, 32, 64), 5000),
+        ((2, 33, 40), 800),
+        ((5, 1, 7, 9), 200),
+        ((2, 4, 1, 40), 100),
+    ):
+        monkeypatch.setattr(mipmap, "PART", part)  # rows of planes, planes, or several
         image = noise(*shape, dtype=dtype)
         for levels in (None, 1, 2):
             found = lod.mipmap(image, levels, backend="torch").levels

@@ -14,8 +14,8 @@ import reference_compiler
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from images import noise
-from test_generators import SMALL_TILES, STORED, check
+from images import DTYPES, noise
+from test_generators import SMALL_TILES, check
 
 import gpu_lod as lod
 from gpu_lod import shaders, sharing, single_pass, subgroups
@@ -74,7 +74,7 @@ def both(image: torch.Tensor, levels: int | None = None) -> None:
     check(lod.mipmap(image, levels=levels, reduce="max", generator="single-pass"), image, "max")
 
 
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "size",
     [(64, 64), (192, 128), (16, 16), (64, 16), (16, 128), (256, 32), (80, 48), (65, 63), (129, 258), (1, 700), (64, 3)],
@@ -101,7 +101,7 @@ def test_levels_and_tiles(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -
         both(noise(1, 2, *size, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("shared_bytes", "size", "steps"), [(600, (512, 256), 4), (1364, (512, 512), 5), (1500, (1024, 512), 5)], ids=str
 )
@@ -126,7 +126,7 @@ def test_workgroups(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None
         both(noise(1, 3, 128, 192), levels=7)
 
 
-@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from([2, 8, 16]), st.sampled_from(STORED))
+@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from([2, 8, 16]), st.sampled_from(DTYPES))
 def test_any_size(rows: int, columns: int, unit: int, dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:
         emulate(lod.Context(), patch)

@@ -10,7 +10,7 @@ import gpu_lod as lod
 from gpu_lod import texture_chain
 from gpu_lod.texture import Sampled, Texels, Texture
 from gpu_lod.texture_chain import TextureChain
-from gpu_lod.transfer import GL_DTYPES, new_planes, texture_to_planes
+from gpu_lod.transfer import new_planes, texture_to_planes
 
 
 def texels(ctx: lod.Context, textures: list[tuple[int, Sampled]], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -24,7 +24,7 @@ def texels(ctx: lod.Context, textures: list[tuple[int, Sampled]], dtype: torch.d
                 found.append(channels.reshape(-1, *channels.shape[2:]).clone())
                 continue
             width, height = texture.size(level)
-            planes, values = new_planes(ctx, (key.layers * key.channels, height, width), GL_DTYPES[dtype])
+            planes, values = new_planes(ctx, (key.layers * key.channels, height, width), dtype)
             texture_to_planes(ctx, texture, level, planes)
             found.append(values)
     return found

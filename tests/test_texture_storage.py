@@ -54,6 +54,18 @@ def test_a_buffer_gives_what_an_array_gives(software: lod.Context, name: str, dt
         assert float((found.float() - expected.float()).abs().max()) <= tolerance, shape
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_bfloat16_is_kept_in_two_bytes_and_read_exactly(software: lod.Context, name: str) -> None:
+    """Sampled in fp32 and rounded once: what fp32 texels of the same values give, rounded."""
+    for shape in ((2, 3, 45, 34), (1, 4, 16, 90), (3, 50, 1)):
+        levels = lod.mipmap(1e30 * (noise(*shape, dtype=torch.bfloat16) - 0.5)).levels  # beyond float16's range
+        found, wide = lod.Pyramid(levels).upload(), lod.Pyramid([level.float() for level in levels]).upload()
+        with software.active():
+            (_, small), (_, large) = found.textures(software)[0], wide.textures(software)[0]
+        assert 2 * small.key.nbytes == large.key.nbytes
+        assert torch.equal(SAMPLERS[name](found), SAMPLERS[name](wide).bfloat16()), shape
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bounds_are_the_same_from_both(software: lod.Context, dtype: torch.dtype) -> None:
     for shape in ((2, 3, 45, 33), (1, 1, 64, 64), (1, 1, 90)):
