@@ -18,6 +18,7 @@ from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
 from gpu_lod.mipmap import mipmap, sampled, stored
+from gpu_lod.planewise import bands
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
@@ -33,9 +34,6 @@ first three terms of log2(1 + t) are right to 2.3e-6 of a level."""
 
 LEAST_E0 = 1e-9
 """Below it squares of distances in units of e0 may overflow, and the series has no value."""
-
-BAND = 2**18
-"""Pixels of rows that a CPU takes on at once in plain torch, so that what it makes of them on the way is small."""
 
 
 @operators.verb
@@ -211,19 +209,18 @@ def reference(
     lasts = [len(chain) - 1] * len(points)
     if not checks.transformed(points):
         lasts = [_highest((x, y), size, e0, bias, len(chain) - 1) for x, y in points.tolist()]
-    step = height
+    cut = [slice(0, height)]
     # Parts of other levels would be scaled by another factor.
     if in_place and top.device.type == "cpu" and anisotropy == 1 and height % (1 << max(lasts)) == 0:
-        step = max(BAND // width, 1)
+        cut = [rows for _, rows in bands(1, height, width)]
     result = None
-    if in_place and (len(points) > 1 or step < height):
+    if in_place and (len(points) > 1 or len(cut) > 1):
         result = torch.empty_like(top, memory_format=torch.contiguous_format)
     parts = []
     for image, point in enumerate(points):
         one = [level[image : image + 1] for level in chain]
-        for first in range(0, height, step):
-            rows = first, min(first + step, height)
-            level = level_map(point, size, e0, bias, rows) if kept is None else kept[slice(*rows)]
+        for rows in cut:
+            level = level_map(point, size, e0, bias, rows) if kept is None else kept[rows]
             if anisotropy > 1:
                 part = _probes(one, point, level, anisotropy)
             else:
@@ -231,24 +228,23 @@ def reference(
             if result is None:
                 parts.append(part)
             else:
-                result[image, :, slice(*rows)] = stored(part[0], top.dtype)
+                result[image, :, rows] = stored(part[0], top.dtype)
     if result is None:
         result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
     return result if levels[0].ndim == 4 else result[0]
 
 
-def _away(
-    point: torch.Tensor, size: tuple[int, int], rows: tuple[int, int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _away(point: torch.Tensor, size: tuple[int, int], rows: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x [1, W] and y [H, 1], or of some rows, from the fixation, in units of the longer side."""
     height, width = size
-    y = (torch.arange(*(rows or (0, height)), dtype=point.dtype, device=point.device) + 0.5) / height
+    rows = rows or slice(0, height)
+    y = (torch.arange(rows.start, rows.stop, dtype=point.dtype, device=point.device) + 0.5) / height
     x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5) / width
     return (x - point[0])[None] * (width / max(size)), (y - point[1])[:, None] * (height / max(size))
 
 
 def level_map(
-    point: torch.Tensor, size: tuple[int, int], e0: float, bias: float, rows: tuple[int, int] | None = None
+    point: torch.Tensor, size: tuple[int, int], e0: float, bias: float, rows: slice | None = None
 ) -> torch.Tensor:
     """[H, W] the level of each pixel, or of those of some rows."""
     x, y = _away(point, size, rows)
@@ -265,14 +261,14 @@ def _trilinear(
     level: torch.Tensor,
     e0: float,
     bias: float,
-    rows: tuple[int, int],
+    rows: slice,
     last: int,
     *,
     in_place: bool,
 ) -> torch.Tensor:
     """Some rows of one image [1, C, H, W], which read no level beyond the last."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
-    first, end = rows
+    first, end = rows.start, rows.stop
     fx, fy = (0.0, 0.0) if checks.transformed(point) else point.tolist()
     result = _enlarged(chain[last], last, size, (first, end, 0, width), point.dtype)
     if in_place:

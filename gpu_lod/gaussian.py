@@ -9,6 +9,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.generators import Chain, reduce_by
 from gpu_lod.mipmap import empty, stored
+from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import Planes, scratch_planes
 
@@ -87,9 +88,13 @@ operators.register(gaussian, _like)
 
 def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     """The pyramid in plain torch, each side by itself. Takes float64 too. Differentiable."""
+    return [image, *planewise(lambda planes: _below(planes, levels - 1), image)] if levels > 1 else [image]
+
+
+def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
-    result = [image]
-    for _ in range(levels - 1):
+    result = []
+    for _ in range(levels):
         wide = reduce(wide)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
     return result

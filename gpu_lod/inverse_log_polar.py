@@ -10,9 +10,10 @@ import torch
 from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
-from gpu_lod.dispatch import Backend, Choice
+from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.log_polar import bilinear, ring_rule
 from gpu_lod.mipmap import stored
+from gpu_lod.planewise import bands
 from gpu_lod.transfer import bind_table, chunks, make_words, new_planes, planes_of
 
 _BORDERS = ("clamp", "zero")
@@ -129,22 +130,35 @@ def reference(
     points = fixation.to(polar.device, work)
     y = (torch.arange(height, dtype=work, device=polar.device) + 0.5) / height
     x = (torch.arange(width, dtype=work, device=polar.device) + 0.5) / width
-    dx = (x[None, None, :] - points[:, 0, None, None]) * (width / longer)
-    dy = (y[None, :, None] - points[:, 1, None, None]) * (height / longer)
-    dx, dy = torch.broadcast_tensors(dx, dy)
-    r = torch.hypot(dx, dy)
-    safe = r.clamp(min=1e-30)
     scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
-    ring = ((safe / inner).log1p() if cortical else (safe / inner).log()) * scale - 0.5
-    turn = torch.where(r > 0, torch.atan2(dy, torch.where(r > 0, dx, torch.ones_like(dx))) / (2 * math.pi), 0.0)
-    wedge = torch.where(turn < 0, turn + 1, turn) * wedges - 0.5
     # A column of the other end on both sides lets the wedges go round; grid_sample counts from -1 to 1.
     turned = torch.cat([batched[..., -1:], batched, batched[..., :1]], dim=-1)
-    grid = torch.stack([(2 * wedge + 3) / (wedges + 2) - 1, (2 * ring + 1) / rings - 1], dim=-1)
-    result = bilinear(turned, grid, work)
-    if zero:
-        result = result.masked_fill((r > r_max)[:, None], 0)
-    result = stored(result, polar.dtype)
+
+    def make(images: slice, rows: slice) -> torch.Tensor:
+        at = points[images]
+        dx = (x[None, None, :] - at[:, 0, None, None]) * (width / longer)
+        dy = (y[None, rows, None] - at[:, 1, None, None]) * (height / longer)
+        dx, dy = torch.broadcast_tensors(dx, dy)
+        r = torch.hypot(dx, dy)
+        safe = r.clamp(min=1e-30)
+        ring = ((safe / inner).log1p() if cortical else (safe / inner).log()) * scale - 0.5
+        turn = torch.where(r > 0, torch.atan2(dy, torch.where(r > 0, dx, torch.ones_like(dx))) / (2 * math.pi), 0.0)
+        wedge = torch.where(turn < 0, turn + 1, turn) * wedges - 0.5
+        grid = torch.stack([(2 * wedge + 3) / (wedges + 2) - 1, (2 * ring + 1) / rings - 1], dim=-1)
+        result = bilinear(turned[images], grid, work)
+        if zero:
+            result = result.masked_fill((r > r_max)[:, None], 0)
+        return stored(result, polar.dtype)
+
+    cut = [(slice(None), slice(None))]
+    if polar.device.type == "cpu" and not (needs_grad(polar, points) or any(map(checks.transformed, (polar, points)))):
+        cut = list(bands(len(batched), height, width))
+    if len(cut) == 1:
+        result = make(*cut[0])
+    else:
+        result = batched.new_empty(*batched.shape[:2], height, width)
+        for images, rows in cut:
+            result[images, :, rows] = make(images, rows)
     return result if polar.ndim == 4 else result[0]
 
 

@@ -13,6 +13,7 @@ from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
 from gpu_lod.gaussian import choose, reduce_level
 from gpu_lod.gaussian import reference as gaussian_chain
+from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import Planes, chunks, make_words, packed_planes, planes_of, scratch_planes
 
@@ -115,20 +116,29 @@ operators.register(collapse, lambda pyramid, *_: pyramid.levels[0].new_empty(pyr
 def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     """The pyramid in plain torch. Takes float64 too. Differentiable."""
     dtype = torch.float32 if image.dtype == torch.uint8 else image.dtype
-    wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
-    chain = gaussian_chain(wide, levels)
-    result = [fine - expand(coarse, *fine.shape[-2:]) for fine, coarse in pairwise(chain)]
-    return [level.to(dtype) for level in (*result, chain[-1])]
+
+    def make(image: torch.Tensor) -> list[torch.Tensor]:
+        wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
+        chain = gaussian_chain(wide, levels)
+        result = [fine - expand(coarse, *fine.shape[-2:]) for fine, coarse in pairwise(chain)]
+        return [level.to(dtype) for level in (*result, chain[-1])]
+
+    return planewise(make, image)
 
 
 def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
     """The image in plain torch. Differentiable."""
     dtype = levels[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    result = levels[-1].to(wide)
-    for level in reversed(levels[:-1]):
-        result = level.to(wide) + expand(result, *level.shape[-2:])
-    return result.to(dtype)
+
+    def make(*levels: torch.Tensor) -> list[torch.Tensor]:
+        result = levels[-1].to(wide)
+        for level in reversed(levels[:-1]):
+            result = level.to(wide) + expand(result, *level.shape[-2:])
+        return [result.to(dtype)]
+
+    (result,) = planewise(make, *levels)
+    return result
 
 
 def expand(x: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -8,21 +8,21 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, generators, operators
+from gpu_lod import checks, dispatch, generators, operators, planewise
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
+from gpu_lod.planewise import bands
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
 WHOLE = 2**21
-"""Texels of small dtypes that a CPU makes fp32 of at once; of larger images and batches it is `PART`, which takes down
-to a third of the time and a fraction of the memory."""
-PART = 2**20
+"""Texels of small dtypes that a CPU makes fp32 of at once; of larger images and batches it is a part at a time, which
+takes down to a third of the time and a fraction of the memory."""
 
 AT_ONCE = 2**23
 """Pixels of images that a CPU makes levels of at once to sample them: for levels of a large batch it takes fresh memory
@@ -284,12 +284,10 @@ def _halve_small(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Area average to (height, width), in fp32."""
     h, w = image.shape[-2:]
     result = image.new_empty(*image.shape[:-2], height, width, dtype=torch.float32)
-    at_once, step = max(1, PART // (h * w)), max(1, PART // (2 * w))
-    for planes, level in zip(image.flatten(0, -3).split(at_once), result.flatten(0, -3).split(at_once), strict=True):
-        for first, rows in enumerate(level.split(step, dim=-2)):
-            begin, end = first * step, first * step + rows.shape[-2]
-            part = planes[:, 2 * begin : 2 * end + h % 2].float()
-            rows.copy_(halve_mean(part, end - begin, width, (begin, h)))
+    source, target = image.flatten(0, -3), result.flatten(0, -3)
+    for planes, rows in bands(len(target), height, 2 * w, planewise.PART):
+        part = source[planes, 2 * rows.start : 2 * rows.stop + h % 2].float()
+        target[planes, rows] = halve_mean(part, rows.stop - rows.start, width, (rows.start, h))
     return result
 
 

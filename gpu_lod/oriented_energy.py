@@ -14,6 +14,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.gaussian import choose, reduce, reduce_level
+from gpu_lod.planewise import planewise
 from gpu_lod.program import LOCAL_SIZE
 from gpu_lod.pyramid import burt_sizes
 from gpu_lod.transfer import Planes, packed_planes, parts, planes_of, scratch_planes
@@ -31,6 +32,8 @@ _TILE_SOFTWARE = (4, 8)
 """On a software renderer, where loads cost more than registers: each row is filtered half as often as in (4, 4)."""
 _BAND = 2**18
 """Samples that the reference takes on at once, so that what it makes of them on the way stays in the caches."""
+LEAST_ROW = 8
+"""Samples of a row that shaders read and write in groups of four."""
 _SMALL = 2**19
 """Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
 _BLOCK = 8
@@ -164,13 +167,17 @@ def _columns() -> torch.Tensor:
 def reference(image: torch.Tensor, levels: int, orientations: int = 4) -> list[torch.Tensor]:
     """The energies in plain torch. Takes float64 too. Differentiable."""
     dtype = torch.float32 if image.dtype == torch.uint8 else image.dtype
-    wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
-    result = []
-    for level in range(levels):
-        if level:
-            wide = reduce(wide)
-        result.append(energy(wide, orientations).to(dtype))
-    return result
+
+    def make(image: torch.Tensor) -> list[torch.Tensor]:
+        wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
+        result = []
+        for level in range(levels):
+            if level:
+                wide = reduce(wide)
+            result.append(energy(wide, orientations).to(dtype))
+        return result
+
+    return planewise(make, image)
 
 
 def energy(x: torch.Tensor, orientations: int) -> torch.Tensor:
@@ -261,7 +268,12 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> li
     batch, channels, height, width = batched.shape
     sizes = burt_sizes(height, width, levels)
     with ctx.active(batched.device):
-        targets, result = packed_planes(ctx, batch * channels, orientations, sizes, torch.float32)
+        # Shaders write two bytes a value where rows are whole groups of four; below, torch makes them of fp32.
+        others = [i for i, (_, w) in enumerate(sizes) if stored.itemsize > 2 or w % 4 or w < LEAST_ROW]
+        direct = min(others, default=levels)
+        targets, result = packed_planes(ctx, batch * channels, orientations, sizes[:direct], stored)
+        rest, more = packed_planes(ctx, batch * channels, orientations, sizes[direct:], torch.float32)
+        targets, result = targets + rest, result + more
         source = planes_of(ctx, batched, torch.float32)
         for level, target in enumerate(targets):
             energy_planes(ctx, source, target, orientations)
@@ -282,7 +294,8 @@ def energy_planes(
     apart: int | None = None,
     rows: tuple[int, int] | None = None,
 ) -> None:
-    """Energies of fp32 planes, into fp32 planes; into fp16 ones if rows are whole groups of four, two at least.
+    """Energies of fp32 planes, into fp32 planes; into fp16 or bfloat16 ones if rows are whole groups of four, two at
+    least.
 
     Args:
         apart: the energies of plane p begin with plane p * `apart` of the target; None is one behind the other.
@@ -305,16 +318,17 @@ def _energy_at(
 ) -> None:
     """Up to four of the angles."""
     height, width, area = source.height, source.width, source.area
-    half = target.dtype == torch.float16
+    half = target.dtype.itemsize == 2
     columns, run = _TILE_SOFTWARE if ctx.software else _TILE
     columns = 4 if half else columns  # an invocation writes whole words
     fours = width % 4 == 0 and source.offset % 16 == 0 and target.offset % (4 * target.dtype.itemsize) == 0
-    assert not half or (fours and width >= 8)
+    assert not half or (fours and width >= LEAST_ROW)
     program = ctx.programs.compute(
         "oriented_energy.comp",
         COLUMNS=columns,
-        ALIGNED=columns == 4 and fours and width >= 8,
+        ALIGNED=columns == 4 and fours and width >= LEAST_ROW,
         HALF=half,
+        BFLOAT16=target.dtype == torch.bfloat16,
         RUN=run,
         ORIENTATIONS=len(angles),
         SMALL=min(height, width) <= REACH,

@@ -16,6 +16,7 @@ from oracle import foveate as oracle
 from times import fastest
 
 import gpu_lod as lod
+from gpu_lod import planewise
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.foveate import reference
 from gpu_lod.sharing import Sharing
@@ -186,7 +187,7 @@ def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dt
         points = torch.tensor([[0.3, 0.8], [1.0, 0.0]])[: 1 if len(shape) == 3 else shape[0]]
         results = []
         for band in (2**18, 16 * shape[-1], 7 * shape[-1]):
-            monkeypatch.setattr(module, "BAND", band)
+            monkeypatch.setattr(planewise, "PART", 4 * band)
             rows_of.clear()
             results.append(module.reference(levels, points, 0.2))
             made.append(len(rows_of) // len(points))

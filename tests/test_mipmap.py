@@ -16,6 +16,7 @@ from images import DTYPES, SIZES, noise
 from oracle import extreme_chain, mean_chain
 
 import gpu_lod as lod
+from gpu_lod import planewise
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 
 EXACT_GENERATORS = ("compute", "registers", "single-pass", "fragment")
@@ -399,7 +400,7 @@ def test_large_images_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch, 
         ((5, 1, 7, 9), 200),
         ((2, 4, 1, 40), 100),
     ):
-        monkeypatch.setattr(mipmap, "PART", part)  # rows of planes, planes, or several
+        monkeypatch.setattr(planewise, "PART", part)  # rows of planes, planes, or several
         image = noise(*shape, dtype=dtype)
         for levels in (None, 1, 2):
             found = lod.mipmap(image, levels, backend="torch").levels

@@ -1,0 +1,47 @@
+"""Planes and rows that do not depend on each other, some of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.dispatch import needs_grad
+
+PART = 2**20
+"""Texels that a CPU works on at once: what torch makes of them on the way is small, and its memory used again. Of all
+planes at once it would be several images of fresh memory, which costs more than the work."""
+
+
+def planewise(make: Callable[..., list[torch.Tensor]], *sources: torch.Tensor) -> list[torch.Tensor]:
+    """`make(*sources)`, for tensors [..., h, w] of the same outer sides to such tensors [..., more, h, w].
+
+    All at once on a GPU, where a graph is kept, and inside torch.func.
+    """
+    top = sources[0]
+    *outer, height, width = top.shape
+    planes, at_once = top.numel() // (height * width), max(PART // (height * width), 1)
+    free = not (needs_grad(*sources) or any(map(checks.transformed, sources)))
+    if planes <= at_once or top.device.type != "cpu" or not free:
+        return make(*sources)
+    result: list[torch.Tensor] = []
+    for first, parts in enumerate(zip(*(s.flatten(0, -3).split(at_once) for s in sources), strict=True)):
+        made = make(*parts)
+        result = result or [part.new_empty(planes, *part.shape[1:]) for part in made]
+        for whole, part in zip(result, made, strict=True):
+            whole[first * at_once :][: len(part)] = part
+    return [whole.unflatten(0, outer) for whole in result]
+
+
+def bands(count: int, height: int, width: int, texels: int | None = None) -> Iterator[tuple[slice, slice]]:
+    """Cut planes or images into (some of them, rows): as many as have so many texels, or rows of one.
+
+    Args:
+        texels: None is a quarter of `PART`, for work that makes several tensors of each texel.
+    """
+    texels = texels or PART // 4
+    together, rows = max(texels // (height * width), 1), min(max(texels // width, 1), height)
+    for first in range(0, count, together):
+        for row in range(0, height, rows):
+            yield slice(first, first + together), slice(row, min(row + rows, height))

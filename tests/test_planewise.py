@@ -1,0 +1,101 @@
+"""Work on planes and rows that do not depend on each other, some of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from images import DTYPES, noise
+
+import gpu_lod as lod
+from gpu_lod import planewise
+
+VERBS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "gaussian": lambda x: lod.gaussian(x, backend="torch").levels,
+    "laplacian": lambda x: lod.laplacian(x, backend="torch").levels,
+    "collapse": lambda x: lod.collapse(lod.laplacian(x, backend="gl"), backend="torch"),
+    "oriented_energy": lambda x: lod.oriented_energy(x, 3, backend="torch"),
+    "inverse_log_polar": lambda x: lod.inverse_log_polar(x, (0.3, 0.6), (40, 30), backend="torch"),
+    "inverse_log_polar of several fixations": lambda x: lod.inverse_log_polar(
+        x,
+        torch.linspace(0, 1, x.shape[0] * 2 if x.ndim == 4 else 2).view(-1, 2),
+        (9, 11),
+        border="zero",
+        backend="torch",
+    ),
+}
+
+EXACT = ("gaussian", "laplacian", "collapse")
+TOLERANCES = {torch.uint8: 1 / 255, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5}
+"""Of the others: vector units round the last digit of a logarithm otherwise than what is left over, and small levels
+are convolved in another way than large ones."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("verb", VERBS)
+def test_parts_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch, verb: str, dtype: torch.dtype) -> None:
+    for shape in ((3, 5, 24, 33), (1, 3, 32, 64), (7, 17, 20), (1, 2, 1, 40), (1, 1, 30, 20)):
+        image = noise(*shape, dtype=dtype)
+        monkeypatch.setattr(planewise, "PART", 2**20)
+        whole = VERBS[verb](image)
+        for part in (1, 600, 2200, 4000):
+            monkeypatch.setattr(planewise, "PART", part)
+            found = VERBS[verb](image)
+            assert type(found) is type(whole)
+            for actual, expected in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, whole)), strict=True):
+                assert actual.dtype == expected.dtype and actual.shape == expected.shape
+                worst = float((actual.double() - expected.double()).abs().max())
+                size = max(float(expected.double().abs().max()), 1.0)
+                tolerance = 0.0 if verb in EXACT else TOLERANCES[actual.dtype]
+                assert worst <= tolerance * size, (shape, part)
+
+
+def test_graphs_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planewise, "PART", 1)
+    calls = []
+
+    def make(x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(x.shape)
+        return [x[..., ::2, None, ::2] * 2]
+
+    image = noise(2, 3, 4, 6)
+    (found,) = planewise.planewise(make, image)
+    assert calls == [(1, 4, 6)] * 6 and found.shape == (2, 3, 2, 1, 3)
+    assert torch.equal(found, make(image)[0])
+    calls.clear()
+    (kept,) = planewise.planewise(make, image.requires_grad_())
+    assert calls == [(2, 3, 4, 6)] and kept.requires_grad
+    calls.clear()
+    doubled = torch.func.vmap(lambda x: planewise.planewise(make, x)[0])(image.detach())
+    assert calls == [(3, 4, 6)] and torch.equal(doubled, found)
+
+
+def test_inputs_that_are_no_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strided, expanded and mirrored views; parts of them are views too."""
+    wide = noise(2, 20, 24, 3).permute(0, 3, 1, 2)
+    for image in (wide, noise(1, 3, 20, 24).expand(4, -1, -1, -1), wide.flip(-1), wide[..., ::2]):
+        monkeypatch.setattr(planewise, "PART", 2**20)
+        whole = lod.laplacian(image, backend="torch").levels
+        monkeypatch.setattr(planewise, "PART", 100)
+        assert all(map(torch.equal, lod.laplacian(image, backend="torch").levels, whole))
+
+
+@pytest.mark.parametrize(
+    ("count", "height", "width", "texels"), [(5, 7, 3, 50), (1, 100, 7, 30), (3, 1, 9, 1), (4, 6, 5, 2**20)]
+)
+def test_bands_cover_every_row_once(count: int, height: int, width: int, texels: int) -> None:
+    seen = torch.zeros(count, height, dtype=torch.int64)
+    for planes, rows in planewise.bands(count, height, width, texels):
+        assert seen[planes, rows].numel() * width <= max(texels, width)
+        seen[planes, rows] += 1
+    assert bool((seen == 1).all())
+
+
+def test_the_default_is_a_quarter_of_a_part() -> None:
+    texels = planewise.PART // 4
+    assert [rows for _, rows in planewise.bands(1, 2 * texels // 64, 64)] == [
+        slice(0, texels // 64),
+        slice(texels // 64, 2 * texels // 64),
+    ]
