@@ -15,7 +15,7 @@ LIBS ?=
 OUT ?= out/gpu-check
 MINUTES ?= 9
 
-.PHONY: help test demo gallery bench bench-allocate bench-encoder bench-streaming quality report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo gallery bench bench-allocate bench-encoder bench-streaming bench-memory quality report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -40,6 +40,9 @@ bench-encoder: setup  ## time an encoder on token sets against its full grid, wr
 
 bench-streaming: setup  ## what a token memory keeps from frame to frame, write bench/results/streaming/ and docs/encoders.md
 	@$(BIN)/python bench/bench_streaming.py $(BENCH_ARGS) && $(BIN)/python bench/bench_streaming.py --doc
+
+bench-memory: setup  ## what a call of each verb takes at its peak, write bench/results/memory/ and docs/memory.md
+	@$(BIN)/python bench/bench_memory.py $(BENCH_ARGS) && $(BIN)/python bench/bench_memory.py --doc
 
 # Two steps: with its own requirements RapidOCR would put opencv-python over opencv-python-headless, and fovi bring CUDA's.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c .ci/constraints.txt

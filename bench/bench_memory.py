@@ -1,0 +1,222 @@
+"""What calls take at their peak: bench/results/memory/<device>.json and the tables of docs/memory.md.
+
+python bench/bench_memory.py [--quick] [--out FILE]
+python bench/bench_memory.py --doc   put the tables of all result files into docs/memory.md
+
+Each call runs in a process of its own, forked before OpenGL or torch's threads were started. It first makes the same
+call of a small picture, so that shaders are compiled and libraries loaded; what it then takes is the highest resident
+size the system saw during the call, less the size before it. Foreign pages can only add to that, so the least of
+several runs counts. The bound is twice the result plus 1.8 times the picture: a chain of RGB in RGBA texels is 1.78
+pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+from rows import RESULTS, common, slug, write
+
+import gpu_lod as lod
+from gpu_lod.report.files import between
+from gpu_lod.report.files import write as write_text
+
+DOC = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+MARKS = "<!-- tables: python bench/bench_memory.py --doc -->", "<!-- end of the tables -->"
+SIZES = ((1, 3, 1024, 1024), (1, 3, 1080, 1920), (1, 3, 1001, 777), (8, 3, 512, 512), (1, 3, 48, 16384))
+QUICK_SIZES, QUICK_VERBS = ((2, 3, 256, 320),), ("mipmap", "foveate")
+DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+BACKENDS = ("gl", "torch", "auto")
+RUNS = 2
+SMALL = 64
+FIXATION = torch.tensor([0.4, 0.6])
+OF_RESULT, OF_PICTURE = 2.0, 1.8
+Data = dict[str, Any]
+Call = Callable[[str], Any]
+
+
+def _patches(image: torch.Tensor) -> Call:
+    sites = lod.cortical_sites(FIXATION, budget=273, size=tuple(image.shape[-2:]), patch=14)
+    sites = sites.expand(image.shape[0], -1, -1)
+    return lambda backend: lod.gather_patches(image, sites, patch=14, backend=backend)
+
+
+def _collapse(image: torch.Tensor) -> Call:
+    bands = lod.laplacian(image, backend="torch")
+    return lambda backend: lod.collapse(bands, backend=backend)
+
+
+VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
+    "mipmap": lambda x: lambda backend: lod.mipmap(x, backend=backend),
+    "hiz": lambda x: lambda backend: lod.hiz(x, backend=backend),
+    "gaussian": lambda x: lambda backend: lod.gaussian(x, backend=backend),
+    "laplacian": lambda x: lambda backend: lod.laplacian(x, backend=backend),
+    "collapse": _collapse,
+    "oriented_energy": lambda x: lambda backend: lod.oriented_energy(x, backend=backend),
+    "log_polar": lambda x: lambda backend: lod.log_polar(x, FIXATION, 256, 512, backend=backend),
+    "inverse_log_polar": lambda x: (
+        lambda backend: lod.inverse_log_polar(x, FIXATION, tuple(x.shape[-2:]), backend=backend)
+    ),
+    "foveate": lambda x: lambda backend: lod.foveate(x, FIXATION, backend=backend),
+    "gather_patches": _patches,
+    "feature_maps": lambda x: lambda backend: lod.feature_maps(x, fixation=FIXATION, backend=backend),
+}
+
+_ROW = {
+    "type": "object",
+    "required": ["verb", "dtype", "backend", "shape", "picture", "result", "peak"],
+    "properties": {
+        "verb": {"enum": list(VERBS)},
+        "dtype": {"enum": [str(dtype)[6:] for dtype in DTYPES]},
+        "backend": {"enum": list(BACKENDS)},
+        "shape": {"type": "array", "minItems": 4, "maxItems": 4, "items": {"type": "integer", "minimum": 1}},
+        **{key: {"type": "integer", "minimum": 0} for key in ("picture", "result", "peak")},
+    },
+    "additionalProperties": False,
+}
+SCHEMA: Data = {
+    "type": "object",
+    "required": ["device", "cpu", "threads", "versions", "commit", "date", "rows"],
+    "properties": {"rows": {"type": "array", "minItems": 1, "items": _ROW}},
+}
+
+
+def picture(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    return values.mul_(255).to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(nbytes, value.levels if isinstance(value, lod.Pyramid) else value))
+
+
+def _resident(name: str) -> int:
+    for line in Path("/proc/self/status").read_text("ascii").splitlines():
+        if line.startswith(name):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def _one(verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(picture, result, peak) in bytes. Runs in a process of its own."""
+    for _ in range(2):
+        VERBS[verb](picture(dtype, (min(shape[0], 2), shape[1], SMALL, SMALL)))(backend)
+    image = picture(dtype, shape)
+    call = VERBS[verb](image)
+    given = nbytes(lod.laplacian(image, backend="torch")) if verb == "collapse" else image.nbytes
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
+    before = _resident("VmRSS")
+    result = call(backend)
+    return given, nbytes(result), max(_resident("VmHWM") - before, 0)
+
+
+def measure(verbs: Iterable[str], sizes: tuple[tuple[int, ...], ...], runs: int = RUNS) -> list[Data]:
+    rows = []
+    # A fresh process a call; this one must start neither OpenGL nor torch's threads.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        for verb in verbs:
+            for shape in sizes:
+                for dtype in DTYPES:
+                    for backend in BACKENDS:
+                        found = [pool.apply(_one, (verb, dtype, backend, shape)) for _ in range(runs)]
+                        given, result, peak = min(found, key=lambda sizes: sizes[2])
+                        rows.append(
+                            {
+                                "verb": verb,
+                                "dtype": str(dtype)[6:],
+                                "backend": backend,
+                                "shape": list(shape),
+                                "picture": given,
+                                "result": result,
+                                "peak": peak,
+                            }
+                        )
+            print(f"{verb} measured", file=sys.stderr)
+    return rows
+
+
+def share(row: Data) -> float:
+    """Of the bound."""
+    return float(row["peak"] / (OF_RESULT * row["result"] + OF_PICTURE * row["picture"]))
+
+
+def tables(path: Path) -> str:
+    data: Data = json.loads(path.read_text("utf-8"))
+    jsonschema.validate(data, SCHEMA)
+    lines = [["verb", "dtype", "result"], ["---"] * 3]
+    for backend in BACKENDS:
+        lines[0] += [f"backend={backend!r}", "share of the bound, at worst"]
+        lines[1] += ["---"] * 2
+    first = data["rows"][0]["shape"]
+    for verb in dict.fromkeys(row["verb"] for row in data["rows"]):
+        for dtype in DTYPES:
+            own = [row for row in data["rows"] if row["verb"] == verb and row["dtype"] == str(dtype)[6:]]
+            shown = [row for row in own if row["shape"] == first]
+            cells = [f"`{verb}`", str(dtype)[6:], f"{shown[0]['result'] / shown[0]['picture']:.2f}"]
+            for backend in BACKENDS:
+                (here,) = (row for row in shown if row["backend"] == backend)
+                worst = max((row for row in own if row["backend"] == backend), key=share)
+                over = worst["peak"] * (1 - 1 / share(worst)) / 2**20
+                cells.append(f"{here['peak'] / here['picture']:.2f}")
+                cells.append(f"{share(worst):.2f}" + (f" ({over:.1f} MiB over, {_name(worst)})" if over > 0 else ""))
+            lines.append(cells)
+    sizes = ", ".join(dict.fromkeys(_name(row) for row in data["rows"]))
+    return "\n\n".join(
+        [
+            f"### {data['device']}, {data['date']}",
+            f"The result, and the peak beside the picture, in pictures of {_name(data['rows'][0])}; and the largest "
+            f"share of the bound among {sizes} ([file](../bench/results/memory/{path.name}), torch "
+            f"{data['versions']['torch']}).",
+            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+        ]
+    )
+
+
+def _name(row: Data) -> str:
+    batch, channels, height, width = row["shape"]
+    return f"{batch} x {channels} x {height} x {width}"
+
+
+def result_files() -> list[Path]:
+    return sorted((RESULTS / "memory").glob("*.json"))
+
+
+def with_tables(text: str) -> str:
+    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--doc", action="store_true", help="bring docs/memory.md up to date, and measure nothing")
+    parser.add_argument("--quick", action="store_true", help="one small size, once: to see that it works")
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/memory/<device>.json)")
+    options = parser.parse_args(arguments)
+    if options.doc:
+        write_text(with_tables(DOC.read_text("utf-8")), DOC)
+        return 0
+    found = measure(QUICK_VERBS, QUICK_SIZES, 1) if options.quick else measure(VERBS, SIZES)
+    about = common()
+    device = f"{about['cpu']} {about['threads']} cores"
+    path = options.out or RESULTS / "memory" / f"{slug(device)}.json"
+    data: Data = {"device": device, **about, "rows": found}
+    jsonschema.validate(data, SCHEMA)
+    write(data, path)
+    print(f"{tables(path)}\n\nwrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

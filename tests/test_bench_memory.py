@@ -1,0 +1,72 @@
+"""The benchmark of memory sees what a call takes, and its doc shows the committed files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import bench_memory
+
+KNOWN = """
+import json, sys
+import torch
+import bench_memory
+
+def call(x):
+    def run(*arguments: str) -> str:
+    folder = Path(bench_memory.__file__).parent
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_sees_what_a_call_takes() -> None:
+    for row in json.loads(run("-c", KNOWN)):
+        texels = 3 * 1024 * 1024
+        expected = 12 * texels + row["picture"] if row["verb"] == "mipmap" else 0
+        assert row["result"] == row["picture"] and expected - 2**17 <= row["peak"] <= expected + 2**21, row
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("memory") / "quick.json"
+    assert "share of the bound" in run("bench_memory.py", "--quick", "--out", str(path))
+    return dict(json.loads(path.read_text()))
+
+
+def test_every_verb_and_backend_has_a_row(quick: dict[str, Any]) -> None:
+    rows = {(row["verb"], row["dtype"], row["backend"]) for row in quick["rows"]}
+    assert len(rows) == len(quick["rows"]) == len(bench_memory.QUICK_VERBS) * 4 * 3
+    for row in quick["rows"]:
+        assert row["picture"] == 2 * 3 * 256 * 320 * {"uint8": 1, "float32": 4}.get(row["dtype"], 2)
+
+
+def test_a_bad_file_is_refused(quick: dict[str, Any]) -> None:
+    for name, value in (("verb", "zoom"), ("peak", -1), ("shape", [3, 4])):
+        bad = json.loads(json.dumps(quick))
+        bad["rows"][0][name] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, bench_memory.SCHEMA)
+
+
+def test_the_doc_shows_the_files() -> None:
+    assert bench_memory.result_files()
+    text = bench_memory.DOC.read_text("utf-8")
+    assert bench_memory.with_tables(text) == text, "python bench/bench_memory.py --doc"
+
+
+def test_shaders_keep_the_bound() -> None:
+    """But for what a call takes whatever the picture's size: 2 MiB."""
+    for path in bench_memory.result_files():
+        for row in json.loads(path.read_text("utf-8"))["rows"]:
+            if row["backend"] == "gl":
+                over = row["peak"] * (1 - 1 / bench_memory.share(row)) / 2**20 if row["peak"] else 0.0
+                assert over <= 2, row
