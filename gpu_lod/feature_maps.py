@@ -15,9 +15,10 @@ from gpu_lod.context import context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.feature_passes import FeatureTexture, make, make_texture
+from gpu_lod.gaussian import mirrored
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.laplacian import expand
-from gpu_lod.oriented_energy import energy, mirror
+from gpu_lod.oriented_energy import energy
 from gpu_lod.pyramid import burt_sizes
 
 CHANNELS = MappingProxyType(
@@ -342,7 +343,7 @@ def _channels(
     yield y[:, None].expand(1, 1, height, width)
     levels = gaussian_chain(luma, min(LEVELS, len(burt_sizes(height, width))))
     yield _centre_surround(levels, height, width)
-    padded = mirror(mirror(luma, -2, 2), -1, 2)
+    padded = mirrored(luma, 2, 2)
     yield from _gradient(padded)
     yield luma
     yield _motion(luma, previous, video, work)

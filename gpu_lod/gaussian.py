@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators
 from gpu_lod.context import Context, context_for
@@ -109,7 +110,7 @@ def _reduce_side(x: torch.Tensor, dim: int) -> torch.Tensor:
     n = x.shape[dim]
     if n == 1:
         return x  # every tap falls on the one sample, and the weights sum to 1
-    x = mirror(x, dim)
+    x = mirrored(x, 2, 0) if dim == -2 else mirrored(x, 0, 2)
     count = -(-n // 2)
 
     def tap(k: int) -> torch.Tensor:
@@ -122,14 +123,23 @@ def _reduce_side(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.add(result, tap(0) + tap(4), alpha=side)
 
 
-def mirror(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Two samples more on both sides, mirrored about the outermost ones; sides from 2 up."""
+def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[..., h, w] with so many rows and columns more on both sides, mirrored about the outermost ones (reflect-101) as
+    often as it takes."""
+    height, width = x.shape[-2:]
+    if x.device.type == "cpu" and rows < height and columns < width:
+        # A fifth of the time of joining parts. On CUDA its backward would not be deterministic.
+        planes = F.pad(x.flatten(0, -3), (columns, columns, rows, rows), mode="reflect")
+        return planes.unflatten(0, x.shape[:-2])
+    return _joined(_joined(x, -2, rows), -1, columns)
+
+
+def _joined(x: torch.Tensor, dim: int, reach: int) -> torch.Tensor:
     n = x.shape[dim]
-    outside = []
-    for i in (-2, -1, n, n + 1):
-        i %= 2 * n - 2
-        outside.append(x.narrow(dim, min(i, 2 * n - 2 - i), 1))
-    return torch.cat([*outside[:2], x, *outside[2:]], dim=dim)
+    period = max(2 * n - 2, 1)
+    outside = [min(i % period, period - i % period) % n for i in range(-reach, n + reach) if not 0 <= i < n]
+    samples = [x.narrow(dim, i, 1) for i in outside]
+    return torch.cat([*samples[:reach], x, *samples[reach:]], dim=dim) if reach else x
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from gpu_lod import checks, dispatch, operators
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
-from gpu_lod.gaussian import choose, reduce, reduce_level
+from gpu_lod.gaussian import choose, mirrored, reduce, reduce_level
 from gpu_lod.planewise import planewise
 from gpu_lod.program import LOCAL_SIZE
 from gpu_lod.pyramid import burt_sizes
@@ -185,7 +185,7 @@ def energy(x: torch.Tensor, orientations: int) -> torch.Tensor:
     height, width = x.shape[-2:]
     planes = x.reshape(-1, height, width)
     if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL:
-        padded = mirror(mirror(planes, -2), -1)[:, None]
+        padded = mirrored(planes, REACH, REACH)[:, None]
         filters = _dense(orientations, x.dtype, x.device)[:, None]
         even, odd = F.conv2d(padded, filters).split(orientations, dim=1)
         return torch.addcmul(even.square(), odd, odd).reshape(*x.shape[:-2], orientations, height, width)
@@ -196,7 +196,7 @@ def energy(x: torch.Tensor, orientations: int) -> torch.Tensor:
     rows = min(rows * _BLOCK, -(-height // _BLOCK) * _BLOCK)
     groups = []
     for group in planes.split(together):
-        padded = F.pad(mirror(mirror(group, -2), -1), (0, 0, 0, -height % _BLOCK))
+        padded = F.pad(mirrored(group, REACH, REACH), (0, 0, 0, -height % _BLOCK))
         bands = []
         for first in range(0, height, rows):
             size = min(rows, padded.shape[-2] - 2 * REACH - first)
@@ -251,15 +251,6 @@ def _block_of_columns(orientations: int, dtype: torch.dtype, device: torch.devic
     for row in range(_BLOCK):
         block[:, :, row, row : row + 2 * REACH + 1] = steered
     return block.flatten(3).flatten(0, 2).to(device, dtype)
-
-
-def mirror(x: torch.Tensor, dim: int, reach: int = REACH) -> torch.Tensor:
-    """`reach` samples more on both sides, mirrored about the outermost ones as often as it takes."""
-    n = x.shape[dim]
-    period = max(2 * n - 2, 1)
-    outside = [min(i % period, period - i % period) % n for i in range(-reach, n + reach) if not 0 <= i < n]
-    samples = [x.narrow(dim, i, 1) for i in outside]
-    return torch.cat([*samples[:reach], x, *samples[reach:]], dim=dim)
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> list[torch.Tensor]:
