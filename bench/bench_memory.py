@@ -3,8 +3,8 @@
 python bench/bench_memory.py [--quick] [--out FILE]
 python bench/bench_memory.py --doc   put the tables of all result files into docs/memory.md
 
-Each call runs in a process of its own, forked before OpenGL or torch's threads were started. The same is first done with
-small pictures, so that shaders are compiled and libraries loaded; what the call then takes is the highest resident size
+Each call runs in a process of its own, forked before OpenGL or torch's threads were started. It is first made of a few
+small pictures, so that shaders are compiled and libraries loaded; what it then takes is the highest resident size
 the system saw during it, less the size before it. Foreign pages can only add to that, so what is above the bound is
 measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
 chain of RGB in RGBA texels is 1.78 pictures.
@@ -111,13 +111,15 @@ def _resident(name: str) -> int:
 
 def _one(verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(picture, result, peak) in bytes. Runs in a process of its own."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is the system's again at once
     for size in SMALL:
         VERBS[verb](picture(dtype, (min(shape[0], 2), shape[1], *size)))(backend)
     image = picture(dtype, shape)
     call = VERBS[verb](image)
     given = nbytes(lod.laplacian(image, backend="torch")) if verb == "collapse" else image.nbytes
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
     before = _resident("VmRSS")
     result = call(backend)
