@@ -230,8 +230,10 @@ def highest_level(sites: torch.Tensor) -> float:
 
 
 def _site_values(sites: torch.Tensor) -> float:
-    lowest, highest = torch.aminmax(values(sites).flatten(0, -2), dim=0)
-    low, high = lowest.tolist(), highest.tolist()
+    # A column at a time: with `dim`, aminmax wakes torch's threads however few the sites, and those then spin for
+    # milliseconds on the cores that a software renderer needs.
+    columns = [torch.aminmax(column) for column in values(sites).unbind(-1)]
+    low, high = ([float(bound) for bound in bounds] for bounds in zip(*columns, strict=True))
     for name, least, most in zip("xy", low, high, strict=False):
         if not (least >= 0.0 and most <= 1.0):  # also NaN
             raise InputError(
