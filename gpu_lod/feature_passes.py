@@ -9,6 +9,7 @@ import torch
 from gpu_lod.bridge import Private
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
+from gpu_lod.copies import put
 from gpu_lod.errors import LimitError
 from gpu_lod.gaussian import reduce_level
 from gpu_lod.oriented_energy import energy_planes
@@ -113,11 +114,8 @@ def make(
     with ctx.active(batched.device):
         target, result = new_planes(ctx, (batch, _COUNT, height, width), dtype)
         features = result[:, _SEMANTIC]
-        with torch.inference_mode(False), torch.no_grad():  # before the buffer is GL's
-            if semantic is None:
-                features.zero_()
-            else:
-                features.copy_((semantic if semantic.ndim == 4 else semantic[None]).detach())
+        # Before the buffer is GL's.
+        put(ctx, features, 0.0 if semantic is None else semantic if semantic.ndim == 4 else semantic[None])
         job = _Job(ctx, batched, fixation, previous, video)
         if direct:
             job.write(target, _COUNT, (0, batch), (0, height))

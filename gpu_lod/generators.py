@@ -22,6 +22,7 @@ from gpu_lod import several_levels, single_pass
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.conversion import Conversion
+from gpu_lod.copies import put
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Reduce, level_sizes
 from gpu_lod.texture import Texture
@@ -61,8 +62,7 @@ class Chain:
         self.channels = channels
         if found is None:
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes, dtype)
-            with torch.inference_mode(False), torch.no_grad():
-                self.tensors[0].copy_(image)  # the one copy that an ordinary tensor needs
+            put(ctx, self.tensors[0], image)  # the one copy that an ordinary tensor needs
             self.source = single_pass.Source.of_planes(self.planes[0], channels)
         else:  # the image is in GL memory already: it is level 0 as it stands
             found[0].take()

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 
 from gpu_lod import recording
 from gpu_lod.context import Context, context_for
+from gpu_lod.copies import put
 from gpu_lod.errors import InputError, PyramidChangedError
 from gpu_lod.pyramid import Pyramid
 
@@ -194,7 +195,10 @@ class Plan:
         ]
         for home, tensor in zip(self.inputs, fresh, strict=False):
             if tensor is not home:
-                home.copy_(tensor)
+                if self.replays:
+                    put(self._ctx, home, tensor)
+                else:
+                    home.copy_(tensor)
 
     def _check(self, tensors: tuple[Any, ...]) -> None:
         if len(tensors) != len(self.inputs):

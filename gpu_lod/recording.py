@@ -74,19 +74,28 @@ class Recording:
         shared: Iterator[Any] = (one for one in self.held if isinstance(one, Lease) and hasattr(one, "address"))
         return next((one for one in shared if one.address <= address < one.address + one.nbytes), None)
 
-    def write(self, func: Any, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
-        """Note an operation that writes to its first argument. All writes are repeated before all commands: each must
-        go to a place of its own, in memory that is new and that OpenGL has not seen yet, and take nothing that it
-        makes."""
+    def write(self, func: Callable[..., Any], args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
+        """Note an operation that writes to its first argument and may be repeated. All writes are repeated before all
+        commands: each must go to a place of its own, in memory that is new and that OpenGL has not seen yet, and take
+        nothing that it makes."""
         target, *sources = [(tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)) for tensor in tensors]
         lease = self._lease_of(target[0])
         fresh = lease is not None and lease.item.glo not in self._bound
         clash = any(start < target[1] and target[0] < end for start, end in (*self._memory, *self._written))
         made = any(self.varies(start) and not self.is_input(start) for start, _ in sources)
-        if not fresh or clash or made or func._schema.name not in ("aten::copy_", "aten::zero_", "aten::fill_"):
+        if not fresh or clash or made:
             self.stop(f"torch computes in it ({func})")
         self._written.append(target)
         self.writes.append((func, args))
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """What torch does meanwhile is known, or does not count."""
+        self.watching = False
+        try:
+            yield
+        finally:
+            self.watching = True
 
     @contextmanager
     def running(self, gl: GL) -> Iterator[None]:
@@ -134,11 +143,8 @@ def check(function: Callable[[torch.Tensor], T], values: torch.Tensor) -> T:
         recording.checks.append((function, values))
     elif recording.varies(values.data_ptr()):  # and is not there yet: commands run behind
         recording.stop("it reads on the host what a verb made")
-    recording.watching = False
-    try:
+    with recording.unwatched():
         return function(values)
-    finally:
-        recording.watching = True
 
 
 def current() -> Recording | None:
@@ -219,6 +225,8 @@ class _Watch(TorchDispatchMode):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 recording.stop(f"it is random ({func})")
             elif _writes(func):
+                if func._schema.name not in ("aten::copy_", "aten::zero_", "aten::fill_"):
+                    recording.stop(f"torch computes in it ({func})")
                 recording.write(func, args, tensors)
             elif any(recording.varies(tensor.data_ptr()) for tensor in tensors):
                 recording.stop(f"torch computes in it ({func})")

@@ -10,6 +10,7 @@ import torch
 
 from gpu_lod import dispatch, generators, recording, several_levels
 from gpu_lod.context import Context, context_for
+from gpu_lod.copies import put
 from gpu_lod.mipmap import mipmap, stored
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -127,7 +128,7 @@ class _Bands:
         """Rows of the level that a stage begins with, and of the levels above it what they rest on."""
         if stage == 0:
             if into is not None:
-                into.copy_(self._images[:, :, begin:end])
+                put(self._ctx, into, self._images[:, :, begin:end])
             return
         top, last = self._stages[stage - 1 : stage + 1]
         width = self._sizes[top][1]
@@ -150,7 +151,7 @@ class _Bands:
                 values = stored(level, self._images.dtype)
                 self._uploader.write(values, self._texture, top + index, layer=self._layer, row=rows[index][0])
             if into is not None:
-                into[:, :, first - begin : rows[-1][1] - begin].copy_(tensors[-1])
+                put(self._ctx, into[:, :, first - begin : rows[-1][1] - begin], tensors[-1])
 
     def _rows(self, top: int, last: int, first: int, end: int) -> list[tuple[int, int]]:
         """Of the levels from `top` on, the rows that rows first..end (exclusive) of the last of them rest on."""

@@ -15,6 +15,7 @@ import torch
 from gpu_lod.bridge import Buffer, Private, Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
+from gpu_lod.copies import put
 from gpu_lod.errors import LimitError
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
 from gpu_lod.texture import Sampled, Texels, Texture
@@ -107,7 +108,7 @@ def planes_of(ctx: Context, tensor: torch.Tensor, dtype: torch.dtype | None = No
         found[0].take()
         return Planes(found[0], found[1], count, height, width, dtype, tensor)
     lease = ctx.bridge.lease(tensor.numel() * dtype.itemsize)
-    lease.tensor(dtype, tuple(tensor.shape)).copy_(tensor.detach())
+    put(ctx, lease.tensor(dtype, tuple(tensor.shape)), tensor)
     return Planes(lease.item, 0, count, height, width, dtype, lease)
 
 

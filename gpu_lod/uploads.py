@@ -11,6 +11,7 @@ from gpu_lod import recording
 from gpu_lod.bridge import Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
+from gpu_lod.copies import put
 from gpu_lod.texture import Sampled, Texels
 from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TextureKey
 from gpu_lod.transfer import (
@@ -130,7 +131,7 @@ class Uploader:
         if isinstance(texture, Texels):
             target = texture.item.level(level)[layer : layer + values.shape[0], row : row + rows]
             for channel in range(key.channels):  # far faster than channels innermost
-                target[..., channel].copy_(values[:, channel].detach())
+                put(self._ctx, target[..., channel], values[:, channel])
             return
         row_bytes = width * key.texel_bytes
         if self._lease is None or self._lease.nbytes < row_bytes:  # a single row may be more

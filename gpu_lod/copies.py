@@ -1,0 +1,66 @@
+"""Copies into memory that OpenGL works on next."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from gpu_lod import recording
+from gpu_lod.context import Context
+
+SERIAL = 2**15
+"""Elements below which torch copies on the calling thread."""
+
+PARALLEL = 2**19
+"""Elements from which on converting and interleaving take so long that more threads save more than they cost."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def put(ctx: Context, target: torch.Tensor, source: torch.Tensor | float) -> None:
+    """`target.copy_(source)`, or `fill_` of a number.
+
+    For a software renderer on one thread: after an operation on several, torch's other threads spin for milliseconds,
+    each on a core that the renderer is about to need, and shaders took up to twice as long.
+    """
+    source = source.detach() if isinstance(source, torch.Tensor) else target.new_tensor(source).expand_as(target)
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if not ctx.software or target.device.type != "cpu" or target.numel() < SERIAL:
+            target.copy_(source)
+        elif target.dtype == source.dtype and source.device == target.device and not source.is_neg():
+            if target.is_contiguous() or target.numel() < PARALLEL:
+                _bits(target, source)
+            else:
+                target.copy_(source)
+        elif target.numel() < PARALLEL:
+            _in_pieces(target, source)
+        else:
+            target.copy_(source)
+
+
+def _in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.numel() < SERIAL:
+        target.copy_(source)
+        return
+    along = max(range(target.ndim), key=lambda dim: target.shape[dim])
+    for part in zip(target.tensor_split(2, along), source.tensor_split(2, along), strict=True):
+        _in_pieces(*part)
+
+
+def _bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """numpy copies on the calling thread."""
+    found = recording.current()
+    if found is None:
+        _copy_bits(target, source)
+        return
+    found.write(_copy_bits, (target, source), [target, source])
+    with found.unwatched():
+        _copy_bits(target, source)
+
+
+def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    word = _WORDS[target.dtype.itemsize]
+    np.copyto(target.view(word).numpy(), source.view(word).numpy())
+    if not target.is_inference():
+        increment_version(target)
