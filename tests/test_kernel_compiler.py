@@ -55,6 +55,13 @@ def test_every_variant_compiles_without_a_warning(arch: str, kernel: Kernel) -> 
     assert log.strip() == ""
 
 
+def test_pythons_own_bytes_stay_what_they_are() -> None:
+    """An empty log is one byte, and Python has one object for all bytes objects that hold a space alone."""
+    code, log = compiler.build(sources.sampling("log_polar", torch.float32), "sm_90")
+    assert code and not log
+    assert bytes([32])[0] == 32
+
+
 def test_variants_are_all_that_can_be_asked_for() -> None:
     files = {name.removesuffix(".cu") for name in sources.texts() if name.endswith(".cu")}
     assert {kernel.name for kernel in sources.variants()} == files

@@ -84,9 +84,12 @@ def build(kernel: Kernel, arch: str) -> tuple[bytes, str]:
 
 
 def _bytes(program: Any, size: Any, get: Any) -> bytes:
-    buffer = b" " * _call(size(program), "asking for a result")
-    _call(get(program, buffer), "taking a result")  # written in place, as cuda-bindings has it
-    return buffer
+    # cuda-bindings writes into the object itself. Python has one object for each single byte, and an empty log is one
+    # byte long: that would be written over for the whole process.
+    count = _call(size(program), "asking for a result")
+    buffer = b" " * (count + 2)
+    _call(get(program, buffer), "taking a result")
+    return buffer[:count]
 
 
 def _call(result: tuple[Any, ...], doing: str) -> Any:
