@@ -17,7 +17,7 @@ from gpu_lod.conversion import conversion
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import samplers
-from gpu_lod.log_polar import bilinear
+from gpu_lod.log_polar import bilinear, converted
 from gpu_lod.mipmap import sampled, stored
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -312,7 +312,8 @@ def _sampled(level: torch.Tensor, grid: torch.Tensor, work: torch.dtype) -> torc
     """[B, n, C, P, P] of a level [B, C, h, w] at `grid` [B, n, P, P, 2]."""
     if len(grid) == 1 and not needs_grad(level):
         # As so many of the same picture, a patch of each: patches come whole, and a CPU works at several at a time.
-        return bilinear(level.to(work).expand(grid.shape[1], -1, -1, -1), grid[0], work)[None]
+        part, places = converted(level, grid[0], work)
+        return bilinear(part.expand(grid.shape[1], -1, -1, -1), places, work)[None]
     return bilinear(level, grid.flatten(1, 2), work).unflatten(2, grid.shape[1:3]).transpose(1, 2)
 
 

@@ -28,6 +28,8 @@ _GENERATORS = ("auto", "compute", "fragment")
 
 RINGS_AT_ONCE_SOFTWARE = 8
 """Neighbouring rings an invocation makes on a software renderer: it reads each direction once for all of them."""
+_SMALL = 2**18
+"""Samples of a level below which torch converts all of it sooner than we find out what is read of it."""
 
 
 @operators.verb
@@ -278,7 +280,7 @@ def reference(
 
 def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts: int | None = None) -> torch.Tensor:
     """Bilinear samples of a level at `grid` [B, rows, columns, 2], counted as grid_sample does; edges repeat."""
-    image = (level if level.ndim == 4 else level[None]).to(dtype)
+    image, grid = converted(level if level.ndim == 4 else level[None], grid, dtype)
     parts = torch.get_num_threads() if parts is None else parts
     rows, wedges = grid.shape[1:3]
     if (
@@ -294,6 +296,26 @@ def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts:
         sampled = _grid_sample(image.expand(parts, -1, -1, -1), split)
         return sampled.transpose(0, 1).reshape(1, -1, rows, wedges)
     return _grid_sample(image, grid)
+
+
+def converted(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `grid` reads of a level, in the dtype that torch computes in, and the grid counted in that: of a large level
+    mostly a small part."""
+    small = level.numel() < _SMALL or level.dtype == dtype
+    if small or level.device.type != "cpu" or needs_grad(level, grid) or checks.transformed(grid):
+        return level.to(dtype), grid
+    box, scales, shifts = [], [], []
+    for axis, n in enumerate((level.shape[-1], level.shape[-2])):
+        low, high = (float(bound) for bound in grid[..., axis].aminmax())
+        # A texel more on each side, for rounding; samples outside the level read its edge.
+        first = min(max(math.floor((low + 1) / 2 * n - 0.5) - 1, 0), n - 1)
+        end = min(max(math.floor((high + 1) / 2 * n - 0.5) + 3, first + 1), n)
+        box.append(slice(first, end))
+        scales.append(n / (end - first))
+        shifts.append((n - 2 * first) / (end - first) - 1)
+    if scales[0] * scales[1] < 2:  # not worth another grid
+        return level.to(dtype), grid
+    return level[..., box[1], box[0]].to(dtype), torch.addcmul(grid.new_tensor(shifts), grid, grid.new_tensor(scales))
 
 
 def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:

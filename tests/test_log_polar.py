@@ -14,7 +14,7 @@ from times import fastest
 
 import gpu_lod as lod
 from gpu_lod.errors import GpuLodError, InputError, LimitError, UnsupportedError
-from gpu_lod.log_polar import reference, ring_rule
+from gpu_lod.log_polar import bilinear, converted, reference, ring_rule
 
 WAYS = ("torch", "compute", "fragment")
 
@@ -329,3 +329,28 @@ def test_convention_beside_opencv_and_skimage(library: str, way: str) -> None:
     tolerance = 1e-3 if library == "opencv" else 1e-4  # opencv weighs with 5 bits
     expected = torch.from_numpy(theirs)[1::2, 1::2].permute(2, 1, 0).float()
     assert float((found - expected).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [((-0.2, -0.3), (0.1, 0.1)), ((-1.5, 0.8), (-0.9, 1.4)), ((2.0, 2.0), (2.0, 2.0)), ((1, 1), (1, 1))],
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
+def test_no_more_is_converted_than_is_read(
+    dtype: torch.dtype, low: tuple[float, float], high: tuple[float, float]
+) -> None:
+    level = noise(2, 3, 301, 202, dtype=dtype)
+    low_, high_ = torch.tensor(low), torch.tensor(high)
+    grid = low_ + torch.rand(2, 20, 30, 2) * (high_ - low_)
+    part, places = converted(level, grid, torch.float32)
+    assert part.dtype == torch.float32 and part.numel() < 0.2 * level.numel()
+    expected = bilinear(level.float(), grid, torch.float32)
+    assert torch.allclose(bilinear(part, places, torch.float32), expected, atol=2e-2 if dtype == torch.uint8 else 1e-4)
+
+
+def test_where_nearly_all_is_read_all_is_converted() -> None:
+    level, grid = noise(1, 1, 400, 700, dtype=torch.uint8), torch.rand(1, 30, 30, 2) * 2 - 1
+    part, places = converted(level, grid, torch.float32)
+    assert part.shape == level.shape and places is grid
+    wide = level.float()
+    assert converted(wide, grid[:, :1, :1], torch.float32)[0] is wide  # there is nothing to convert
