@@ -188,7 +188,8 @@ def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor
     batched = [level if level.ndim == 4 else level[None] for level in levels]
     batch, channels, height, width = batched[0].shape
     with ctx.active(top.device):
-        sources = [planes_of(ctx, level, torch.float32) for level in batched]
+        # The finest is added as it is, and nothing is as large.
+        sources = [planes_of(ctx, level, torch.float32 if i else None) for i, level in enumerate(batched)]
         targets, tensors = packed_planes(ctx, batch, channels, [(height, width)], top.dtype)
         result = sources[-1]
         for level in range(len(levels) - 2, -1, -1):
@@ -201,7 +202,7 @@ def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor
 
 
 def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: int) -> None:
-    """`target` = `fine` + `sign` times `coarse` at its size; both sources are fp32."""
+    """`target` = `fine` + `sign` times `coarse` at its size; sources are fp32 or of the target's dtype."""
 
     def span(first: int, last: int) -> tuple[int, int]:
         """Elements of the coarse level that these elements rest on."""
@@ -213,8 +214,8 @@ def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: in
     def fits(first: int, last: int) -> bool:
         return coarse.span_fits(ctx, *span(first, last)) and fine.span_fits(ctx, first, last)
 
-    wide = target.dtype != torch.float32
-    defines = {"FINE_WIDE": wide, "COARSE_WIDE": wide, "SIGN": f"{sign}.0"}
+    wide = {name: source.dtype != target.dtype for name, source in (("FINE_WIDE", fine), ("COARSE_WIDE", coarse))}
+    defines = {**wide, "SIGN": f"{sign}.0"}
     for chunk in chunks(ctx, target, fits):
         last = chunk.first + chunk.elements - 1
         uniforms = {

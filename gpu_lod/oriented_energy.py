@@ -17,7 +17,7 @@ from gpu_lod.gaussian import choose, mirrored, reduce, reduce_level
 from gpu_lod.planewise import planewise
 from gpu_lod.program import LOCAL_SIZE
 from gpu_lod.pyramid import burt_sizes
-from gpu_lod.transfer import Planes, packed_planes, parts, planes_of, scratch_planes
+from gpu_lod.transfer import Planes, narrow, packed_planes, parts, planes_of, scratch_planes
 
 REACH = 4
 """Taps on each side of the centre."""
@@ -34,6 +34,8 @@ _BAND = 2**18
 """Samples that the reference takes on at once, so that what it makes of them on the way stays in the caches."""
 LEAST_ROW = 8
 """Samples of a row that shaders read and write in groups of four."""
+_STAGED_BYTES = 2**22
+"""Of fp32 energies that are rounded at once, where they cannot be written so."""
 _SMALL = 2**19
 """Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
 _BLOCK = 8
@@ -259,21 +261,36 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> li
     batch, channels, height, width = batched.shape
     sizes = burt_sizes(height, width, levels)
     with ctx.active(batched.device):
-        # Shaders write two bytes a value where rows are whole groups of four; below, torch makes them of fp32.
-        others = [i for i, (_, w) in enumerate(sizes) if stored.itemsize > 2 or w % 4 or w < LEAST_ROW]
-        direct = min(others, default=levels)
-        targets, result = packed_planes(ctx, batch * channels, orientations, sizes[:direct], stored)
-        rest, more = packed_planes(ctx, batch * channels, orientations, sizes[direct:], torch.float32)
-        targets, result = targets + rest, result + more
+        targets, result = packed_planes(ctx, batch * channels, orientations, sizes, stored)
         source = planes_of(ctx, batched, torch.float32)
         for level, target in enumerate(targets):
-            energy_planes(ctx, source, target, orientations)
+            # Shaders write two bytes a value where rows are whole groups of four.
+            direct = stored.itemsize > 2 or (target.width % 4 == 0 and target.width >= LEAST_ROW)
+            (energy_planes if direct else _narrowed)(ctx, source, target, orientations)
             if level < levels - 1:
                 below = scratch_planes(ctx, (source.count, *sizes[level + 1]), torch.float32)
                 reduce_level(ctx, source, below)
                 source = below
     shape = (batch, channels) if image.ndim == 4 else (channels,)
-    return [level.to(stored).unflatten(0, shape) for level in result]
+    return [level.unflatten(0, shape) for level in result]
+
+
+def _narrowed(ctx: Context, source: Planes, target: Planes, orientations: int) -> None:
+    """Made in fp32 elsewhere, some planes or rows at a time."""
+    area, run = target.area, (_TILE_SOFTWARE if ctx.software else _TILE)[1]
+
+    def fits(planes: int, rows: int) -> bool:
+        small = planes * orientations * rows * source.width * 4 <= _STAGED_BYTES
+        return small or (planes == 1 and rows <= run)
+
+    for plane, count, row, end in parts(ctx, source.count, (0, source.height), fits, source.width, run):
+        staged = scratch_planes(ctx, (count * orientations, end - row, source.width), torch.float32)
+        energy_planes(ctx, source.layers(plane, count), staged, orientations, rows=(row, end))
+        pieces = count * orientations if staged.height < source.height else 1
+        length = staged.elements // pieces
+        for piece in range(pieces):
+            at = (plane * orientations + piece) * area + row * source.width
+            narrow(ctx, staged, piece * length, target, at, length)
 
 
 def energy_planes(

@@ -294,6 +294,21 @@ def make_words(
         program.set(u_words=chunk.words, u_elements=chunk.elements, u_start=chunk.start).dispatch(chunk.words)
 
 
+def narrow(ctx: Context, source: Planes, first: int, target: Planes, at: int, count: int) -> None:
+    """Round fp32 elements, `count` of them from `first` on, to those of fp16 or bfloat16 planes from `at` on."""
+    program = ctx.programs.compute("narrow.comp", BFLOAT16=target.dtype == torch.bfloat16)
+    most = (ctx.limits.storage_bytes - 2 * ALIGNMENT) // 4
+    for begin in range(0, count, most):
+        last = min(begin + most, count) - 1
+        index = target.bind(ctx, 0, at + begin, at + last) + at + begin
+        program.set(
+            u_source_first=source.bind(ctx, 1, first + begin, first + last) + first + begin,
+            u_target_first=index,
+            u_elements=last + 1 - begin,
+        ).dispatch((index + last - begin) // 2 - index // 2 + 1)
+        ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)  # the next ones may share a word with these
+
+
 def check_texture_size(ctx: Context, height: int, width: int) -> None:
     """Raises LimitError for an image larger than the device's textures."""
     if max(height, width) > ctx.limits.texture_size:

@@ -191,7 +191,9 @@ def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dt
             rows_of.clear()
             results.append(module.reference(levels, points, 0.2))
             made.append(len(rows_of) // len(points))
-        assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0]), shape
+        for result in results[1:]:  # on several threads torch interpolates by another kernel
+            step = 1.0 if dtype == torch.uint8 else 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(result, results[0], rtol=0 if dtype == torch.uint8 else step, atol=step)
     assert made == [1, 6, 14, 1, 4, 10, 1, 5, 12, 1, 1, 1]  # an odd height stays whole
 
 

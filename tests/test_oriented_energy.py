@@ -15,6 +15,7 @@ from images import DTYPES, SIZES, noise
 from oracle import hilbert_transform, oriented_energy, second_derivative
 
 import gpu_lod as lod
+from gpu_lod import transfer
 from gpu_lod.errors import InputError, LimitError
 from gpu_lod.oriented_energy import FILTERS, basis, energy, reference, steering
 
@@ -211,12 +212,46 @@ def test_levels_are_not_rounded_between(photo: torch.Tensor) -> None:
         assert torch.equal(one, two.half())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_two_bytes_a_value_whatever_the_width(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are no groups of four are rounded behind: some planes at a time, or some rows of one, where words are
+    shared by planes and by rows."""
+    module = sys.modules["gpu_lod.oriented_energy"]
+    for height, width in ((35, 33), (48, 21), (1, 5), (9, 1), (64, 64), (7, 6), (3, 9001)):
+        image = noise(2, 3, height, width, dtype=dtype)
+        for orientations in (1, 3, 4, 6):
+            wide = lod.oriented_energy(image.float(), None, orientations, backend="gl")
+            for staged in (2**22, 2**14, 1):
+                monkeypatch.setattr(module, "_STAGED_BYTES", staged)
+                for one, two in zip(lod.oriented_energy(image, None, orientations, backend="gl"), wide, strict=True):
+                    assert one.dtype == dtype and torch.equal(one, two.to(dtype)), (height, width, staged)
+
+
+@given(first=st.integers(0, 9), at=st.integers(0, 9), count=st.integers(1, 40), most=st.sampled_from([600, 2**20]))
+def test_rounding_touches_no_neighbours(first: int, at: int, count: int, most: int) -> None:
+    ctx, values = lod.Context(), noise(1, 1, 50) * 2 - 1
+    limit = ctx.limits.storage_bytes
+    with ctx.active():
+        source = transfer.planes_of(ctx, values)
+        target, result = transfer.new_planes(ctx, (1, 1, 53), torch.float16)
+        result.fill_(7)
+        ctx.limits.storage_bytes = most  # of which a part is kept for alignment
+        try:
+            transfer.narrow(ctx, source, first, target, at, count)
+        finally:
+            ctx.limits.storage_bytes = limit
+    expected = torch.full((1, 1, 53), 7, dtype=torch.float16)
+    expected[..., at : at + count] = values[..., first : first + count]
+    assert torch.equal(result, expected)
+
+
 # -- limits, gradients, errors -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [53, 64])
-def test_work_is_split_to_fit_bindings(restored_limits: lod.Context, width: int) -> None:
-    image = noise(3, 2, 70, width)
+def test_work_is_split_to_fit_bindings(restored_limits: lod.Context, width: int, dtype: torch.dtype) -> None:
+    image = noise(3, 2, 70, width, dtype=dtype)
     expected = lod.oriented_energy(image, None, 6, backend="gl")
     for limit in (24 * 1024, 5 * 1024):  # some planes at once; some rows
         restored_limits.limits.storage_bytes = limit
