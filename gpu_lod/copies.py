@@ -24,9 +24,15 @@ def put(ctx: Context, target: torch.Tensor, source: torch.Tensor | float) -> Non
     For a software renderer on one thread: after an operation on several, torch's other threads spin for milliseconds,
     each on a core that the renderer is about to need, and shaders took up to twice as long.
     """
-    source = source.detach() if isinstance(source, torch.Tensor) else target.new_tensor(source).expand_as(target)
+    small = not ctx.software or target.device.type != "cpu" or target.numel() < SERIAL
     with torch.inference_mode(target.is_inference()), torch.no_grad():
-        if not ctx.software or target.device.type != "cpu" or target.numel() < SERIAL:
+        if not isinstance(source, torch.Tensor):
+            if small:
+                target.fill_(source)
+                return
+            source = target.new_tensor(source).expand_as(target)
+        source = source.detach()
+        if small:
             target.copy_(source)
         elif target.dtype == source.dtype and source.device == target.device and not source.is_neg():
             if target.is_contiguous() or target.numel() < PARALLEL:
@@ -43,7 +49,7 @@ def _in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.numel() < SERIAL:
         target.copy_(source)
         return
-    along = max(range(target.ndim), key=lambda dim: target.shape[dim])
+    along = next(dim for dim, n in enumerate(target.shape) if n > 1)  # pieces of memory, where it is contiguous
     for part in zip(target.tensor_split(2, along), source.tensor_split(2, along), strict=True):
         _in_pieces(*part)
 

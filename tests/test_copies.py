@@ -64,6 +64,22 @@ def test_copies_are_changes_in_place(ctx: lod.Context) -> None:
     assert (target == 2).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
+def test_plans_repeat_them(dtype: torch.dtype) -> None:
+    images = noise(2, 1, 3, SIDE, SIDE, dtype=dtype)
+    for verb in (lod.laplacian, lod.mipmap, lod.feature_maps):
+        if verb is lod.feature_maps:
+            planned = lod.plan(lambda x: lod.feature_maps(x, (0.5, 0.5), backend="gl"), images[0])
+        else:
+            planned = lod.plan(verb, images[0], 3, backend="gl")
+        assert planned.replays, planned.reason
+        for image in images:
+            found = planned(image)
+            wanted = verb(image, (0.5, 0.5) if verb is lod.feature_maps else 3, backend="gl")
+            for one, two in zip(*(x.levels if isinstance(x, lod.Pyramid) else x for x in (found, wanted)), strict=True):
+                assert torch.equal(one, two)
+
+
 def _slices(threads: list[str]) -> list[int]:
     """How often each thread has been run."""
     return [int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[2]) for thread in threads]
