@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -283,8 +284,11 @@ def _narrowed(ctx: Context, source: Planes, target: Planes, orientations: int) -
         small = planes * orientations * rows * source.width * 4 <= _STAGED_BYTES
         return small or (planes == 1 and rows <= run)
 
+    whole: Planes | None = None
     for plane, count, row, end in parts(ctx, source.count, (0, source.height), fits, source.width, run):
-        staged = scratch_planes(ctx, (count * orientations, end - row, source.width), torch.float32)
+        shape = (count * orientations, end - row, source.width)
+        whole = whole or scratch_planes(ctx, shape, torch.float32)  # the first is the largest
+        staged = replace(whole, count=shape[0], height=shape[1])
         energy_planes(ctx, source.layers(plane, count), staged, orientations, rows=(row, end))
         pieces = count * orientations if staged.height < source.height else 1
         length = staged.elements // pieces
