@@ -35,9 +35,9 @@ from rows import RESULTS, Row, cuda_facts, slug, write
 from timer import Timing
 
 import gpu_lod as lod
+from gpu_lod.halving import stored
 from gpu_lod.log_polar import Rule, ring_rule
 from gpu_lod.mipmap import reference as mip_reference
-from gpu_lod.mipmap import stored
 from gpu_lod.report import files
 
 Size = tuple[int, int, int]

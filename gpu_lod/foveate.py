@@ -10,14 +10,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, operators, texture_chain
+from gpu_lod import checks, dispatch, operators, planewise, texture_chain
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear
-from gpu_lod.mipmap import mipmap, sampled, stored
+from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.planewise import bands
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -210,9 +211,11 @@ def reference(
     if not checks.transformed(points):
         lasts = [_highest((x, y), size, e0, bias, len(chain) - 1) for x, y in points.tolist()]
     cut = [slice(0, height)]
-    # Parts of other levels would be scaled by another factor.
-    if in_place and top.device.type == "cpu" and anisotropy == 1 and height % (1 << max(lasts)) == 0:
-        cut = [rows for _, rows in bands(1, height, width)]
+    if in_place and top.device.type == "cpu" and anisotropy == 1:
+        texels = planewise.PART // 4
+        if top.dtype != work:  # in fp32 they are several times the picture
+            texels = min(texels, max(height * width // 10, planewise.PART // 16))
+        cut = [rows for _, rows in bands(1, height, width, texels)]
     result = None
     if in_place and (len(points) > 1 or len(cut) > 1):
         result = torch.empty_like(top, memory_format=torch.contiguous_format)
@@ -228,7 +231,7 @@ def reference(
             if result is None:
                 parts.append(part)
             else:
-                result[image, :, rows] = stored(part[0], top.dtype)
+                result[image, :, rows] = stored(part[0], top.dtype, in_place=True)
     if result is None:
         result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
     return result if levels[0].ndim == 4 else result[0]
@@ -304,20 +307,39 @@ def _enlarged(
     y0, y1, x0, x1 = box
     if index == 0:
         return level[..., y0:y1, x0:x1].to(dtype)
-
-    def part(first: int, last: int, n: int) -> tuple[int, int, int, int]:
-        """Pixels and texels of no more than that range, and a texel on both sides."""
-        whole = 1 << index
-        if n % whole:  # parts of it would be scaled by another factor
-            return 0, n, 0, max(1, n >> index)
-        begin, end = max(first // whole - 1, 0), min(-(-last // whole) + 1, n >> index)
-        return begin * whole, end * whole, begin, end
-
-    top, bottom, row, rows = part(y0, y1, size[0])
-    left, right, column, columns = part(x0, x1, size[1])
-    texels = level[..., row:rows, column:columns].to(dtype)
+    top, bottom, row, rows = _reads(y0, y1, size[0], index)
+    left, right, column, columns = _reads(x0, x1, size[1], index)
+    if 4 * (bottom - top) > 5 * (y1 - y0):  # much that is not asked for
+        texels = _rows(level[..., column:columns], y0, y1, size[0], dtype)
+        top, bottom = y0, y1
+    else:
+        texels = level[..., row:rows, column:columns].to(dtype)
     pixels = F.interpolate(texels, size=(bottom - top, right - left), mode="bilinear", align_corners=False)
     return pixels[..., y0 - top : y1 - top, x0 - left : x1 - left]
+
+
+def _reads(first: int, end: int, n: int, index: int) -> tuple[int, int, int, int]:
+    """Pixels of a side n and texels of that level, no more than that range of pixels rests on: a texel on both sides.
+    All where parts of the side would be scaled by another factor."""
+    whole = 1 << index
+    if n % whole:
+        return 0, n, 0, max(1, n >> index)
+    begin, last = max(first // whole - 1, 0), min(-(-end // whole) + 1, n >> index)
+    return begin * whole, last * whole, begin, last
+
+
+def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.dtype) -> torch.Tensor:
+    """Some of the rows that a level [..., h, w] has at full height, linear."""
+    count = level.shape[-2]
+    at = torch.arange(first, end, dtype=dtype, device=level.device) + 0.5
+    at = (at * (count / height) - 0.5).clamp_(min=0)
+    above = at.long()
+    below = (above + 1).clamp_(max=count - 1)
+    # Only rows that are read, so that no more is converted than that.
+    low, high = int(above[0]), int(below[-1]) + 1
+    texels = level[..., low:high, :].to(dtype)
+    share = (at - above)[:, None]
+    return torch.lerp(texels.index_select(-2, above - low), texels.index_select(-2, below - low), share)
 
 
 def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor, anisotropy: float) -> torch.Tensor:

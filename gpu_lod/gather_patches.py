@@ -16,9 +16,10 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
+from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear, converted
-from gpu_lod.mipmap import sampled, stored
+from gpu_lod.mipmap import sampled
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source

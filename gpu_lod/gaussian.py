@@ -9,7 +9,8 @@ from gpu_lod import checks, dispatch, operators
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.generators import Chain, reduce_by
-from gpu_lod.mipmap import empty, stored
+from gpu_lod.halving import stored
+from gpu_lod.mipmap import empty
 from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import Planes, scratch_planes
@@ -119,8 +120,8 @@ def _reduce_side(x: torch.Tensor, dim: int) -> torch.Tensor:
 
     side, near, middle = BINOMIAL[:3]
     # Strided sums: three to eight times as fast on a CPU as any convolution with stride 2.
-    result = torch.add(tap(2) * middle, tap(1) + tap(3), alpha=near)
-    return torch.add(result, tap(0) + tap(4), alpha=side)
+    result = tap(2) * middle
+    return result.add_(tap(1) + tap(3), alpha=near).add_(tap(0) + tap(4), alpha=side)
 
 
 def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

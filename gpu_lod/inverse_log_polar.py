@@ -7,16 +7,18 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, planewise
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
+from gpu_lod.halving import stored
 from gpu_lod.log_polar import bilinear, ring_rule
-from gpu_lod.mipmap import stored
 from gpu_lod.planewise import bands
 from gpu_lod.transfer import bind_table, chunks, make_words, new_planes, planes_of
 
 _BORDERS = ("clamp", "zero")
+_QUARTERED = 8
+"""The least wedges that torch takes a quarter at a time."""
 
 
 @operators.verb
@@ -131,35 +133,61 @@ def reference(
     y = (torch.arange(height, dtype=work, device=polar.device) + 0.5) / height
     x = (torch.arange(width, dtype=work, device=polar.device) + 0.5) / width
     scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
-    # A column of the other end on both sides lets the wedges go round; grid_sample counts from -1 to 1.
-    turned = torch.cat([batched[..., -1:], batched, batched[..., :1]], dim=-1)
+    graph = needs_grad(polar, points) or checks.transformed(polar) or checks.transformed(points)
 
-    def make(images: slice, rows: slice) -> torch.Tensor:
-        at = points[images]
-        dx = (x[None, None, :] - at[:, 0, None, None]) * (width / longer)
+    def make(at: torch.Tensor, rows: slice, columns: slice, maps: torch.Tensor, first: int) -> torch.Tensor:
+        """Some pixels, from some wedges of their maps, the first of which is that one."""
+        dx = (x[None, None, columns] - at[:, 0, None, None]) * (width / longer)
         dy = (y[None, rows, None] - at[:, 1, None, None]) * (height / longer)
         dx, dy = torch.broadcast_tensors(dx, dy)
         r = torch.hypot(dx, dy)
-        safe = r.clamp(min=1e-30)
-        ring = ((safe / inner).log1p() if cortical else (safe / inner).log()) * scale - 0.5
-        turn = torch.where(r > 0, torch.atan2(dy, torch.where(r > 0, dx, torch.ones_like(dx))) / (2 * math.pi), 0.0)
-        wedge = torch.where(turn < 0, turn + 1, turn) * wedges - 0.5
-        grid = torch.stack([(2 * wedge + 3) / (wedges + 2) - 1, (2 * ring + 1) / rings - 1], dim=-1)
-        result = bilinear(turned[images], grid, work)
+        ring = r.clamp(min=1e-30).div_(inner)
+        ring = (ring.log1p() if cortical else ring.log()).mul_(scale).sub_(0.5)
+        # At the fixation itself the angle has no slope.
+        turn = torch.where(r > 0, torch.atan2(dy, torch.where(r > 0, dx, 1.0)), 0.0) if graph else torch.atan2(dy, dx)
+        turn = turn.div_(2 * math.pi)
+        wedge = torch.where(turn < 0, turn + 1, turn).mul_(wedges).sub_(0.5)
+        # grid_sample counts from -1 to 1.
+        wedge, ring = (2 * (wedge - first) + 1) / maps.shape[-1] - 1, (2 * ring + 1) / rings - 1
+        result = bilinear(maps, torch.stack([wedge, ring], dim=-1), work)
         if zero:
             result = result.masked_fill((r > r_max)[:, None], 0)
-        return stored(result, polar.dtype)
+        return stored(result, polar.dtype, in_place=not graph)
 
-    cut = [(slice(None), slice(None))]
-    if polar.device.type == "cpu" and not (needs_grad(polar, points) or any(map(checks.transformed, (polar, points)))):
-        cut = list(bands(len(batched), height, width))
-    if len(cut) == 1:
-        result = make(*cut[0])
-    else:
-        result = batched.new_empty(*batched.shape[:2], height, width)
-        for images, rows in cut:
-            result[images, :, rows] = make(images, rows)
+    everything = slice(None)
+    if graph or polar.device.type != "cpu":
+        result = make(points, everything, everything, _turned(batched, -1, wedges + 1), -1)
+        return result if polar.ndim == 4 else result[0]
+    result = batched.new_empty(*batched.shape[:2], height, width)
+    if work == polar.dtype or wedges < _QUARTERED or height * width < planewise.PART // 4:
+        part = _turned(batched, -1, wedges + 1)
+        for images, rows in bands(len(batched), height, width):
+            result[images, :, rows] = make(points[images], rows, everything, part[images], -1)
+        return result if polar.ndim == 4 else result[0]
+    # A map of a small dtype is several times itself in fp32: a quarter of it at a time, which is what the pixels on one
+    # side of the fixation in x and y read.
+    texels = min(planewise.PART // 4, max(height * width // 10, planewise.PART // 16))
+    for image, at in enumerate(points):
+        left, above = int((x < at[0]).sum()), int((y < at[1]).sum())
+        for quarter, (row, end, column, last) in enumerate(
+            ((above, height, left, width), (above, height, 0, left), (0, above, 0, left), (0, above, left, width))
+        ):
+            if row == end or column == last:
+                continue
+            # A wedge more on both sides than the bilinear filter reads, for rounding.
+            first = quarter * wedges // 4 - 2
+            part = _turned(batched[image][None], first, (quarter + 1) * wedges // 4 + 3).to(work)
+            for _, rows in bands(1, end - row, last - column, texels):
+                rows = slice(row + rows.start, row + rows.stop)
+                result[image, :, rows, column:last] = make(at[None], rows, slice(column, last), part, first)[0]
     return result if polar.ndim == 4 else result[0]
+
+
+def _turned(maps: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Wedges of maps, counted on past the first and the last of them."""
+    wedges = maps.shape[-1]
+    parts = [maps[..., first:]] * (first < 0) + [maps[..., max(first, 0) : end]]
+    return torch.cat(parts + [maps[..., : end - wedges]] * (end > wedges), dim=-1)
 
 
 def _gl(

@@ -120,8 +120,8 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     def make(image: torch.Tensor) -> list[torch.Tensor]:
         wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
         chain = gaussian_chain(wide, levels)
-        result = [fine - expand(coarse, *fine.shape[-2:]) for fine, coarse in pairwise(chain)]
-        return [level.to(dtype) for level in (*result, chain[-1])]
+        result = [(fine - expand(coarse, *fine.shape[-2:])).to(dtype) for fine, coarse in pairwise(chain)]
+        return [*result, chain[-1].to(dtype)]
 
     return planewise(make, image)
 
@@ -150,10 +150,11 @@ def _expand_side(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     n = x.shape[dim]
     if size == 1:
         return x
-    before = torch.cat([x.narrow(dim, min(1, n - 1), 1), x.narrow(dim, 0, n - 1)], dim=dim)
     after = torch.cat([x.narrow(dim, 1, n - 1), x.narrow(dim, n - 1, 1)], dim=dim)
-    on = (before + after) * 0.125 + x * 0.75
-    between = (x + after) * 0.5
+    between = (x + after).mul_(0.5)
+    before = torch.cat([x.narrow(dim, min(1, n - 1), 1), x.narrow(dim, 0, n - 1)], dim=dim)
+    on = after.add_(before).mul_(0.125).add_(x * 0.75)
+    del before, after
     axis = x.ndim + dim
     return torch.stack([on, between], dim=axis + 1).flatten(axis, axis + 1).narrow(dim, 0, size)
 

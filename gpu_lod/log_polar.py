@@ -16,8 +16,9 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
+from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
-from gpu_lod.mipmap import sampled, stored
+from gpu_lod.mipmap import sampled
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
@@ -254,27 +255,36 @@ def reference(
     centre = (2 * fixation.to(top.device, work) - 1)[:, None, None, :]
     grid = torch.addcmul(centre, _offsets(rule, work, top.device), 2 * aspect)
     ring_levels = rule.levels(longer, len(levels) - 1)
+    in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
+    result = top.new_empty(len(grid), top.shape[-3], rule.rings, rule.wedges) if in_place else None
+    # In fp32 the samples of small dtypes are several times the result.
+    few = in_place and top.dtype != work and top.device.type == "cpu"
+    most = max(_SMALL // 4 // (len(grid) * rule.wedges), 1) if few else rule.rings
     bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
     while first < rule.rings:
         fine = int(ring_levels[first])
         last = first
-        while last < rule.rings and int(ring_levels[last]) == fine:
+        while last < min(rule.rings, first + most) and int(ring_levels[last]) == fine:
             last += 1
         rows = grid[:, first:last]
         part = bilinear(levels[fine], rows, work, parts)
         blend = [level - fine for level in ring_levels[first:last]]
         if any(blend):
             weights = torch.tensor(blend, dtype=work, device=top.device)[:, None]
-            part = torch.lerp(part, bilinear(levels[fine + 1], rows, work, parts), weights)
-        bands.append(part)
+            coarse = bilinear(levels[fine + 1], rows, work, parts)
+            part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
+        if border == "zero":
+            part = part * (rows.abs() <= 1).all(dim=-1)[:, None]
+        part = stored(part, top.dtype, in_place=in_place)
+        if result is None:
+            bands.append(part)
+        else:
+            result[:, :, first:last] = part
         first = last
-    result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]
-    if border == "zero":
-        inside = (grid.abs() <= 1).all(dim=-1)[:, None]
-        result = result * inside
-    result = stored(result, top.dtype)
+    if result is None:
+        result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]
     return result if batched else result[0]
 
 
@@ -313,7 +323,7 @@ def converted(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> tu
         box.append(slice(first, end))
         scales.append(n / (end - first))
         shifts.append((n - 2 * first) / (end - first) - 1)
-    if scales[0] * scales[1] < 2:  # not worth another grid
+    if scales[0] * scales[1] < 1.25:  # not worth another grid
         return level.to(dtype), grid
     return level[..., box[1], box[0]].to(dtype), torch.addcmul(grid.new_tensor(shifts), grid, grid.new_tensor(scales))
 

@@ -6,24 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, generators, operators, planewise
+from gpu_lod import checks, dispatch, generators, operators
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
+from gpu_lod.halving import WHOLE, halve_extreme, halve_mean, in_parts, stored
 from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
-from gpu_lod.planewise import bands
+from gpu_lod.planewise import PART
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
-WHOLE = 2**21
-"""Texels of small dtypes that a CPU makes fp32 of at once; of larger images and batches it is a part at a time, which
-takes down to a third of the time and a fraction of the memory."""
-
 AT_ONCE = 2**23
 """Pixels of images that a CPU makes levels of at once to sample them: for levels of a large batch it takes fresh memory
 at each call, which costs it more than making them does."""
@@ -193,7 +189,7 @@ def reference(
     result = [image]
     top_height, top_width = image.shape[-2:]
     for height, width in level_sizes(top_height, top_width, levels)[1:]:
-        wide = halve_mean(wide, height, width) if reduce == "mean" else _halve_extreme(wide, reduce)
+        wide = halve_mean(wide, height, width) if reduce == "mean" else halve_extreme(wide, reduce)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
     return result
 
@@ -213,106 +209,38 @@ def sampled(
     """
     if isinstance(src, Pyramid):
         src.check_unchanged()
-        return sample(list(src.levels), points)
-    if src.device.type == "cpu" and src.ndim == 4:
-        at_once = max(1, AT_ONCE // (src.shape[-2] * src.shape[-1]))
-        if len(src) > at_once:
-            parts = zip(src.split(at_once), points.expand(len(src), *points.shape[1:]).split(at_once), strict=True)
-            return torch.cat([sample(reference(some, levels), own) for some, own in parts])
-    return sample(reference(src, levels), points)
+    top = src.levels[0] if isinstance(src, Pyramid) else src
+
+    def chain(images: slice) -> list[torch.Tensor]:
+        if isinstance(src, Pyramid):
+            return [level[images] for level in src.levels]
+        return _chain(src[images], levels)
+
+    batch = len(top) if top.ndim == 4 and top.device.type == "cpu" else 1
+    at_once = batch if isinstance(src, Pyramid) else max(1, AT_ONCE // (top.shape[-2] * top.shape[-1]))
+    if top.dtype.itemsize < 4 and top.numel() > WHOLE:
+        # Levels are read in fp32: of a quarter of the batch they are no more than the images.
+        at_once = min(at_once, max(-(-batch // 4), torch.get_num_threads()))
+    if batch <= at_once:
+        return sample(chain(slice(None)), points)
+    points = points.expand(batch, *points.shape[1:])
+    some = [slice(first, first + at_once) for first in range(0, batch, at_once)]
+    return torch.cat([sample(chain(images), points[images]) for images in some])
 
 
-def stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values as they are stored: rounded for uint8."""
-    return values.round().to(dtype) if dtype == torch.uint8 else values.to(dtype)
-
-
-def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] | None = None) -> torch.Tensor:
-    """Area average to (height, width), the next level's size.
-
-    Args:
-        rows: of a band of a level, which row of the next level is its first and how many rows the level has; None is
-            the whole level.
-    """
-    h, w = x.shape[-2:]
-    if h % 2 and h > 1:
-        x = _polyphase(x, -2, *(rows or (0, h)))
-    if w % 2 and w > 1:
-        x = _polyphase(x, -1, 0, w)
-    threads = torch.get_num_threads() if x.device.type == "cpu" else 0
-    if x.shape[-2] != height and x.shape[-1] != width and threads != 1:
-        # One kernel for four: bilinear at half the size has its taps at the centres, with weights of exactly 1/2.
-        batched = x if x.ndim == 4 else x[None]
-        batched = F.interpolate(batched, size=(height, width), mode="bilinear", align_corners=False)
-        return batched if x.ndim == 4 else batched[0]
-    # On a single thread torch interpolates by another kernel, which takes five times as long as sums do. And where one
-    # side alone is even it weighs a neighbour on the other side with 0, and 0 * inf is NaN.
-    share = 1.0
-    if x.shape[-2] != height:
-        x, share = torch.add(x[..., 0::2, :], x[..., 1::2, :]), 0.5
-    if x.shape[-1] != width:
-        x, share = torch.add(x[..., 0::2], x[..., 1::2]), share / 2
-    return x if share == 1 else x.mul_(share)
-
-
-def _polyphase(x: torch.Tensor, dim: int, begin: int, n: int) -> torch.Tensor:
-    """The 3-tap box filter along an odd side n = 2m + 1, or of what outputs from `begin` on rest on."""
-    m, count = n // 2, x.shape[dim] // 2
-    i = torch.arange(begin, begin + count, dtype=x.dtype, device=x.device)
-    if dim == -2:
-        i = i[:, None]
-        first, middle, last = x[..., 0:-1:2, :], x[..., 1::2, :], x[..., 2::2, :]
-    else:
-        first, middle, last = x[..., 0:-1:2], x[..., 1::2], x[..., 2::2]
-    result = middle * (m / n)
-    return torch.addcmul(torch.addcmul(result, first, (m - i) / n), last, (i + 1) / n)
-
-
-def _in_parts(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
-    """Levels 1, 2, ... of `reference` of a small dtype, the first of them some planes or rows at a time: in fp32 the
-    image would be several."""
-    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)[1:]
-    result: list[torch.Tensor] = []
-    wide = image
-    for height, width in sizes:
-        wide = halve_mean(wide, height, width) if result else _halve_small(image, height, width)
-        result.append(stored(wide, image.dtype))
-    return result
-
-
-def _halve_small(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Area average to (height, width), in fp32."""
-    h, w = image.shape[-2:]
-    result = image.new_empty(*image.shape[:-2], height, width, dtype=torch.float32)
-    source, target = image.flatten(0, -3), result.flatten(0, -3)
-    for planes, rows in bands(len(target), height, 2 * w, planewise.PART):
-        part = source[planes, 2 * rows.start : 2 * rows.stop + h % 2].float()
-        target[planes, rows] = halve_mean(part, rows.stop - rows.start, width, (rows.start, h))
-    return result
-
-
-def _halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
-    """Max or min of each footprint, rows first: whole rows vectorise."""
-    take = torch.maximum if reduce == "max" else torch.minimum
-    h, w = x.shape[-2:]
-    if h > 1:
-        m = h // 2 * 2
-        y = take(x[..., 0:m:2, :], x[..., 1:m:2, :])
-        x = take(y, x[..., 2::2, :]) if h % 2 else y
-    if w > 1:
-        m = w // 2 * 2
-        y = take(x[..., 0:m:2], x[..., 1:m:2])
-        x = take(y, x[..., 2::2]) if w % 2 else y
-    return x
+def _chain(image: torch.Tensor, levels: int | None) -> list[torch.Tensor]:
+    """A mean chain that is there to be sampled alone: made of smaller parts than one that is kept, as less memory is
+    what a call may take."""
+    below = in_parts(image, levels, min(PART // 2, max(image.numel() // 8, PART // 8)))
+    return reference(image, levels) if below is None else [image, *below]
 
 
 def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, values: Conversion | None = None) -> Pyramid:
     """The chain by the chosen backend; arguments are checked."""
     if chosen.backend == "torch":
-        small = image.dtype in (torch.uint8, torch.float16, torch.bfloat16) and image.device.type == "cpu"
-        free = not (dispatch.needs_grad(image) or checks.transformed(image))
-        if small and free and reduce == "mean" and values is None and image.numel() > WHOLE:
-            return Pyramid((image, *_in_parts(image, levels)), reduce)
+        small = in_parts(image, levels, PART) if reduce == "mean" and values is None else None
+        if small is not None:
+            return Pyramid((image, *small), reduce)
         return Pyramid(tuple(reference(image, levels, reduce, values)), reduce)
     if chosen.backend == "cuda":
         return _cuda(image, levels, reduce, values)

@@ -177,62 +177,89 @@ def reference(image: torch.Tensor, levels: int, orientations: int = 4) -> list[t
         for level in range(levels):
             if level:
                 wide = reduce(wide)
-            result.append(energy(wide, orientations).to(dtype))
+            result.append(energy(wide, orientations, dtype))
         return result
 
     return planewise(make, image)
 
 
-def energy(x: torch.Tensor, orientations: int) -> torch.Tensor:
-    """[..., h, w] to [..., orientations, h, w], of one level, in fp32 or float64."""
+def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[..., h, w] to [..., orientations, h, w], of one level, in fp32 or float64.
+
+    Args:
+        dtype: of the result; None is that of x.
+    """
+    dtype = dtype or x.dtype
     height, width = x.shape[-2:]
     planes = x.reshape(-1, height, width)
+    shape = (*x.shape[:-2], orientations, height, width)
     if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL:
         padded = mirrored(planes, REACH, REACH)[:, None]
         filters = _dense(orientations, x.dtype, x.device)[:, None]
         even, odd = F.conv2d(padded, filters).split(orientations, dim=1)
-        return torch.addcmul(even.square(), odd, odd).reshape(*x.shape[:-2], orientations, height, width)
+        return torch.addcmul(even.square(), odd, odd).to(dtype).reshape(shape)
     columns = _block_of_columns(orientations, x.dtype, x.device)
     most = max(_BAND * 4 // max(orientations, 4), 1)
     together = max(most // (height * width), 1)
     rows = -(-height // _BLOCK) if together > 1 else max(most // (_BLOCK * width), 1)
     rows = min(rows * _BLOCK, -(-height // _BLOCK) * _BLOCK)
+    result = None  # where a graph is kept, parts are joined
+    if not (dispatch.needs_grad(x) or checks.transformed(x)):
+        result = planes.new_empty(len(planes), *shape[-3:], dtype=dtype)
     groups = []
-    for group in planes.split(together):
+    for begin in range(0, len(planes), together):
+        group = planes[begin : begin + together]
         padded = F.pad(mirrored(group, REACH, REACH), (0, 0, 0, -height % _BLOCK))
         bands = []
         for first in range(0, height, rows):
             size = min(rows, padded.shape[-2] - 2 * REACH - first)
-            band = _band(padded.narrow(-2, first, size + 2 * REACH), columns, orientations)
-            bands.append(band.narrow(-2, 0, min(size, height - first)))
-        groups.append(torch.cat(bands, dim=-2) if len(bands) > 1 else bands[0])
-    result = torch.cat(groups) if len(groups) > 1 else groups[0]
-    return result.reshape(*x.shape[:-2], orientations, height, width)
+            band = _band(padded.narrow(-2, first, size + 2 * REACH), columns, orientations, in_place=result is not None)
+            there = min(size, height - first)
+            if result is None:
+                bands.append(band.flatten(2, 3).narrow(-2, 0, there))
+                continue
+            target = result[begin : begin + together].narrow(-2, first, there)
+            blocks, rest = divmod(there, _BLOCK)
+            target[:, :, : there - rest].unflatten(2, (blocks, _BLOCK)).copy_(band[:, :, :blocks])
+            if rest:
+                target[:, :, there - rest :] = band[:, :, blocks, :rest]
+        if result is None:
+            groups.append(torch.cat(bands, dim=-2))
+    result = torch.cat(groups).to(dtype) if result is None else result
+    return result.reshape(shape)
 
 
-def _band(x: torch.Tensor, columns: torch.Tensor, orientations: int) -> torch.Tensor:
-    """[n, rows + 8, w + 8], rows a multiple of the block, to [n, orientations, rows, w]."""
-    count, tall = x.shape[:2]
+def _band(x: torch.Tensor, columns: torch.Tensor, orientations: int, *, in_place: bool) -> torch.Tensor:
+    """[n, rows + 8, w + 8], rows a multiple of the block, to [n, orientations, rows / block, block, w]."""
     width = x.shape[-1] - 2 * REACH
     # Rows by strided sums, which vectorise; columns by one matrix product over overlapping blocks of rows, without a
     # copy. Together twice as fast on a CPU as any convolution.
+    blocks = _filtered_rows(x, width).unfold(1, 4 * (_BLOCK + 2 * REACH), 4 * _BLOCK).transpose(-1, -2)
+    even, odd = torch.matmul(columns, blocks).unflatten(2, (2, orientations, _BLOCK)).unbind(2)
+    result = even.square_().addcmul_(odd, odd) if in_place else torch.addcmul(even.square(), odd, odd)
+    return result.transpose(1, 2)
+
+
+def _filtered_rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    """[n, rows, w + 8] to [n, rows * 4, w]: what each of the four filters makes of each row."""
     before = [x.narrow(-1, REACH - k, width) for k in range(REACH + 1)]
     after = [x.narrow(-1, REACH + k, width) for k in range(REACH + 1)]
-    sums = [before[0], *(a + b for a, b in zip(after[1:], before[1:], strict=True))]
-    differences = [None, *(a - b for a, b in zip(after[1:], before[1:], strict=True))]
-    filtered = []
-    for index, taps in enumerate(FILTERS):
-        parts = [part for part in (differences if index % 2 else sums) if part is not None]
-        weights = taps[REACH + index % 2 :]
+
+    def weighed(parts: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
         total = parts[0] * weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             total = torch.add(total, part, alpha=weight)
-        filtered.append(total)
-    rows = torch.stack(filtered, dim=2).view(count, tall * 4, width)
-    blocks = rows.unfold(1, 4 * (_BLOCK + 2 * REACH), 4 * _BLOCK).transpose(-1, -2)
-    even, odd = torch.matmul(columns, blocks).unflatten(2, (2, orientations, _BLOCK)).unbind(2)
-    result = torch.addcmul(even.square(), odd, odd).transpose(1, 2)
-    return result.reshape(count, orientations, tall - 2 * REACH, width)
+        return total
+
+    # Half of the taps are those of the other half, or their negatives. One kind after the other: less at once.
+    sums = [before[0], *(a + b for a, b in zip(after[1:], before[1:], strict=True))]
+    gaussian, curved = (weighed(sums, FILTERS[index][REACH:]) for index in (0, 2))
+    del sums
+    differences = [a - b for a, b in zip(after[1:], before[1:], strict=True)]
+    tilted, cubic = (weighed(differences, FILTERS[index][REACH + 1 :]) for index in (1, 3))
+    del differences
+    filtered = (gaussian, tilted, curved, cubic)
+    return torch.stack(filtered, dim=2).flatten(1, 2)
 
 
 @functools.lru_cache(maxsize=16)

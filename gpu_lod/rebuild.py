@@ -11,7 +11,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import PER_PIXEL, centres_of
-from gpu_lod.mipmap import stored
+from gpu_lod.halving import stored
 from gpu_lod.token_set import TokenSet
 
 AT_ONCE = 2**21

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod.mipmap import reference, stored
+from gpu_lod.halving import stored
+from gpu_lod.mipmap import reference
 
 Kind = Literal["centre-surround", "gradient"]
 PATCH = 14

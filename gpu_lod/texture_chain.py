@@ -11,7 +11,8 @@ import torch
 from gpu_lod import dispatch, generators, recording, several_levels
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
-from gpu_lod.mipmap import mipmap, stored
+from gpu_lod.halving import stored
+from gpu_lod.mipmap import mipmap
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture import Sampled

@@ -183,17 +183,24 @@ def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dt
     module, made = sys.modules["gpu_lod.foveate"], []
     rows_of, level_map = [], module.level_map
     monkeypatch.setattr(module, "level_map", lambda *a: (rows_of.append(a[-1]), level_map(*a))[1])
-    for shape in ((2, 3, 96, 70), (1, 1, 64, 64), (3, 80, 33), (1, 3, 33, 80)):
-        levels = list(lod.mipmap(noise(*shape, dtype=dtype), backend="torch").levels)
+    for shape in ((2, 3, 96, 70), (1, 1, 64, 64), (3, 80, 33), (1, 3, 33, 80), (1, 2, 67, 45)):
+        image = noise(*shape, dtype=dtype)
+        levels = list(lod.mipmap(image, backend="torch").levels)
         points = torch.tensor([[0.3, 0.8], [1.0, 0.0]])[: 1 if len(shape) == 3 else shape[0]]
         results = []
         for band in (2**18, 16 * shape[-1], 7 * shape[-1]):
-            monkeypatch.setattr(planewise, "PART", 4 * band)
+            monkeypatch.setattr(planewise, "PART", 4 * band if dtype == torch.float32 else 16 * band)
             rows_of.clear()
             results.append(module.reference(levels, points, 0.2))
             made.append(len(rows_of) // len(points))
-        assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0]), shape
-    assert made == [1, 6, 14, 1, 4, 10, 1, 5, 12, 1, 1, 1]  # an odd height stays whole
+        # Rows of a coarse level that bands cut are blended before columns are: in another order.
+        slack = {torch.uint8: 1.0, torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 1e-6}[dtype]
+        for result in results[1:]:
+            assert float((result.float() - results[0].float()).abs().max()) <= slack, shape
+    if dtype == torch.float32:
+        assert made == [1, 6, 14, 1, 4, 10, 1, 5, 12, 1, 3, 5, 1, 5, 10]
+    else:  # a tenth of the picture at least
+        assert made == [1, 6, 11, 1, 4, 10, 1, 5, 10, 1, 3, 5, 1, 5, 10]
 
 
 def test_gradcheck_of_the_reference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -354,3 +355,20 @@ def test_where_nearly_all_is_read_all_is_converted() -> None:
     assert part.shape == level.shape and places is grid
     wide = level.float()
     assert converted(wide, grid[:, :1, :1], torch.float32)[0] is wide  # there is nothing to convert
+
+
+def test_samples_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rings of a level at a time, whatever share of a level's rings that is."""
+    module = sys.modules["gpu_lod.log_polar"]
+    rings, sampled = [], module.bilinear
+    monkeypatch.setattr(module, "bilinear", lambda *a: (rings.append(a[1].shape[1]), sampled(*a))[1])
+    for dtype in (torch.uint8, torch.float16, torch.float32):
+        image = noise(2, 3, 60, 80, dtype=dtype)
+        whole = lod.log_polar(image, (0.3, 0.6), 20, 30, border="zero", backend="torch")
+        monkeypatch.setattr(module, "_SMALL", 4 * 2 * 30 * 3)  # three rings
+        rings.clear()
+        found = lod.log_polar(image, (0.3, 0.6), 20, 30, border="zero", backend="torch")
+        assert (max(rings) == 3) == (dtype != torch.float32)
+        assert float((found.float() - whole.float()).abs().max()) <= (1 if dtype == torch.uint8 else 1e-3)
+        monkeypatch.undo()
+        monkeypatch.setattr(module, "bilinear", lambda *a: (rings.append(a[1].shape[1]), sampled(*a))[1])

@@ -16,8 +16,8 @@ from images import DTYPES, SIZES, noise
 from oracle import extreme_chain, mean_chain
 
 import gpu_lod as lod
-from gpu_lod import planewise
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
+from gpu_lod.pyramid import level_sizes
 
 EXACT_GENERATORS = ("compute", "registers", "single-pass", "fragment")
 
@@ -392,18 +392,46 @@ def test_torch_samples_large_batches_in_parts(shared: bool, monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
 def test_large_images_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     mipmap = sys.modules["gpu_lod.mipmap"]
-    monkeypatch.setattr(mipmap, "WHOLE", 0)
+    monkeypatch.setattr(sys.modules["gpu_lod.halving"], "WHOLE", 0)
     for shape, part in (
         ((3, 33, 47), 1),
+        ((3, 67, 47), 47 * 17),
         ((2, 3, 32, 64), 5000),
         ((2, 33, 40), 800),
+        ((1, 3, 37, 64), 2600),
         ((5, 1, 7, 9), 200),
         ((2, 4, 1, 40), 100),
     ):
-        monkeypatch.setattr(planewise, "PART", part)  # rows of planes, planes, or several
+        monkeypatch.setattr(mipmap, "PART", part)  # rows of planes, planes, or several
         image = noise(*shape, dtype=dtype)
-        for levels in (None, 1, 2):
+        for levels in (None, 1, 2, 3, 4):
+            if levels is not None and levels > len(level_sizes(*shape[-2:])):
+                continue
             found = lod.mipmap(image, levels, backend="torch").levels
             expected = mipmap.reference(image, levels)
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected)), shape
+            assert all(map(torch.equal, mipmap._chain(image, levels), expected)), shape
+
+
+@pytest.mark.parametrize("of", ["images", "pyramid"])
+def test_torch_samples_a_quarter_of_a_batch_of_small_dtypes_at_once(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels of all images in fp32 would be several times the batch."""
+    module = sys.modules["gpu_lod.mipmap"]
+    read: list[int] = []
+    gather = sys.modules["gpu_lod.gather_patches"]
+    reference = gather.reference
+    monkeypatch.setattr(
+        gather, "reference", lambda levels, *more: (read.append(len(levels[0])), reference(levels, *more))[1]
+    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    sites = torch.rand(9, 5, 3) * torch.tensor([1, 1, 3.0])
+    for dtype in (torch.uint8, torch.float16, torch.float32):
+        image = noise(9, 2, 24, 33, dtype=dtype)
+        src = lod.mipmap(image, backend="torch") if of == "pyramid" else image
+        whole = lod.gather_patches(src, sites, 4, backend="torch")
+        monkeypatch.setattr(module, "WHOLE", image.numel() - 1)
+        read.clear()
+        assert torch.equal(lod.gather_patches(src, sites, 4, backend="torch"), whole)
+        assert read == ([9] if dtype == torch.float32 else [3, 3, 3])
+        monkeypatch.setattr(module, "WHOLE", image.numel())

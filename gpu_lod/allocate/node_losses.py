@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from gpu_lod.allocate.base import Scene, coarser, unit
 from gpu_lod.allocate.energy import checked
-from gpu_lod.mipmap import halve_mean
+from gpu_lod.halving import halve_mean
 
 AT_ONCE = 2**20
 """Pixels that a CPU looks at at once: fresh memory for many more costs it more than the sums do; so do small bands."""
