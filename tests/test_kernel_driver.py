@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +236,23 @@ def test_an_object_that_a_capture_asks_for_first_does_not_end_it(cu: StandIn) ->
     )
     cu.capturing = 0
     texture.delete()
+
+
+def test_two_threads_make_one_object(cu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    texture = CudaDevice(0).make_texture(KEY)
+    answer = StandIn._answer
+
+    def slowly(self: StandIn, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name == "cuTexObjectCreate":
+            time.sleep(0.2)
+        return answer(self, name, arguments)
+
+    monkeypatch.setattr(StandIn, "_answer", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        found = set(pool.map(lambda _: texture.filtered, range(2)))
+    assert len(found) == 1 and cu.names().count("cuTexObjectCreate") == 1
+    texture.delete()
+    assert not cu.alive
 
 
 def test_a_texture_that_fails_half_way_leaves_nothing(cu: StandIn) -> None:

@@ -225,6 +225,7 @@ class CudaTexture:
         self._device, self._cu = device, device._cu
         cu, call = device._cu, device._call
         self._levels = key.levels
+        self._lock = threading.Lock()
         self._objects: dict[str, Any] = {}
         self._surfaces: list[Any] = []
         wanted = cu.CUDA_ARRAY3D_DESCRIPTOR()
@@ -266,22 +267,25 @@ class CudaTexture:
 
     def _object(self, mode: str, anisotropy: int) -> int:
         name = f"{mode} {anisotropy}"
-        if name not in self._objects:
-            cu = self._cu
-            resource = cu.CUDA_RESOURCE_DESC()
-            resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
-            resource.res.mipmap.hMipmappedArray = self._array
-            wanted = cu.CUDA_TEXTURE_DESC()
-            wanted.addressMode = [cu.CUaddress_mode.CU_TR_ADDRESS_MODE_CLAMP] * 3
-            wanted.filterMode = wanted.mipmapFilterMode = getattr(cu.CUfilter_mode, f"CU_TR_FILTER_MODE_{mode}")
-            # The optimization reads one level where two should be blended.
-            wanted.flags = cu.CU_TRSF_NORMALIZED_COORDINATES | cu.CU_TRSF_DISABLE_TRILINEAR_OPTIMIZATION
-            wanted.maxAnisotropy = anisotropy
-            wanted.minMipmapLevelClamp, wanted.maxMipmapLevelClamp = 0.0, float(self._levels - 1)
-            with self._device._active(), self._device._unseen_by_captures():
-                made = self._device._call("cuTexObjectCreate", cu.cuTexObjectCreate(resource, wanted, None))
-            self._objects[name] = made
-        return int(self._objects[name])
+        with self._lock:  # of two threads that ask at once, one makes it
+            if name not in self._objects:
+                self._objects[name] = self._new_object(mode, anisotropy)
+            return int(self._objects[name])
+
+    def _new_object(self, mode: str, anisotropy: int) -> Any:
+        cu = self._cu
+        resource = cu.CUDA_RESOURCE_DESC()
+        resource.resType = cu.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
+        resource.res.mipmap.hMipmappedArray = self._array
+        wanted = cu.CUDA_TEXTURE_DESC()
+        wanted.addressMode = [cu.CUaddress_mode.CU_TR_ADDRESS_MODE_CLAMP] * 3
+        wanted.filterMode = wanted.mipmapFilterMode = getattr(cu.CUfilter_mode, f"CU_TR_FILTER_MODE_{mode}")
+        # The optimization reads one level where two should be blended.
+        wanted.flags = cu.CU_TRSF_NORMALIZED_COORDINATES | cu.CU_TRSF_DISABLE_TRILINEAR_OPTIMIZATION
+        wanted.maxAnisotropy = anisotropy
+        wanted.minMipmapLevelClamp, wanted.maxMipmapLevelClamp = 0.0, float(self._levels - 1)
+        with self._device._active(), self._device._unseen_by_captures():
+            return self._device._call("cuTexObjectCreate", cu.cuTexObjectCreate(resource, wanted, None))
 
     def delete(self) -> None:
         with self._device._active(), self._device._unseen_by_captures():
