@@ -331,12 +331,14 @@ def _reads(first: int, end: int, n: int, index: int) -> tuple[int, int, int, int
 def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.dtype) -> torch.Tensor:
     """Some of the rows that a level [..., h, w] has at full height, linear."""
     count = level.shape[-2]
+    step = count / height
     at = torch.arange(first, end, dtype=dtype, device=level.device) + 0.5
-    at = (at * (count / height) - 0.5).clamp_(min=0)
+    at = (at * step - 0.5).clamp_(min=0)
     above = at.long()
     below = (above + 1).clamp_(max=count - 1)
-    # Only rows that are read, so that no more is converted than that.
-    low, high = int(above[0]), int(below[-1]) + 1
+    # Rows that are read, and one more on both sides for rounding, so that not all of it is converted.
+    low = max(math.floor((first + 0.5) * step - 0.5) - 1, 0)
+    high = min(math.floor((end - 0.5) * step - 0.5) + 3, count)
     texels = level[..., low:high, :].to(dtype)
     share = (at - above)[:, None]
     return torch.lerp(texels.index_select(-2, above - low), texels.index_select(-2, below - low), share)

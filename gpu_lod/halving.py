@@ -87,10 +87,12 @@ def halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
 
 def in_parts(image: torch.Tensor, levels: int | None, part: int) -> list[torch.Tensor] | None:
     """Levels 1, 2, ... of a mean chain of a small dtype, some planes or rows at a time: in fp32 the image would be
-    several. None where that is no gain or cannot be: the chain is made of the whole then, with the same values.
+    several. None where that is no gain or cannot be: the chain is made of the whole then, with the same values but for
+    rounding.
 
     Args:
-        part: texels of the image that are fp32 at once.
+        part: texels of the image that are fp32 at once; more where the rows that one of the next but one level rests on
+            have more.
     """
     if image.dtype in (torch.float32, torch.float64) or image.device.type != "cpu" or image.numel() <= WHOLE:
         return None
@@ -99,21 +101,30 @@ def in_parts(image: torch.Tensor, levels: int | None, part: int) -> list[torch.T
     sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
     result = [image.new_empty(*image.shape[:-2], *size) for size in sizes[1:]]
     source = image
-    for first in range(0, len(sizes) - 1, _DEPTH):
-        source = _descend(source, sizes[first : first + _DEPTH + 1], result[first : first + _DEPTH], part)
+    for first in range(0, len(result), _DEPTH):
+        end = min(first + _DEPTH, len(result))
+        below = image.new_empty(result[end - 1].shape, dtype=torch.float32) if end < len(result) else None
+        _descend(source, sizes[first : end + 1], result[first:end], below, part)
+        source = image if below is None else below
     return result
 
 
-def _descend(source: torch.Tensor, sizes: list[tuple[int, int]], levels: list[torch.Tensor], part: int) -> torch.Tensor:
-    """Make some levels, and give the last of them as it is before it is rounded.
+def _descend(
+    source: torch.Tensor,
+    sizes: list[tuple[int, int]],
+    levels: list[torch.Tensor],
+    wide_last: torch.Tensor | None,
+    part: int,
+) -> None:
+    """Make some levels.
 
     Args:
         sizes: of the source and of each level.
+        wide_last: where the last of them is left as it is before it is rounded.
     """
-    planes, (height, width), depth = source.flatten(0, -3), sizes[-1], len(levels)
-    whole = source.new_empty(len(planes), height, width, dtype=torch.float32)
+    planes, height = source.flatten(0, -3), sizes[-1][0]
     targets = [level.flatten(0, -3) for level in levels]
-    for some, rows in bands(len(planes), height, sizes[0][1] << depth, part):
+    for some, rows in bands(len(planes), height, sizes[0][1] << len(levels), part):
         # What rows of each level rest on, up to the source: at odd heights a row more.
         spans = [(rows.start, rows.stop)]
         for tall, _ in sizes[-2::-1]:
@@ -124,5 +135,5 @@ def _descend(source: torch.Tensor, sizes: list[tuple[int, int]], levels: list[to
             first, end = spans[index + 1]
             wide = halve_mean(wide, end - first, sizes[index + 1][1], (first, sizes[index][0]))
             target[some, first:end] = stored(wide, target.dtype)
-        whole[some, rows] = wide
-    return whole.unflatten(0, source.shape[:-2])
+        if wide_last is not None:
+            wide_last.flatten(0, -3)[some, rows] = wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from gpu_lod.planewise import bands
 from gpu_lod.transfer import bind_table, chunks, make_words, new_planes, planes_of
 
 _BORDERS = ("clamp", "zero")
-_QUARTERED = 8
+_QUARTERED = 32
 """The least wedges that torch takes a quarter at a time."""
 
 
@@ -167,8 +168,10 @@ def reference(
     # A map of a small dtype is several times itself in fp32: a quarter of it at a time, which is what the pixels on one
     # side of the fixation in x and y read.
     texels = min(planewise.PART // 4, max(height * width // 10, planewise.PART // 16))
-    for image, at in enumerate(points):
-        left, above = int((x < at[0]).sum()), int((y < at[1]).sum())
+    threads = torch.get_num_threads()
+    xs, ys = x.tolist(), y.tolist()
+    for image, (px, py) in enumerate(points.tolist()):
+        at, left, above = points[image : image + 1], bisect.bisect_left(xs, px), bisect.bisect_left(ys, py)
         for quarter, (row, end, column, last) in enumerate(
             ((above, height, left, width), (above, height, 0, left), (0, above, 0, left), (0, above, left, width))
         ):
@@ -177,9 +180,11 @@ def reference(
             # A wedge more on both sides than the bilinear filter reads, for rounding.
             first = quarter * wedges // 4 - 2
             part = _turned(batched[image][None], first, (quarter + 1) * wedges // 4 + 3).to(work)
-            for _, rows in bands(1, end - row, last - column, texels):
+            columns = last - column
+            together = max(texels // (columns * threads), 1) * threads  # `bilinear` shares rows among the threads
+            for _, rows in bands(1, end - row, columns, together * columns):
                 rows = slice(row + rows.start, row + rows.stop)
-                result[image, :, rows, column:last] = make(at[None], rows, slice(column, last), part, first)[0]
+                result[image, :, rows, column:last] = make(at, rows, slice(column, last), part, first)[0]
     return result if polar.ndim == 4 else result[0]
 
 

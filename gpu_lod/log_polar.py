@@ -31,6 +31,8 @@ RINGS_AT_ONCE_SOFTWARE = 8
 """Neighbouring rings an invocation makes on a software renderer: it reads each direction once for all of them."""
 _SMALL = 2**18
 """Samples of a level below which torch converts all of it sooner than we find out what is read of it."""
+_AT_ONCE = 2**16
+"""Samples that a CPU takes at once of small dtypes: in fp32 they are several times the result."""
 
 
 @operators.verb
@@ -257,31 +259,33 @@ def reference(
     ring_levels = rule.levels(longer, len(levels) - 1)
     in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
     result = top.new_empty(len(grid), top.shape[-3], rule.rings, rule.wedges) if in_place else None
-    # In fp32 the samples of small dtypes are several times the result.
     few = in_place and top.dtype != work and top.device.type == "cpu"
-    most = max(_SMALL // 4 // (len(grid) * rule.wedges), 1) if few else rule.rings
+    most = max(_AT_ONCE // (len(grid) * rule.wedges), 1) if few else rule.rings
     bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
     while first < rule.rings:
         fine = int(ring_levels[first])
         last = first
-        while last < min(rule.rings, first + most) and int(ring_levels[last]) == fine:
+        while last < rule.rings and int(ring_levels[last]) == fine:
             last += 1
-        rows = grid[:, first:last]
-        part = bilinear(levels[fine], rows, work, parts)
         blend = [level - fine for level in ring_levels[first:last]]
-        if any(blend):
-            weights = torch.tensor(blend, dtype=work, device=top.device)[:, None]
-            coarse = bilinear(levels[fine + 1], rows, work, parts)
-            part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
-        if border == "zero":
-            part = part * (rows.abs() <= 1).all(dim=-1)[:, None]
-        part = stored(part, top.dtype, in_place=in_place)
-        if result is None:
-            bands.append(part)
-        else:
-            result[:, :, first:last] = part
+        # Converted once for all of them.
+        read = [converted(level, grid[:, first:last], work) for level in levels[fine : fine + 1 + any(blend)]]
+        for begin in range(first, last, most):
+            rows = slice(begin, min(begin + most, last))
+            here = slice(begin - first, rows.stop - first)
+            part, *coarser = [bilinear(level, places[:, here], work, parts) for level, places in read]
+            for coarse in coarser:
+                weights = torch.tensor(blend[here], dtype=work, device=top.device)[:, None]
+                part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
+            if border == "zero":
+                part = part * (grid[:, rows].abs() <= 1).all(dim=-1)[:, None]
+            part = stored(part, top.dtype, in_place=in_place)
+            if result is None:
+                bands.append(part)
+            else:
+                result[:, :, rows] = part
         first = last
     if result is None:
         result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]
@@ -290,7 +294,8 @@ def reference(
 
 def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts: int | None = None) -> torch.Tensor:
     """Bilinear samples of a level at `grid` [B, rows, columns, 2], counted as grid_sample does; edges repeat."""
-    image, grid = converted(level if level.ndim == 4 else level[None], grid, dtype)
+    image, grid = converted(level, grid, dtype)
+    image = image if image.ndim == 4 else image[None]
     parts = torch.get_num_threads() if parts is None else parts
     rows, wedges = grid.shape[1:3]
     if (

@@ -219,19 +219,29 @@ def sampled(
     batch = len(top) if top.ndim == 4 and top.device.type == "cpu" else 1
     at_once = batch if isinstance(src, Pyramid) else max(1, AT_ONCE // (top.shape[-2] * top.shape[-1]))
     if top.dtype.itemsize < 4 and top.numel() > WHOLE:
-        # Levels are read in fp32: of a quarter of the batch they are no more than the images.
+        # Levels are read in fp32: of a quarter of the batch they are no more than the images. On many threads it is an
+        # image for each.
         at_once = min(at_once, max(-(-batch // 4), torch.get_num_threads()))
     if batch <= at_once:
         return sample(chain(slice(None)), points)
     points = points.expand(batch, *points.shape[1:])
-    some = [slice(first, first + at_once) for first in range(0, batch, at_once)]
-    return torch.cat([sample(chain(images), points[images]) for images in some])
+    parts: list[torch.Tensor] = []
+    result = None
+    for first in range(0, batch, at_once):
+        images = slice(first, first + at_once)
+        part = sample(chain(images), points[images])
+        if dispatch.needs_grad(part) or checks.transformed(part):
+            parts.append(part)
+        else:  # not twice in memory
+            result = part.new_empty(batch, *part.shape[1:]) if result is None else result
+            result[images] = part
+    return torch.cat(parts) if result is None else result
 
 
 def _chain(image: torch.Tensor, levels: int | None) -> list[torch.Tensor]:
     """A mean chain that is there to be sampled alone: made of smaller parts than one that is kept, as less memory is
     what a call may take."""
-    below = in_parts(image, levels, min(PART // 2, max(image.numel() // 8, PART // 8)))
+    below = in_parts(image, levels, min(PART // 2, image.numel() // 8))
     return reference(image, levels) if below is None else [image, *below]
 
 

@@ -224,8 +224,9 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
             if rest:
                 target[:, :, there - rest :] = band[:, :, blocks, :rest]
         if result is None:
-            groups.append(torch.cat(bands, dim=-2))
-    result = torch.cat(groups).to(dtype) if result is None else result
+            groups.append(torch.cat(bands, dim=-2) if len(bands) > 1 else bands[0])
+    if result is None:
+        result = (torch.cat(groups) if len(groups) > 1 else groups[0]).to(dtype)
     return result.reshape(shape)
 
 

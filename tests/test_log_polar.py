@@ -365,7 +365,7 @@ def test_samples_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     for dtype in (torch.uint8, torch.float16, torch.float32):
         image = noise(2, 3, 60, 80, dtype=dtype)
         whole = lod.log_polar(image, (0.3, 0.6), 20, 30, border="zero", backend="torch")
-        monkeypatch.setattr(module, "_SMALL", 4 * 2 * 30 * 3)  # three rings
+        monkeypatch.setattr(module, "_AT_ONCE", 2 * 30 * 3)  # three rings
         rings.clear()
         found = lod.log_polar(image, (0.3, 0.6), 20, 30, border="zero", backend="torch")
         assert (max(rings) == 3) == (dtype != torch.float32)

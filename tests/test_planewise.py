@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from images import DTYPES, noise
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gpu_lod as lod
 from gpu_lod import planewise
@@ -99,3 +100,17 @@ def test_the_default_is_a_quarter_of_a_part() -> None:
         slice(0, texels // 64),
         slice(texels // 64, 2 * texels // 64),
     ]
+
+
+def test_parts_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value is read on the host that depends on what is traced."""
+    monkeypatch.setattr(planewise, "PART", 2**12)
+    verbs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: lod.foveate(x, (0.3, 0.4), backend="torch"),
+        lambda x: lod.inverse_log_polar(x, (0.3, 0.4), (50, 61), backend="torch"),
+        lambda x: lod.log_polar(x, (0.3, 0.4), 20, 30, backend="torch"),
+    )
+    for verb in verbs:
+        for dtype in (torch.float32, torch.float16):
+            image = noise(3, 67, 90, dtype=dtype)
+            torch.testing.assert_close(make_fx(verb)(image)(image), verb(image), rtol=0, atol=0)
