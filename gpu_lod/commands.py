@@ -25,7 +25,7 @@ app = typer.Typer(
 
 Picture = Annotated[Path, typer.Argument(metavar="IMAGE", help="PNG, JPEG, TIFF or WebP.", show_default=False)]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Where to write. (default: out/<name>.<command>.png)")
+    Path | None, typer.Option("-o", "--output", help="File or folder to write. (default: out/<name>.<command>.png)")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Device = Annotated[
@@ -526,7 +526,9 @@ def _fixation(text: str) -> tuple[float, float]:
 
 def _path(image: Path, verb: str, output: Path | None) -> Path:
     """Where to write; an extension that cannot be written fails before any work."""
-    path = output or Path("out") / f"{image.stem}.{verb}.png"
+    path = Path("out") if output is None else output
+    if path.is_dir() or not path.suffix:
+        path = path / f"{image.stem}.{verb}.png"
     images.file_format(path)
     return path
 

@@ -271,6 +271,14 @@ def test_bad_files(tmp_path: Path, picture: Path) -> None:
     )
 
 
+def test_output_to_a_folder(tmp_path: Path, picture: Path) -> None:
+    """One that is there, whatever its name, or is made."""
+    (tmp_path / "v1.2").mkdir()
+    for folder in ("v1.2", "new/below"):
+        assert done(tmp_path, "sites", "cat.png", "-o", folder) == f"wrote {folder}/cat.sites.png\n"
+        assert (tmp_path / folder / "cat.sites.png").stat().st_size
+
+
 def test_output_that_cannot_be_written(tmp_path: Path, picture: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(
