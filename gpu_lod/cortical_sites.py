@@ -9,6 +9,7 @@ import torch
 
 from gpu_lod import checks, operators
 from gpu_lod.errors import InputError
+from gpu_lod.quiet import MKL, SEARCHES, quietly
 
 GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
 
@@ -82,7 +83,7 @@ def sites_about(
     radius = eccentricity((chosen + 0.5) / density[:, None], e0)
     at = points[:, None] + radius[..., None] * direction_of(chosen) / box
     spacing = (radius + e0) * (2 * math.pi / density[:, None]).sqrt()
-    level = (max(size) * spacing / patch).log2().clamp(min=0)
+    level = (quietly(torch.log1p, max(size) * spacing / patch - 1) / math.log(2)).clamp(min=0)
     return torch.cat([at.clamp(0, 1), level[..., None]], dim=-1)  # rounding may step over the edge
 
 
@@ -162,7 +163,7 @@ def _candidates(
             half = index * (GOLDEN_ANGLE / math.pi) - (0.5 if box[0] < box[1] else 0)
             index = index[(half - half.round()).abs() <= short / float(radii[beyond - 1]) / 2 + 1e-6]
         edge = reach(points, direction_of(index)[None], box)
-        wanted = index + 0.5 <= most.gather(1, torch.bucketize(edge, radii))
+        wanted = index + 0.5 <= most.gather(1, quietly(lambda e: torch.bucketize(e, radii), edge, SEARCHES))
         row, order = torch.where(wanted, index, math.inf).sort(dim=1)
         held = int(wanted.sum(1).max())
         found.append((row[:, :held], edge.gather(1, order[:, :held])))
@@ -178,7 +179,7 @@ def _sides(box: torch.Tensor) -> str:
 def direction_of(index: torch.Tensor) -> torch.Tensor:
     """[..., 2] of sites of the spiral."""
     angle = index * GOLDEN_ANGLE
-    return torch.stack([angle.cos(), angle.sin()], dim=-1)
+    return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))  # quieter than cos and sin
 
 
 def box_of(points: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -202,16 +203,20 @@ def magnified(e: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
     """N(e): the integral of M^2 over the disc of eccentricity e, up to a factor."""
     u = e / e0
     # Near 0 the terms cancel: u^2 / 2 - 2 u^3 / 3 + 3 u^4 / 4 - ...
-    return torch.where(u < 1e-4, u * u * (0.5 - u * (2 / 3 - u * 0.75)), u.log1p() - u / (1 + u))
+    return torch.where(u < 1e-4, u * u * (0.5 - u * (2 / 3 - u * 0.75)), quietly(torch.log1p, u) - u / (1 + u))
 
 
 def eccentricity(n: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
     """The inverse of `magnified`, for n > 0. Differentiable."""
     with torch.no_grad():
         # Newton on s = ln(1 + u), in which N is s + exp(-s) - 1: convex, so that it falls to the root from the right.
-        s = n + (2 * n).sqrt()
+        s = n + quietly(torch.sqrt, 2 * n, MKL)
         for _ in range(10):  # from the seventh on, only rounding changes
-            s = s - (s + torch.expm1(-s) - n) / -torch.expm1(-s)
+            s = _step(s, n)
     # One more step carries the gradient.
-    s = s - (s + torch.expm1(-s) - n) / -torch.expm1(-s)
-    return e0 * torch.expm1(s)
+    return e0 * quietly(torch.expm1, _step(s, n))
+
+
+def _step(s: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    fallen = quietly(torch.expm1, -s)
+    return s + (s + fallen - n) / fallen

@@ -252,10 +252,11 @@ def _decode(hz: Pyramid, nodes: torch.Tensor, first: int) -> torch.Tensor:
     """(level, flat index) of planes from `first` on, in any order, to sorted (b, c, level, y, x)."""
     sizes = torch.tensor([level.shape[-2:] for level in hz.levels], device="cpu")
     level, flat = nodes.long().unbind(dim=1)
-    height, width = sizes[level].unbind(dim=1)
-    # Coarse first, then row-major: the order in which invocations append is not defined.
+    # Coarse first, then row-major: the order in which invocations append is not defined. By index_select, as brackets
+    # wake torch's other threads for a few thousand nodes.
     order = torch.argsort((len(hz) - level) * 2**40 + flat)
-    level, flat, height, width = level[order], flat[order], height[order], width[order]
+    level, flat = level.index_select(0, order), flat.index_select(0, order)
+    height, width = sizes.index_select(0, level).unbind(dim=1)
     plane = flat // (height * width)
     in_plane = flat - plane * height * width
     plane = plane + first

@@ -171,7 +171,7 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, ba
 
 def _whole_levels(sites: torch.Tensor) -> bool:
     level = sites[..., 2].detach()
-    return torch.equal(level, level.floor())
+    return not level.frac().any()  # `floor` would wake torch's other threads, which take a software renderer's
 
 
 def _like(

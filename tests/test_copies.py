@@ -128,6 +128,11 @@ def _verbs() -> dict[str, Callable[[], Any]]:
     semantic = noise(1, 16, *size)
     sites = lod.cortical_sites(fixation, 273, size)
     planned = lod.plan(lod.mipmap, image, backend="gl")
+    batch, fixations = noise(8, 3, 48, 48), torch.rand(8, 2)
+    each = lod.mipmap(batch).upload()
+    eight = lod.cortical_sites(fixations, 273, (48, 48))
+    depth = lod.hiz(noise(1, 1, 64, 64)).upload()
+    boxes = torch.tensor([0.1, 0.2, 0.7, 0.6]).expand(1, 2**12, 4)
     return {
         "mipmap": lambda: lod.mipmap(image, backend="gl"),
         "mipmap, planned": lambda: planned(image),
@@ -145,6 +150,16 @@ def _verbs() -> dict[str, Callable[[], Any]]:
         "feature_maps of all": lambda: lod.feature_maps(
             image, fixation=fixation, previous=image, semantic=semantic, backend="gl"
         ),
+        "cull": lambda: lod.cull(depth, 0.5, backend="gl"),
+        "region_max": lambda: lod.region_max(depth, boxes, backend="gl"),
+        "log_polar of 8": lambda: lod.log_polar(each, fixations, 64, 64, backend="gl"),
+        "inverse_log_polar of 8": lambda: lod.inverse_log_polar(batch, fixations, size, backend="gl"),
+        "foveate of 8": lambda: lod.foveate(each, fixations, backend="gl"),
+        "gather_patches of 8": lambda: lod.gather_patches(each, eight, backend="gl"),
+        "feature_maps of 8": lambda: lod.feature_maps(batch, fixation=fixations, backend="gl"),
+        "the choice for 8": lambda: lod.explain(lod.gather_patches, each, eight),
+        "sites of 1": lambda: lod.cortical_sites(fixation, 273, size),
+        "sites of 8": lambda: lod.cortical_sites(fixations, 273, size),
     }
 
 
@@ -153,8 +168,11 @@ def test_verbs_leave_torchs_threads_asleep(ctx: lod.Context, workers: Callable[[
     # They would spin for milliseconds on the cores that a software renderer is about to need.
     if not ctx.software:
         pytest.skip("hardware has its own cores")
+    woken = []
     for name, verb in _verbs().items():
         verb()  # compiles
         before = workers()
         verb()
-        assert workers() == before, name
+        if workers() != before:
+            woken.append(name)
+    assert not woken
