@@ -94,26 +94,27 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
 
 
 def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
-    wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
+    held = [image if image.dtype in (torch.float32, torch.float64) else image.float()]
     result = []
     for _ in range(levels):
-        wide = reduce(wide)
+        wide = reduce(held.pop())  # the last one to know it, it lets go of it on the way
+        held.append(wide)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
+        del wide
     return result
 
 
 def reduce(x: torch.Tensor) -> torch.Tensor:
     """One level down: [..., h, w] to [..., ceil(h / 2), ceil(w / 2)]. Rows first: whole rows vectorise."""
-    return _reduce_side(_reduce_side(x, -2), -1)
+    for dim, *reach in ((-2, 2, 0), (-1, 0, 2)):
+        count = -(-x.shape[dim] // 2)
+        if x.shape[dim] > 1:  # on a single sample every tap falls, and the weights sum to 1
+            x = mirrored(x, *reach)
+            x = _every_other(x, dim, count)
+    return x
 
 
-def _reduce_side(x: torch.Tensor, dim: int) -> torch.Tensor:
-    n = x.shape[dim]
-    if n == 1:
-        return x  # every tap falls on the one sample, and the weights sum to 1
-    x = mirrored(x, 2, 0) if dim == -2 else mirrored(x, 0, 2)
-    count = -(-n // 2)
-
+def _every_other(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     def tap(k: int) -> torch.Tensor:
         window = x.narrow(dim, k, 2 * count - 1)
         return window[..., ::2] if dim == -1 else window[..., ::2, :]

@@ -31,7 +31,7 @@ RINGS_AT_ONCE_SOFTWARE = 8
 """Neighbouring rings an invocation makes on a software renderer: it reads each direction once for all of them."""
 _SMALL = 2**18
 """Samples of a level below which torch converts all of it sooner than we find out what is read of it."""
-_AT_ONCE = 2**16
+_AT_ONCE = 2**15
 """Samples that a CPU takes at once of small dtypes: in fp32 they are several times the result."""
 
 
@@ -227,12 +227,15 @@ def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | 
 
 
 @functools.lru_cache(maxsize=4)
-def _offsets(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Positions relative to the fixation, [rings, wedges, 2], in units of the longer side."""
+def _polar(rule: Rule, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Radii [rings, 1, 1] in units of the longer side, and directions [wedges, 2]."""
+    radii = torch.tensor(rule.radii, dtype=torch.float64, device="cpu")[:, None, None]
+    return radii.to(device, dtype), _directions(rule).to(device, dtype)
+
+
+def _directions(rule: Rule) -> torch.Tensor:
     angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
-    directions = torch.stack([angle.cos(), angle.sin()], dim=-1)
-    radii = torch.tensor(rule.radii, dtype=torch.float64, device="cpu")
-    return (radii[:, None, None] * directions).to(device, dtype)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1)
 
 
 def reference(
@@ -252,15 +255,16 @@ def reference(
     height, width = top.shape[-2:]
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
     longer = max(height, width)
-    aspect = torch.tensor([longer / width, longer / height], dtype=work, device=top.device)
     # grid_sample counts from -1 to 1
+    aspect = torch.tensor([2 * longer / width, 2 * longer / height], dtype=work, device=top.device)
     centre = (2 * fixation.to(top.device, work) - 1)[:, None, None, :]
-    grid = torch.addcmul(centre, _offsets(rule, work, top.device), 2 * aspect)
+    radii, directions = _polar(rule, work, top.device)
+    directions = directions * aspect
     ring_levels = rule.levels(longer, len(levels) - 1)
     in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
-    result = top.new_empty(len(grid), top.shape[-3], rule.rings, rule.wedges) if in_place else None
+    result = top.new_empty(len(centre), top.shape[-3], rule.rings, rule.wedges) if in_place else None
     few = in_place and top.dtype != work and top.device.type == "cpu"
-    most = max(_AT_ONCE // (len(grid) * rule.wedges), 1) if few else rule.rings
+    most = max(_AT_ONCE // (len(centre) * rule.wedges), 1) if few else rule.rings
     bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
@@ -271,16 +275,26 @@ def reference(
             last += 1
         blend = [level - fine for level in ring_levels[first:last]]
         # Converted once for all of them.
-        read = [converted(level, grid[:, first:last], work) for level in levels[fine : fine + 1 + any(blend)]]
+        pair = levels[fine : fine + 1 + any(blend)]
+        if few:
+            reach = radii[last - 1] * aspect
+            ends = torch.cat([centre - reach, centre + reach], dim=1)
+            read = [cropped(level, ends, work) for level in pair]
+        else:
+            read = [(level.to(work), None) for level in pair]
         for begin in range(first, last, most):
             rows = slice(begin, min(begin + most, last))
             here = slice(begin - first, rows.stop - first)
-            part, *coarser = [bilinear(level, places[:, here], work, parts) for level, places in read]
+            grid = torch.addcmul(centre, radii[rows], directions)
+            part, *coarser = [
+                bilinear(level, grid if crop is None else torch.addcmul(crop[1], grid, crop[0]), work, parts)
+                for level, crop in read
+            ]
             for coarse in coarser:
                 weights = torch.tensor(blend[here], dtype=work, device=top.device)[:, None]
                 part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
             if border == "zero":
-                part = part * (grid[:, rows].abs() <= 1).all(dim=-1)[:, None]
+                part = part * (grid.abs() <= 1).all(dim=-1)[:, None]
             part = stored(part, top.dtype, in_place=in_place)
             if result is None:
                 bands.append(part)
@@ -314,11 +328,20 @@ def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts:
 
 
 def converted(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `grid` reads of a level, in the dtype that torch computes in, and the grid counted in that: of a large level
-    mostly a small part."""
-    small = level.numel() < _SMALL or level.dtype == dtype
-    if small or level.device.type != "cpu" or needs_grad(level, grid) or checks.transformed(grid):
+    """What `grid` reads of a level, in the dtype that torch computes in, and the grid counted in that."""
+    if level.dtype == dtype or level.device.type != "cpu" or needs_grad(level, grid) or checks.transformed(grid):
         return level.to(dtype), grid
+    values, crop = cropped(level, grid, dtype)
+    return values, grid if crop is None else torch.addcmul(crop[1], grid, crop[0])
+
+
+def cropped(
+    level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """What is read of a level between the outermost places of a grid, in the dtype that torch computes in: of a large
+    level mostly a small part. And, if it is, the scale and the shift [2] from the grid to one of that part."""
+    if level.numel() < _SMALL:
+        return level.to(dtype), None
     box, scales, shifts = [], [], []
     for axis, n in enumerate((level.shape[-1], level.shape[-2])):
         low, high = (float(bound) for bound in grid[..., axis].aminmax())
@@ -329,8 +352,8 @@ def converted(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> tu
         scales.append(n / (end - first))
         shifts.append((n - 2 * first) / (end - first) - 1)
     if scales[0] * scales[1] < 1.25:  # not worth another grid
-        return level.to(dtype), grid
-    return level[..., box[1], box[0]].to(dtype), torch.addcmul(grid.new_tensor(shifts), grid, grid.new_tensor(scales))
+        return level.to(dtype), None
+    return level[..., box[1], box[0]].to(dtype), (grid.new_tensor(scales), grid.new_tensor(shifts))
 
 
 def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
@@ -380,8 +403,7 @@ def _table_values(rule: Rule, longer: int, last: int) -> tuple[torch.Tensor, tor
     """What does not depend on the image, computed in double precision: radius and level of each ring [rings, 2], cos
     and sin of each wedge [wedges, 2]."""
     values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64, device="cpu").T
-    angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
-    return values.float().contiguous(), torch.stack([angle.cos(), angle.sin()], dim=-1).float()
+    return values.float().contiguous(), _directions(rule).float()
 
 
 def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, Private]:

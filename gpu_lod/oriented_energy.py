@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,8 @@ _TILE_SOFTWARE = (4, 8)
 """On a software renderer, where loads cost more than registers: each row is filtered half as often as in (4, 4)."""
 _BAND = 2**18
 """Samples that the reference takes on at once, so that what it makes of them on the way stays in the caches."""
+_WIDEST = 2**12
+"""Columns of them at most."""
 LEAST_ROW = 8
 """Samples of a row that shaders read and write in groups of four."""
 _STAGED_BYTES = 2**22
@@ -200,34 +203,60 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
         return torch.addcmul(even.square(), odd, odd).to(dtype).reshape(shape)
     columns = _block_of_columns(orientations, x.dtype, x.device)
     most = max(_BAND * 4 // max(orientations, 4), 1)
-    together = max(most // (height * width), 1)
-    rows = -(-height // _BLOCK) if together > 1 else max(most // (_BLOCK * width), 1)
-    rows = min(rows * _BLOCK, -(-height // _BLOCK) * _BLOCK)
+    together, high, wide = max(most // (height * width), 1), height, width
+    if together == 1:  # rows of a very wide picture in parts: of a few whole ones most would be read twice
+        wide = min(width, _WIDEST)
+        high = max(most // (_BLOCK * wide), 1) * _BLOCK
     result = None  # where a graph is kept, parts are joined
     if not (dispatch.needs_grad(x) or checks.transformed(x)):
         result = planes.new_empty(len(planes), *shape[-3:], dtype=dtype)
     groups = []
     for begin in range(0, len(planes), together):
         group = planes[begin : begin + together]
-        padded = F.pad(mirrored(group, REACH, REACH), (0, 0, 0, -height % _BLOCK))
+        window = _windows(group)
         bands = []
-        for first in range(0, height, rows):
-            size = min(rows, padded.shape[-2] - 2 * REACH - first)
-            band = _band(padded.narrow(-2, first, size + 2 * REACH), columns, orientations, in_place=result is not None)
-            there = min(size, height - first)
+        for row in range(0, height, high):
+            there = min(high, height - row)
+            parts = []
+            for column in range(0, width, wide):
+                across = min(wide, width - column)
+                around = window(row - REACH, row + there + REACH, column - REACH, column + across + REACH)
+                around = F.pad(around, (0, 0, 0, -there % _BLOCK))
+                part = _band(around, columns, orientations, in_place=result is not None)
+                if result is None:
+                    parts.append(part.flatten(2, 3).narrow(-2, 0, there))
+                    continue
+                target = result[begin : begin + together, :, row : row + there, column : column + across]
+                blocks, rest = divmod(there, _BLOCK)
+                target[:, :, : there - rest].unflatten(2, (blocks, _BLOCK)).copy_(part[:, :, :blocks])
+                if rest:
+                    target[:, :, there - rest :] = part[:, :, blocks, :rest]
             if result is None:
-                bands.append(band.flatten(2, 3).narrow(-2, 0, there))
-                continue
-            target = result[begin : begin + together].narrow(-2, first, there)
-            blocks, rest = divmod(there, _BLOCK)
-            target[:, :, : there - rest].unflatten(2, (blocks, _BLOCK)).copy_(band[:, :, :blocks])
-            if rest:
-                target[:, :, there - rest :] = band[:, :, blocks, :rest]
+                bands.append(_cat(parts, -1))
         if result is None:
-            groups.append(torch.cat(bands, dim=-2) if len(bands) > 1 else bands[0])
+            groups.append(_cat(bands, -2))
     if result is None:
-        result = (torch.cat(groups) if len(groups) > 1 else groups[0]).to(dtype)
+        result = _cat(groups, 0).to(dtype)
     return result.reshape(shape)
+
+
+def _cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
+
+
+def _windows(planes: torch.Tensor) -> Callable[[int, int, int, int], torch.Tensor]:
+    """Rows and columns from .. to .. of planes whose borders are mirrored, up to `REACH` outside."""
+    height, width = planes.shape[-2:]
+    if planes.device.type == "cpu" and min(height, width) > REACH:
+
+        def window(top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+            inside = planes[:, max(top, 0) : bottom, max(left, 0) : right]
+            outside = (max(-left, 0), max(right - width, 0), max(-top, 0), max(bottom - height, 0))
+            return F.pad(inside, outside, mode="reflect") if any(outside) else inside
+
+        return window
+    padded = mirrored(planes, REACH, REACH)
+    return lambda top, bottom, left, right: padded[:, top + REACH : bottom + REACH, left + REACH : right + REACH]
 
 
 def _band(x: torch.Tensor, columns: torch.Tensor, orientations: int, *, in_place: bool) -> torch.Tensor:

@@ -22,7 +22,7 @@ from gpu_lod.uploads import STAGING_BYTES, Uploader, finish, new_textures
 LEVELS_AT_ONCE = 3
 """What the registers generator makes in one dispatch; so many below a band's first."""
 
-MOST = 1.8, 1.5
+MOST = 1.8, 1.0
 """Memory beside the image and the result, in images and in results: what textures leave of it, the bands share."""
 
 BAND_BYTES = (2**16, 2**20)
