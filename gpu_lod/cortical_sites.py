@@ -83,7 +83,7 @@ def sites_about(
     radius = eccentricity((chosen + 0.5) / density[:, None], e0)
     at = points[:, None] + radius[..., None] * direction_of(chosen) / box
     spacing = (radius + e0) * (2 * math.pi / density[:, None]).sqrt()
-    level = (quietly(torch.log1p, max(size) * spacing / patch - 1) / math.log(2)).clamp(min=0)
+    level = quietly(torch.log1p, (max(size) * spacing / patch).clamp(min=1) - 1) / math.log(2)
     return torch.cat([at.clamp(0, 1), level[..., None]], dim=-1)  # rounding may step over the edge
 
 

@@ -97,7 +97,7 @@ def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     held = [image if image.dtype in (torch.float32, torch.float64) else image.float()]
     result = []
     for _ in range(levels):
-        wide = reduce(held.pop())  # the last one to know it, it lets go of it on the way
+        wide = reduce(held.pop())  # as the last to know it (from Python 3.11 on), it lets go of it on the way
         held.append(wide)
         result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
         del wide

@@ -35,7 +35,7 @@ _TILE_SOFTWARE = (4, 8)
 _BAND = 2**18
 """Samples that the reference takes on at once, so that what it makes of them on the way stays in the caches."""
 _WIDEST = 2**12
-"""Columns of them at most."""
+"""Columns of a picture that it takes on at once, where all of it is too much."""
 LEAST_ROW = 8
 """Samples of a row that shaders read and write in groups of four."""
 _STAGED_BYTES = 2**22

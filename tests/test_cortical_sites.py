@@ -147,6 +147,13 @@ def test_the_inverse() -> None:
         assert torch.allclose(magnified(eccentricity(n, e0), e0), n, rtol=1e-9)
 
 
+def test_gradients_of_levels_far_below_0_are_none() -> None:
+    fixation = torch.tensor([0.4, 0.6], requires_grad=True)
+    sites = lod.cortical_sites(fixation, 16, (1024, 1024), 14, e0=1e-20)
+    (gradient,) = torch.autograd.grad(sites.sum(), fixation)
+    assert bool(torch.isfinite(gradient).all())
+
+
 def test_gradients_pass_to_the_fixation() -> None:
     fixation = torch.tensor([[0.43, 0.61], [0.0, 0.0]], requires_grad=True)
     sites = lod.cortical_sites(fixation, 20, (60, 80))
