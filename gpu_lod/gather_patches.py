@@ -229,13 +229,14 @@ def centres_of(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) ->
     return at + (rounded - at).detach() if needs_grad(at) else rounded
 
 
-def _first_texels(sites: torch.Tensor, patch: int, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _first_texels(
+    centres: torch.Tensor, level: torch.Tensor, patch: int, size: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, K, 2] the texel of each first sample, at the site's level; [B, K] whether all samples are texels."""
-    level = sites[..., 2].clamp(max=30)
     whole = torch.exp2(level.floor())[..., None]
-    first = centres_of(sites, size, torch.float32) / whole - patch / 2
+    first = centres / whole - patch / 2
     # Texels stand on a grid of whole steps only where the sides halve without a rest.
-    sides = torch.tensor([size[1], size[0]], dtype=torch.float32, device=sites.device) / whole
+    sides = centres.new_tensor([size[1], size[0]]) / whole
     met = (first == first.floor()) & (sides == sides.floor())
     return first, met.all(dim=-1) & (level == level.floor())
 
@@ -261,7 +262,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     read = level.clamp(max=len(levels) - 1)
     fine = read.detach().floor()
     with torch.no_grad():
-        first, texels = _first_texels(sites, patch, (height, width))
+        first, texels = _first_texels(centres, level, patch, (height, width))
         room = torch.tensor([width, height], dtype=work, device=top.device) / torch.exp2(fine)[..., None] - patch
         slices = texels & (level == read) & ((first >= 0) & (first <= room)).all(dim=-1)
         group = 3 * fine.int() + torch.where(slices, 2, (read > fine).int())
@@ -287,7 +288,12 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
                 most = int(member.sum(dim=1).max())
                 order = member.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
                 rows = torch.arange(batch, device=top.device)[:, None]
-            grid = grids if len(numbers) == 1 else grids[rows, order]
+            if len(numbers) == 1:
+                grid = grids
+            elif batch == 1:  # quicker than by pairs of indices
+                grid = grids.index_select(1, site)
+            else:
+                grid = grids[rows, order]
             values = _sampled(chain[index], grid, work)
             if kind == 1:
                 share = (read - fine)[rows, order][..., None, None, None]

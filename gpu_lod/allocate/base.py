@@ -399,10 +399,10 @@ def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
 
     if pool == "max":
         return F.max_pool2d(padded(values, -math.inf), 2)[:, 0]
-    quarters = F.avg_pool2d(padded(values), 2)[:, 0]
+    sums = F.avg_pool2d(padded(values), 2, divisor_override=1)[:, 0]
     if pool == "sum":
-        return 4 * quarters
-    return quarters / F.avg_pool2d(padded(torch.ones_like(values[:1])), 2)[:, 0]
+        return sums
+    return sums / F.avg_pool2d(padded(torch.ones_like(values[:1])), 2, divisor_override=1)[:, 0]
 
 
 def register(allocator: A) -> A:

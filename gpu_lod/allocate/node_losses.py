@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -42,13 +43,13 @@ def losses(scene: Scene) -> list[torch.Tensor]:
     held, parts = [], []
     for some in top.split(images):
         base = unit(some[..., :1, :1])
-        bands = [_chain(_Mip.of(unit(band), base, patch), deep) for band in some.split(rows, dim=-2)]
+        bands = [_chain(_Mip.of(unit(band), 1.0, base, patch), deep) for band in some.split(rows, dim=-2)]
         held.append(torch.cat([level.held for level, *_ in bands], dim=-2))
         parts.append([_joined(same, -2) for same in zip(*(below for _, *below in bands), strict=True)])
     chain = [_joined(same, 0) for same in zip(*parts, strict=True)]
     chain += _chain(chain[-1], root - deep)[1:]
     if top.dtype == torch.float32:
-        scene.chain[:] = [mip.means for mip in chain if mip.whole]
+        scene.chain[:] = [mip.means for mip in chain if isinstance(mip.stands_for, float)]
     sums = [torch.cat(held), *(mip.held for mip in chain)]
     found = [(coarser(fine, "sum") - coarse).clamp(min=0) for fine, coarse in pairwise(sums)]
     checked(torch.stack([level.sum() for level in found]))
@@ -61,46 +62,51 @@ class _Mip:
 
     means: torch.Tensor
     """[B, C, h, w]"""
-    rows: torch.Tensor
-    """How many rows of pixels the texels of each row stand for: all as many until one reaches over an edge."""
-    columns: torch.Tensor
-    whole: float | None
-    """The pixels that a texel stands for, if all stand for as many."""
     held: torch.Tensor
     """[B, h_l, w_l], the sum of squared differences from the base over each node's pixels."""
+    stands_for: tuple[torch.Tensor, torch.Tensor] | float
+    """The pixels that a texel stands for, if all stand for as many; else how many rows and how many columns of them the
+    texels of each row, and of each column, do: fewer where they reach over an edge."""
     base: torch.Tensor
     """[B, C, 1, 1], a value of each picture: differences of squares lose no digits where it is flat."""
     patch: int
 
-    @staticmethod
-    def of(values: torch.Tensor, base: torch.Tensor, patch: int) -> _Mip:
-        rows, columns = (torch.ones(n, device=values.device) for n in values.shape[-2:])
-        return _Mip(values, rows, columns, 1.0, values, base, patch)._with_sums()
+    def rows_and_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(self.stands_for, tuple):
+            return self.stands_for
+        rows, columns = (self.means.new_full((n,), math.sqrt(self.stands_for)) for n in self.means.shape[-2:])
+        return rows, columns
 
-    def _with_sums(self) -> _Mip:
-        squares = F.mse_loss(self.means, self.base.expand_as(self.means), reduction="none")
-        if not self.whole:
-            squares = squares * (self.rows[:, None] * self.columns)
-        bottom, right = (-n % self.patch for n in squares.shape[-2:])
+    @staticmethod
+    def of(
+        means: torch.Tensor, stands_for: tuple[torch.Tensor, torch.Tensor] | float, base: torch.Tensor, patch: int
+    ) -> _Mip:
+        squares = F.mse_loss(means, base.expand_as(means), reduction="none")
+        if isinstance(stands_for, tuple):
+            squares = squares * (stands_for[0][:, None] * stands_for[1])
+        bottom, right = (-n % patch for n in squares.shape[-2:])
         if bottom or right:
             squares = F.pad(squares, (0, right, 0, bottom))
-        held = squares.unflatten(-2, (-1, self.patch)).sum(-2).unflatten(-1, (-1, self.patch)).sum(-1).sum(1)
-        return replace(self, held=held * (self.whole or 1.0))
+        held = squares.unflatten(-2, (-1, patch)).sum(-2).unflatten(-1, (-1, patch)).sum(-1).sum(1)
+        return _Mip(means, held * stands_for if isinstance(stands_for, float) else held, stands_for, base, patch)
 
     def coarser(self) -> _Mip:
-        means, rows, columns, whole = self.means, self.rows, self.columns, self.whole
+        means, stands_for = self.means, self.stands_for
         # Nodes of the next level have two of these along each side.
         bottom, right = (-n % (2 * self.patch) for n in means.shape[-2:])
+        if isinstance(stands_for, float) and not (bottom or right):
+            halved = halve_mean(means, means.shape[-2] // 2, means.shape[-1] // 2)
+            return _Mip.of(halved, 4 * stands_for, self.base, self.patch)
         if bottom or right:
-            means, whole = F.pad(means, (0, right, 0, bottom)), None
-            rows, columns = F.pad(rows, (0, bottom)), F.pad(columns, (0, right))
-        (row_share, rows), (column_share, columns) = _pairs(rows), _pairs(columns)
-        if whole:
-            means, whole = halve_mean(means, means.shape[-2] // 2, means.shape[-1] // 2), 4 * whole
-        else:
-            means = torch.lerp(means[..., 0::2, :], means[..., 1::2, :], row_share[:, None])
-            means = torch.lerp(means[..., 0::2], means[..., 1::2], column_share)
-        return replace(self, means=means, rows=rows, columns=columns, whole=whole)._with_sums()
+            means = F.pad(means, (0, right, 0, bottom))
+        rows, columns = self.rows_and_columns()
+        (row_share, rows), (column_share, columns) = (
+            _pairs(F.pad(rows, (0, bottom))),
+            _pairs(F.pad(columns, (0, right))),
+        )
+        means = torch.lerp(means[..., 0::2, :], means[..., 1::2, :], row_share[:, None])
+        means = torch.lerp(means[..., 0::2], means[..., 1::2], column_share)
+        return _Mip.of(means, (rows, columns), self.base, self.patch)
 
 
 def _chain(mip: _Mip, levels: int) -> list[_Mip]:
@@ -116,13 +122,16 @@ def _joined(parts: Sequence[_Mip], dim: int) -> _Mip:
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    return replace(
-        first,
-        means=torch.cat([part.means for part in parts], dim),
-        rows=first.rows if dim == 0 else torch.cat([part.rows for part in parts]),
-        whole=first.whole if all(part.whole for part in parts) else None,
-        held=torch.cat([part.held for part in parts], dim),
-        base=torch.cat([part.base for part in parts]) if dim == 0 else first.base,
+    stands_for = first.stands_for
+    if any(isinstance(part.stands_for, tuple) for part in parts):
+        rows, columns = zip(*(part.rows_and_columns() for part in parts), strict=True)
+        stands_for = rows[0] if dim == 0 else torch.cat(rows), columns[0]
+    return _Mip(
+        torch.cat([part.means for part in parts], dim),
+        torch.cat([part.held for part in parts], dim),
+        stands_for,
+        torch.cat([part.base for part in parts]) if dim == 0 else first.base,
+        first.patch,
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, cells_of, coarser, register
 from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.node_losses import losses
-from gpu_lod.allocate.tree_cut import Cut, children, tokens_at, tree_cut
+from gpu_lod.allocate.tree_cut import Cut, apart, in_a_row, of_parents, tokens_at, tree_cut
 
 _MOST = 1 - 2**-16
 """How much of a level a token rises at most: a whole one could, by ties, bring it onto a token of the next level."""
@@ -96,16 +98,9 @@ def _bounds(lost: Sequence[torch.Tensor], scene: Scene) -> list[torch.Tensor]:
 def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The continuous level of each node of each level, for those that are leaves."""
     sizes = [(leaves.shape[1], leaves.shape[2]) for leaves in cut.leaves]
-    parents = [children(coarse, size) for coarse, size in zip(benefits[1:], sizes[:-1], strict=False)]
-    parents.append(benefits[len(sizes) - 1])  # roots have none, and stay where they are
-    # All levels at once: they are small.
-    own, above, leaf = (_flat(levels) for levels in (benefits[: len(sizes)], parents, cut.leaves))
+    own, leaf = in_a_row(benefits[: len(sizes)]), in_a_row(cut.leaves)
     threshold = (own * leaf).amax(1, keepdim=True)
-    room = above - own
+    roots = math.prod(sizes[-1])  # they have no parents, and stay where they are
+    room = F.pad(of_parents(own, sizes) - own[:, roots:], (roots, 0))
     share = torch.where(room > 0, (threshold - own) / torch.where(room > 0, room, 1.0), 0.0).clamp(0, _MOST)
-    shares = share.split([height * width for height, width in sizes], dim=1)
-    return [level + part.unflatten(1, size) for level, (part, size) in enumerate(zip(shares, sizes, strict=True))]
-
-
-def _flat(levels: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([level.flatten(1) for level in levels], dim=1)
+    return [level + part for level, part in enumerate(apart(share, sizes))]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from gpu_lod import checks
@@ -67,32 +69,25 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
         raise InputError(
             f"{roots} roots of level {top} are more than the budget of {budget}. Raise max_level, or the budget."
         )
-    gains = _propagated(benefits)
-    order_of = [gain.flatten(1) for gain in reversed(gains)]
-    split_at = [torch.zeros(batch, h, w, dtype=torch.bool, device=detail.device) for h, w in sizes]
+    reached = torch.ones(batch, roots, dtype=torch.bool, device=detail.device)
     left = torch.full((batch,), budget - roots, device=detail.device)
-    if order_of:
-        flat = torch.cat(order_of, dim=1)
-        costs = torch.cat([_costs(sizes[level - 1], detail.device) for level in range(top, 0, -1)])
-        order = torch.sort(flat, dim=1, descending=True, stable=True).indices
-        spent = costs[order].cumsum(1)
-        fits = spent <= budget - roots
-        split = torch.zeros_like(flat, dtype=torch.bool).scatter(1, order, fits)
-        left = left - (costs * split).sum(1)
-        parts = split.split([h * w for h, w in reversed(sizes[1:])], dim=1)
-        for level, part in zip(range(top, 0, -1), parts, strict=True):
-            split_at[level] = part.unflatten(1, sizes[level])
-    leaves = []
-    for level, size in enumerate(sizes):
-        reached = torch.ones_like(split_at[level]) if level == top else children(split_at[level + 1], size)
-        leaves.append(reached & ~split_at[level])
-    return Cut(tuple(leaves), _left_over(detail, leaves[0], left))
+    if top == 0:
+        return Cut((reached.view_as(detail),), _left_over(detail, reached.view_as(detail), left))
+    gains = in_a_row(_propagated(benefits))
+    costs = torch.from_numpy(_layout(tuple(sizes))[1]).to(detail.device).expand_as(gains)
+    order = torch.sort(gains, dim=1, descending=True, stable=True).indices
+    fits = costs.gather(1, order).cumsum(1) <= budget - roots
+    split = torch.zeros_like(fits).scatter_(1, order, fits)
+    left = left - (costs * split).sum(1)
+    reached = torch.cat([reached, of_parents(split, sizes)], dim=1)
+    inner, cells = reached.split([split.shape[1], height * width], dim=1)
+    leaves = tuple(apart(torch.cat([inner & ~split, cells], dim=1), sizes))
+    return Cut(leaves, _left_over(detail, leaves[0], left))
 
 
 def _numbers(value: torch.Tensor, name: str) -> torch.Tensor:
     """Integers have no -inf, which the propagation pads with."""
     found = checks.real(value, name)
-    checks.no_nan(found, name)
     return found if found.is_floating_point() else found.double()
 
 
@@ -114,6 +109,11 @@ def _checked(
                 f"of level {index + 1} above a grid of {sizes[0]}."
             )
         checks.same_device(detail, values, f"benefits[{index}]", "detail")
+    # One look at all of them, as each asks the device.
+    if torch.isnan(torch.cat([values.detach().flatten(1) for values in (detail, *found)], dim=1)).any():
+        checks.no_nan(detail, "detail")
+        for index, values in enumerate(found):
+            checks.no_nan(values, f"benefits[{index}]")
     return found
 
 
@@ -125,21 +125,33 @@ def _propagated(benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return gains
 
 
-def _costs(below: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Children less one of each node above a level of this size, row by row."""
-    height, width = (-(-n // 2) for n in below)
-    costs = torch.full((height, width), 3, device=device)
-    for side, n in zip((costs.T, costs), below, strict=True):
-        if n % 2:
-            side[:, -1] = (side[:, -1] - 1) // 2
-    return costs.flatten()
+def in_a_row(levels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B, N] of levels [B, h_l, w_l], finest first: all their nodes, coarse before fine, row by row."""
+    return torch.cat([level.flatten(1) for level in reversed(levels)], dim=1)
 
 
-def children(split: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """What nodes have, on the nodes of the next finer level."""
-    batch, height, width = split.shape
-    twice = split[:, :, None, :, None].expand(-1, -1, 2, -1, 2).reshape(batch, 2 * height, 2 * width)
-    return twice[:, : size[0], : size[1]]
+def apart(nodes: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The levels, of such sizes, that `in_a_row` took, finest first."""
+    parts = nodes.split([height * width for height, width in reversed(sizes)], dim=1)
+    return [part.unflatten(1, size) for part, size in zip(reversed(parts), sizes, strict=True)]
+
+
+def of_parents(nodes: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Of nodes in a row, what the parent of each has that has one: of all below the roots."""
+    return nodes.index_select(1, torch.from_numpy(_layout(tuple(sizes))[0]).to(nodes.device))
+
+
+@lru_cache(maxsize=16)
+def _layout(sizes: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Of the nodes of a quadtree's levels in a row: the places of the parents, for all below the roots; the children
+    less one, for all above the cells."""
+    parents, costs, start = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+    for (height, width), (rows, columns) in pairwise(reversed(sizes)):
+        own = (np.arange(rows) // 2 * width)[:, None] + np.arange(columns) // 2
+        parents.append(start + own.ravel())
+        costs.append(np.bincount(own.ravel()) - 1)
+        start += height * width
+    return np.concatenate(parents), np.concatenate(costs)
 
 
 def _left_over(detail: torch.Tensor, reached: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
