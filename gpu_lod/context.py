@@ -35,6 +35,8 @@ from gpu_lod.shield import Shield
 from gpu_lod.turns import pinned_stack, raise_forked
 
 _REQUIRED = 430
+_BINDINGS = 8
+"""Storage buffers that a compute shader may have: the least that OpenGL promises."""
 
 _registry: dict[int, Context] = {}  # by EGL device
 _adopted: list[Context] = []
@@ -266,6 +268,17 @@ class Context(Sharing):
             self.constants.clear()
             self._trim()
         _reap()
+
+    def trim(self) -> None:
+        """Free idle buffers and textures. Those in use, also by tensors, stay."""
+        with self.active():
+            self._trim()
+            # What dispatches were bound to, llvmpipe holds until others take the bindings.
+            nothing = self.private.lease(4)
+            for binding in range(_BINDINGS):
+                nothing.item.bind(binding, 0, 4)
+            self.programs.compute("nothing.comp", BINDINGS=_BINDINGS).dispatch_groups(1, 1, 1)
+            self.gl.Finish()
 
     def _mark_closed(self) -> None:
         self._closed = True

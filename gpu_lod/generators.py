@@ -169,16 +169,18 @@ def reduce_level(
     scratch: Planes | None = None,
     source_wide: bool = False,
     *,
-    rows: tuple[int, int] | None = None,
+    part: tuple[tuple[int, int], tuple[int, int]] | None = None,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
 
     Args:
         source_wide: the source is fp32 whatever the target is.
-        rows: of a band of a level, which row is its first and how many the level has; None is the whole level.
+        part: of a tile of a level, the row and the column it begins with, and the level's height and width; None is the
+            whole level.
     """
     defines = {"SOURCE_WIDE": source_wide, **_reduction(reduce), **_taps(source)}
-    uniforms = {"u_rows": rows or (0, target.height)}
+    (row, column), (height, width) = part or ((0, 0), (target.height, target.width))
+    uniforms = {"u_at": (column, row), "u_level_size": (width, height)}
     reduce_by(ctx, "reduce_level.comp", source, target, scratch, defines, above=0, uniforms=uniforms)
 
 

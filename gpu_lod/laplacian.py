@@ -169,12 +169,12 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     sizes = burt_sizes(height, width, levels)
     with ctx.active(batched.device):
         targets, result = packed_planes(ctx, batch, channels, sizes, stored)
-        source = planes_of(ctx, batched, torch.float32)
+        source = planes_of(ctx, batched, torch.float32 if image.dtype == torch.uint8 else None)
         for level in range(levels - 1):
-            last = level == levels - 2
             below = scratch_planes(ctx, (source.count, *sizes[level + 1]), torch.float32)
-            if last:
-                reduce_level(ctx, source, targets[-1], below)
+            if level == levels - 2 or source.dtype != torch.float32:
+                # It is rounded too, into the last level, or where the next one will be.
+                reduce_level(ctx, source, targets[level + 1], below)
             else:
                 reduce_level(ctx, source, below)
             _expand(ctx, source, below, targets[level], -1)

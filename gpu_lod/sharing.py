@@ -260,11 +260,6 @@ class Sharing(Turns):
     def _bridge_of(self, tensor: torch.Tensor) -> Bridge:
         return self.interop if self.interop is not None and tensor.device == self.interop.device else self.host
 
-    def trim(self) -> None:
-        """Free idle buffers and textures. Those in use, also by tensors, stay."""
-        with self.active():
-            self._trim()
-
     def _trim(self) -> None:
         self.host.trim()
         if self.interop is not None:

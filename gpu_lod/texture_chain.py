@@ -1,4 +1,4 @@
-"""The mean chain of an image that exists as a texture alone, made a few rows at a time."""
+"""The mean chain of an image that exists as a texture alone, made a tile at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from gpu_lod.transfer import Planes, packed_bytes, packed_in
 from gpu_lod.uploads import STAGING_BYTES, Uploader, finish, new_textures
 
 LEVELS_AT_ONCE = 3
-"""What the registers generator makes in one dispatch; so many below a band's first."""
+"""What the registers generator makes in one dispatch; so many below a tile's first."""
 
 MOST = 1.8, 1.0
-"""Memory beside the image and the result, in images and in results: what textures leave of it, the bands share."""
+"""Memory beside the image and the result, in images and in results: what textures leave of it, the tiles share."""
 
-BAND_BYTES = (2**16, 2**20)
-"""The least and the most that a band may take."""
+TILE_BYTES = (2**16, 2**20)
+"""The least and the most that a tile may take."""
+
+Span = tuple[int, int]
+"""First and end (exclusive) of rows or columns."""
 
 
 class TextureChain:
@@ -81,100 +84,117 @@ class TextureChain:
         room = (
             MOST[0] * image.nbytes + MOST[1] * self._result_bytes - sum(texture.key.nbytes for _, texture in textures)
         )
-        # Bands of all stages and what goes into textures are about three times the first band.
-        bands = _Bands(ctx, image, self._sizes, int(room / 3 if room > 0 else image.nbytes / 8))
+        # Tiles of all stages and what goes into textures are about three times the first tile.
+        tiles = _Tiles(ctx, image, self._sizes, int(room / 3 if room > 0 else image.nbytes / 8))
         for first, texture in textures:
-            bands.fill(texture, image[first : first + texture.key.layers])
+            tiles.fill(texture, image[first : first + texture.key.layers])
         return textures
 
 
-class _Bands:
+class _Tiles:
     """Makes chains through small buffers of fp32, which carry means unrounded as the generators do.
 
-    A stage makes up to three levels below its first one, a band of rows at a time; the last of them are rows of the
-    next stage's first. Odd heights ask for a row more, or a few, which two bands then make alike.
+    A stage makes up to three levels below its first one, a tile at a time: as many whole rows as fit, or a part of one.
+    The last of them are texels of the next stage's first. Odd sides ask for a texel more, or a few, which two tiles
+    then make alike.
     """
 
     def __init__(self, ctx: Context, image: torch.Tensor, sizes: Sequence[tuple[int, int]], nbytes: int) -> None:
         self._ctx = ctx
         self._sizes = sizes
         self._channels = image.shape[1]
-        self._band = min(max(nbytes, BAND_BYTES[0]), BAND_BYTES[1])
-        self._stages = [0]
+        self._bytes = min(max(nbytes, TILE_BYTES[0]), TILE_BYTES[1])
+        last = len(sizes) - 1
+        self._stages = [*range(0, last, LEVELS_AT_ONCE), last]
         """The level that each begins with, and the last."""
-        while self._stages[-1] < len(sizes) - 1:
-            self._stages.append(self._next(self._stages[-1]))
-        self._together = max(self._band // (4 * self._channels * math.prod(sizes[0])), 1)
-        self._uploader = Uploader(ctx, min(self._band, STAGING_BYTES))
+        self._together = max(self._bytes // (4 * self._channels * math.prod(sizes[0])), 1)
+        self._uploader = Uploader(ctx, min(self._bytes, STAGING_BYTES))
         self._buffers: dict[int, Any] = {}
-        self._made: dict[tuple[int, int, tuple[int, ...]], tuple[list[Planes], list[torch.Tensor]]] = {}
+        self._made: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[list[Planes], list[torch.Tensor]]] = {}
 
     def fill(self, texture: Sampled, images: torch.Tensor) -> None:
         """All levels of all layers; small images go through the stages together."""
         self._texture = texture
+        height, width = self._sizes[-1]
         for layer in range(0, images.shape[0], self._together):
             self._layer, self._images = layer, images[layer : layer + self._together]
             self._uploader.write(self._images, texture, 0, layer=layer)
             if len(self._sizes) > 1:
-                self._make(len(self._stages) - 1, 0, self._sizes[-1][0], None)
+                self._make(len(self._stages) - 1, (0, height), (0, width), None)
 
-    def _next(self, top: int) -> int:
-        """The level that the next stage begins with: rows of wide images are too large for many levels at once."""
-        share = self._band >> 2 * (len(self._stages) - 1)
-        row = 4 * self._channels * self._sizes[top][1]
-        fits = max((share // row).bit_length() - 1, 1)
-        return min(top + min(fits, LEVELS_AT_ONCE), len(self._sizes) - 1)
-
-    def _make(self, stage: int, begin: int, end: int, into: torch.Tensor | None) -> None:
-        """Rows of the level that a stage begins with, and of the levels above it what they rest on."""
+    def _make(self, stage: int, rows: Span, columns: Span, into: torch.Tensor | None) -> None:
+        """Texels of the level that a stage begins with, and of the levels above it what they rest on."""
         if stage == 0:
             if into is not None:
-                put(self._ctx, into, self._images[:, :, begin:end])
+                put(self._ctx, into, self._images[:, :, slice(*rows), slice(*columns)])
             return
         top, last = self._stages[stage - 1 : stage + 1]
-        width = self._sizes[top][1]
-        share = self._band >> 2 * (stage - 1)
-        step = max(share // (4 * self._images.shape[0] * self._channels * width << (last - top)), 1)
-        for first in range(begin, end, step):
-            rows = self._rows(top, last, first, min(first + step, end))
-            planes, tensors = self._planes(stage, tuple(last - first for first, last in rows))
-            self._make(stage - 1, *rows[0], tensors[0])
+        texel_bytes = 4 * self._images.shape[0] * self._channels << 2 * (last - top)
+        texels = max((self._bytes >> 2 * (stage - 1)) // texel_bytes, 1)
+        # Parts of rows are alike.
+        across = -(-(columns[1] - columns[0]) // -(-(columns[1] - columns[0]) // texels))
+        for row in _steps(rows, max(texels // across, 1)):
+            for column in _steps(columns, across):
+                tensors, begins = self._tile(stage, row, column)
+                if into is not None:
+                    y, x = (at[0] - whole[0] for at, whole in ((row, rows), (column, columns)))
+                    level = tensors[-1]
+                    put(self._ctx, into[:, :, y : y + level.shape[2], x : x + level.shape[3]], level)
+                for index, level in enumerate(tensors[1:], start=1):
+                    self._uploader.write(
+                        stored(level, self._images.dtype),
+                        self._texture,
+                        top + index,
+                        layer=self._layer,
+                        at=begins[index],
+                    )
 
-            def one_level(source: Planes, target: Planes, *_: Any, planes: Any = planes, rows: Any = rows) -> None:
-                index = next(i for i, level in enumerate(planes) if level is target)
-                generators.reduce_level(
-                    self._ctx, "mean", source, target, rows=(rows[index][0], self._sizes[top + index][0])
-                )
+    def _tile(self, stage: int, rows: Span, columns: Span) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        """A tile of the level that a stage begins with, and of those of the stage above it: their texels, and which row
+        and column they begin with; from the stage's first level on."""
+        top, last = self._stages[stage - 1 : stage + 1]
+        spans = list(zip(self._spans(0, top, last, rows), self._spans(1, top, last, columns), strict=True))
+        heights, widths = (tuple(end - first for first, end in along) for along in zip(*spans, strict=True))
+        planes, tensors = self._planes(stage, heights, widths)
+        self._make(stage - 1, *spans[0], tensors[0])
+        begins = [(row, column) for (row, _), (column, _) in spans]
 
-            several_levels.reduce_chain(self._ctx, planes, "mean", one_level)
-            finish(self._ctx)
-            for index, level in enumerate(tensors[1:], start=1):
-                values = stored(level, self._images.dtype)
-                self._uploader.write(values, self._texture, top + index, layer=self._layer, row=rows[index][0])
-            if into is not None:
-                put(self._ctx, into[:, :, first - begin : rows[-1][1] - begin], tensors[-1])
+        def one_level(source: Planes, target: Planes, *_: Any) -> None:
+            index = next(i for i, level in enumerate(planes) if level is target)
+            part = begins[index], self._sizes[top + index]
+            generators.reduce_level(self._ctx, "mean", source, target, part=part)
 
-    def _rows(self, top: int, last: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Of the levels from `top` on, the rows that rows first..end (exclusive) of the last of them rest on."""
-        result = [(first, end)]
+        several_levels.reduce_chain(self._ctx, planes, "mean", one_level)
+        finish(self._ctx)
+        return tensors, begins
+
+    def _spans(self, dim: int, top: int, last: int, span: Span) -> list[Span]:
+        """Of the levels from `top` on, what a span of rows (dim 0) or columns (1) of the last of them rests on."""
+        result = [span]
         for level in range(last, top, -1):
-            (first, end), above = result[0], self._sizes[level - 1][0]
-            result.insert(0, (2 * first, above if end == self._sizes[level][0] else 2 * end + above % 2))
+            (first, end), above = result[0], self._sizes[level - 1][dim]
+            result.insert(0, (2 * first, above if end == self._sizes[level][dim] else 2 * end + above % 2))
         return result
 
-    def _planes(self, stage: int, heights: tuple[int, ...]) -> tuple[list[Planes], list[torch.Tensor]]:
-        """Bands of so many rows of the stage's levels, in its buffer."""
-        images, top = self._images.shape[0], self._stages[stage - 1]
-        found = self._made.get((stage, images, heights))
+    def _planes(
+        self, stage: int, heights: tuple[int, ...], widths: tuple[int, ...]
+    ) -> tuple[list[Planes], list[torch.Tensor]]:
+        """Tiles of such sizes of the stage's levels, in its buffer."""
+        images = self._images.shape[0]
+        key = (stage, (images, *heights), widths)
+        found = self._made.get(key)
         if found is None:
-            sizes = [(height, self._sizes[level][1]) for level, height in enumerate(heights, start=top)]
+            sizes = list(zip(heights, widths, strict=True))
             nbytes = packed_bytes(images, self._channels, sizes, torch.float32)
             lease = self._buffers.get(stage)
             if lease is None or lease.nbytes < nbytes:
                 lease = self._buffers[stage] = self._ctx.bridge.lease(nbytes)
-            found = packed_in(lease, images, self._channels, sizes, torch.float32)
-            self._made[stage, images, heights] = found
+            found = self._made[key] = packed_in(lease, images, self._channels, sizes, torch.float32)
         return found
+
+
+def _steps(span: Span, step: int) -> list[Span]:
+    return [(first, min(first + step, span[1])) for first in range(*span, step)]
 
 
 Source = Pyramid | TextureChain

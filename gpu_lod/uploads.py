@@ -124,12 +124,17 @@ class Uploader:
         self._views: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         ctx.gl.PixelStorei(G.UNPACK_ALIGNMENT, 1)
 
-    def write(self, values: torch.Tensor, texture: Sampled, level: int, *, layer: int = 0, row: int = 0) -> None:
-        """Values [layers, channels, rows, width] of any strides, from a layer and a row on."""
+    def write(
+        self, values: torch.Tensor, texture: Sampled, level: int, *, layer: int = 0, at: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Values [layers, channels, rows, columns] of any strides, from a layer, a row and a column on."""
         key = texture.key
+        row, column = at
         rows, width = values.shape[-2:]
         if isinstance(texture, Texels):
-            target = texture.item.level(level)[layer : layer + values.shape[0], row : row + rows]
+            target = texture.item.level(level)[
+                layer : layer + values.shape[0], row : row + rows, column : column + width
+            ]
             for channel in range(key.channels):  # far faster than channels innermost
                 put(self._ctx, target[..., channel], values[:, channel])
             return
@@ -147,7 +152,7 @@ class Uploader:
             for top in range(0, rows, tall):
                 part = texels[first : first + whole, top : top + tall]
                 self._ctx.gl.TexSubImage3D(
-                    *(G.TEXTURE_2D_ARRAY, level, 0, row + top, layer + first, width, part.shape[1], part.shape[0]),
+                    *(G.TEXTURE_2D_ARRAY, level, column, row + top, layer + first, width, part.shape[1], part.shape[0]),
                     *(_FORMATS[key.channels - 1], _TYPES[key.storage], self._stage(part, key)),
                 )
 

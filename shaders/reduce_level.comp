@@ -19,7 +19,8 @@ layout(std430, binding = 2) writeonly buffer Wide { float b_wide[]; };
 uniform ivec2 u_source_size;
 uniform int u_source_first;  // index in b_source of texel 0 of that plane's source; negative if bound from a later row
 
-uniform ivec2 u_rows;        // the level's row that row 0 of the target is, and how many it has
+uniform ivec2 u_at;          // the level's texel that texel (0, 0) of the target is
+uniform ivec2 u_level_size;
 
 #ifdef REDUCE_MEAN
 #include "polyphase.glsl"
@@ -31,8 +32,8 @@ uniform ivec2 u_rows;        // the level's row that row 0 of the target is, and
 #endif
 
 VALUE footprint(int origin, ivec2 at) {
-    vec3 wx = weights(at.x, u_target_size.x, TAPS_X);
-    vec3 wy = weights(u_rows.x + at.y, u_rows.y, TAPS_Y);
+    vec3 wx = weights(u_at.x + at.x, u_level_size.x, TAPS_X);
+    vec3 wy = weights(u_at.y + at.y, u_level_size.y, TAPS_Y);
     float sum = 0.0;
     for (int y = 0; y < TAPS_Y; ++y) {
         float row = 0.0;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import moderngl
 import pytest
@@ -499,3 +501,23 @@ def test_an_interrupt_while_compiling_waits() -> None:
         print(len(results), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     """)
     assert out.split() == ["interrupted", "1", "True"]
+
+
+def test_trim_gives_memory_back(ctx: lod.Context) -> None:
+    """Also what the last dispatches were bound to."""
+    if not ctx.software or not Path("/proc/self/statm").exists():
+        pytest.skip("a GPU's memory, or none that /proc tells of")
+    image = torch.rand(1, 3, 2048, 2048)
+
+    def resident() -> int:
+        gc.collect()
+        return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
+
+    ctx.trim()
+    before = resident()
+    result = lod.foveate(image, (0.5, 0.5), backend="gl")
+    taken = resident() - before
+    assert taken > 2.7 * image.nbytes  # the result, and texels with a chain
+    del result
+    ctx.trim()
+    assert resident() - before < 0.05 * taken

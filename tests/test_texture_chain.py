@@ -1,4 +1,4 @@
-"""Chains that are textures alone: the values of pyramids, made a few rows at a time."""
+"""Chains that are textures alone: the values of pyramids, made a tile at a time."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def texels(ctx: lod.Context, textures: list[tuple[int, Sampled]], dtype: torch.d
     return found
 
 
-@pytest.mark.parametrize("least", [1, 3000, 2**20], ids="band {} bytes".format)
+@pytest.mark.parametrize("least", [1, 3000, 2**20], ids="tile {} bytes".format)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_texels_of_a_pyramid(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, least: int) -> None:
-    monkeypatch.setattr(texture_chain, "BAND_BYTES", (least, max(least, 9000)))
+    monkeypatch.setattr(texture_chain, "TILE_BYTES", (least, max(least, 9000)))
     for shape in ((3, 64, 96), (2, 3, 63, 45), (1, 1, 127, 8), (2, 101, 77), (4, 5, 1), (3, 1, 300), (9, 3, 14, 14)):
         image = noise(*shape, dtype=dtype)
         pyramid = lod.mipmap(image, generator="compute")
