@@ -27,6 +27,7 @@ from gpu_lod.errors import (
     GLUnavailableError,
     GpuLodError,
     InputError,
+    OutOfMemoryError,
 )
 from gpu_lod.glstate import preserved, preserved_for_moderngl
 from gpu_lod.program import Programs
@@ -273,12 +274,13 @@ class Context(Sharing):
         """Free idle buffers and textures. Those in use, also by tensors, stay."""
         with self.active():
             self._trim()
-            # What dispatches were bound to, llvmpipe holds until others take the bindings.
-            nothing = self.private.lease(4)
-            for binding in range(_BINDINGS):
-                nothing.item.bind(binding, 0, 4)
-            self.programs.compute("nothing.comp", BINDINGS=_BINDINGS).dispatch_groups(1, 1, 1)
-            self.gl.Finish()
+            with suppress(OutOfMemoryError):
+                # What dispatches were bound to, llvmpipe holds until others take the bindings.
+                nothing = self.private.lease(4)
+                for binding in range(_BINDINGS):
+                    nothing.item.bind(binding, 0, 4)
+                self.programs.compute("nothing.comp", BINDINGS=_BINDINGS).dispatch_groups(1, 1, 1)
+                self.gl.Finish()
 
     def _mark_closed(self) -> None:
         self._closed = True

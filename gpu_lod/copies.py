@@ -24,7 +24,7 @@ def put(ctx: Context, target: torch.Tensor, source: torch.Tensor | float) -> Non
     For a software renderer on one thread: after an operation on several, torch's other threads spin for milliseconds,
     each on a core that the renderer is about to need, and shaders took up to twice as long.
     """
-    small = not ctx.software or target.device.type != "cpu" or target.numel() < SERIAL
+    small = target.numel() < SERIAL or target.device.type != "cpu" or not ctx.software
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         if not isinstance(source, torch.Tensor):
             if small:

@@ -11,7 +11,6 @@ import torch
 from gpu_lod import dispatch, generators, recording, several_levels
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
-from gpu_lod.halving import stored
 from gpu_lod.mipmap import mipmap
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -141,13 +140,8 @@ class _Tiles:
                     level = tensors[-1]
                     put(self._ctx, into[:, :, y : y + level.shape[2], x : x + level.shape[3]], level)
                 for index, level in enumerate(tensors[1:], start=1):
-                    self._uploader.write(
-                        stored(level, self._images.dtype),
-                        self._texture,
-                        top + index,
-                        layer=self._layer,
-                        at=begins[index],
-                    )
+                    values = level.round() if self._images.dtype == torch.uint8 else level
+                    self._uploader.write(values, self._texture, top + index, layer=self._layer, at=begins[index])
 
     def _tile(self, stage: int, rows: Span, columns: Span) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
         """A tile of the level that a stage begins with, and of those of the stage above it: their texels, and which row

@@ -11,9 +11,9 @@ from gpu_lod import recording
 from gpu_lod.bridge import Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
-from gpu_lod.copies import put
+from gpu_lod.copies import SERIAL, put
 from gpu_lod.texture import Sampled, Texels
-from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TextureKey
+from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TexelBuffer, TextureKey
 from gpu_lod.transfer import (
     ALIGNMENT,
     Planes,
@@ -121,6 +121,7 @@ class Uploader:
         self._ctx = ctx
         self._nbytes = nbytes or STAGING_BYTES
         self._lease: Shared | None = None
+        self._levels: dict[tuple[TexelBuffer, int], torch.Tensor] = {}
         self._views: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         ctx.gl.PixelStorei(G.UNPACK_ALIGNMENT, 1)
 
@@ -132,11 +133,17 @@ class Uploader:
         row, column = at
         rows, width = values.shape[-2:]
         if isinstance(texture, Texels):
-            target = texture.item.level(level)[
-                layer : layer + values.shape[0], row : row + rows, column : column + width
+            item = texture.item
+            if (item, level) not in self._levels:
+                self._levels[item, level] = item.level(level)[..., : key.channels].permute(0, 3, 1, 2)
+            target = self._levels[item, level][
+                layer : layer + values.shape[0], :, row : row + rows, column : column + width
             ]
+            if values.numel() < SERIAL:
+                put(self._ctx, target, values)
+                return
             for channel in range(key.channels):  # far faster than channels innermost
-                put(self._ctx, target[..., channel], values[:, channel])
+                put(self._ctx, target[:, channel], values[:, channel])
             return
         row_bytes = width * key.texel_bytes
         if self._lease is None or self._lease.nbytes < row_bytes:  # a single row may be more
