@@ -194,11 +194,22 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
     parts = [lod.mipmap(one[None]).upload() for one in image]
     fixations = torch.rand(batch, 2)
     sites = lod.cortical_sites(fixations, 64, (side, side))
+    images, laid = image.split(1), lod.log_polar(whole, fixations, 64, 128)
     verbs: list[tuple[str, Callable[..., object], Any, Any]] = [
-        ("mipmap", lambda src, _, backend: lod.mipmap(src, backend=backend), image, [one[None] for one in image]),
+        ("mipmap", lambda src, _, backend: lod.mipmap(src, backend=backend), image, images),
+        ("gaussian", lambda src, _, backend: lod.gaussian(src, backend=backend), image, images),
+        ("laplacian", lambda src, _, backend: lod.laplacian(src, backend=backend), image, images),
+        ("oriented_energy", lambda src, _, backend: lod.oriented_energy(src, backend=backend), image, images),
         ("log_polar", lambda src, at, backend: lod.log_polar(src, at, 64, 128, backend=backend), whole, parts),
+        (
+            "inverse_log_polar",
+            lambda src, at, backend: lod.inverse_log_polar(src, at, (side, side), backend=backend),
+            laid,
+            laid.split(1),
+        ),
         ("foveate", lambda src, at, backend: lod.foveate(src, at, backend=backend), whole, parts),
         ("gather_patches", lambda src, at, backend: lod.gather_patches(src, at, backend=backend), whole, parts),
+        ("feature_maps", lambda src, at, backend: lod.feature_maps(src, at, backend=backend), image, images),
     ]
     for name, verb, together, apart in verbs:
         at = sites if name == "gather_patches" else fixations

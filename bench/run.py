@@ -77,6 +77,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
     main = [(side, side, 1) for side in sides]
     cold, few = ["cold"], list(dict.fromkeys([sizes[0], *square, *sizes[-2:]]))
     extra = [size for size in held[:1] if size not in sizes]
+    all_sizes = list(dict.fromkeys([*sizes, *main]))
     one, small = square[0][0], SMALL[:1] if quick else SMALL
     return {
         "mipmap": [
@@ -103,13 +104,13 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_pyramids.inverse(seconds, one),
         ],
         "samplers": [
-            bench_samplers.foveate([*few, *main[1:]], F32, seconds),
+            bench_samplers.foveate(all_sizes, F32, seconds),
             bench_samplers.foveate(square, small, seconds),
             bench_samplers.foveate(main, F32, seconds, cache="cold"),
             bench_samplers.foveate_once([*few, *main[1:]], F32, seconds),
             bench_samplers.foveate_once(square, small, seconds),
             bench_samplers.foveate_at_one_place(seconds, side=one),
-            bench_samplers.gather_patches([*square, *main[1:], *sizes[-1:]], F32, seconds),
+            bench_samplers.gather_patches(all_sizes, F32, seconds),
             bench_samplers.gather_patches(square, small, seconds),
             bench_samplers.gather_patches(main, F32, seconds, cache="cold"),
             bench_samplers.batches(seconds, batch=2 if quick else 32, side=sizes[0][0]),

@@ -280,6 +280,7 @@ class Context(Sharing):
                 for binding in range(_BINDINGS):
                     nothing.item.bind(binding, 0, 4)
                 self.programs.compute("nothing.comp", BINDINGS=_BINDINGS).dispatch_groups(1, 1, 1)
+                self.gl.MemoryBarrier(G.ALL_BARRIER_BITS)
                 self.gl.Finish()
 
     def _mark_closed(self) -> None:
