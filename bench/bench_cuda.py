@@ -45,6 +45,8 @@ Size = tuple[int, int, int]
 Way = tuple[Callable[[Any], object], list[Any]]
 """A function, and the inputs that it takes in turn."""
 
+MANY = 5400
+"""Patches of 14 x 14 that are more than a megapixel."""
 MAIN: list[Size] = [(1024, 1024, 1), (2048, 2048, 1), (4096, 4096, 1)]
 REST: list[Size] = [
     (224, 224, 1),
@@ -226,9 +228,11 @@ class Run:
         )  # fmt: skip
         yield from self.split(sides, row, "")
 
-    def mipmap(self, size: Size, dtype: torch.dtype = torch.float32, cache: str = "warm") -> Iterator[Row]:
+    def mipmap(
+        self, size: Size, dtype: torch.dtype = torch.float32, cache: str = "warm", channels: int = 3
+    ) -> Iterator[Row]:
         height, width, batch = size
-        image = picture(height, width, batch=batch, dtype=dtype).to(self.device)
+        image = picture(height, width, batch=batch, channels=channels, dtype=dtype).to(self.device)
         inputs = self.cold(image, cache, lambda x: x)
         functions, other = bench_mipmap.torch_ways(height, width)
         ways: dict[str, Way] = {name: (function, inputs) for name, function in functions.items()}
@@ -258,10 +262,17 @@ class Run:
         source = partial(mip_reference, reduce="max")
         yield from self.chains(lod.hiz, generators_of(lod.hiz), image, cache, ways, source, other)
 
-    def log_polar(self, size: Size, dtype: torch.dtype = torch.float32, cache: str = "warm") -> Iterator[Row]:
+    def log_polar(
+        self,
+        size: Size,
+        dtype: torch.dtype = torch.float32,
+        cache: str = "warm",
+        rings: int = RINGS,
+        wedges: int = WEDGES,
+    ) -> Iterator[Row]:
         height, width, batch = size
         image = picture(height, width, batch=batch, dtype=dtype).to(self.device)
-        rule = ring_rule(RINGS, WEDGES, None, 0.7, "log", 0.05)
+        rule = ring_rule(rings, wedges, None, 0.7, "log", 0.05)
         fixations = itertools.cycle(torch.rand(64, batch, 2).unbind())
         backend: Literal["torch", "gl"] = "torch" if self.ctx is None else "gl"
         pyramids = self.cold(image, cache, lambda x: lod.mipmap(x, backend=backend))
@@ -273,14 +284,15 @@ class Run:
             return sample(source, next(fixations))
 
         sides = Sides(self.watch)
-        ours = partial(lod.log_polar, rings=RINGS, wedges=WEDGES)
+        ours = partial(lod.log_polar, rings=rings, wedges=wedges)
         sides.add("auto", partial(job, partial(at, ours), pyramids))
         for generator in generators_of(lod.log_polar):
             way = partial(at, partial(ours, generator=generator))
             self.add_gl(sides, f"gl {generator}", partial(job, way, pyramids))
         self.add_kernels(sides, partial(at, partial(ours, backend="cuda")), pyramids, graph=False)
         sides.add("torch two levels a ring", partial(job, partial(at, partial(ours, backend="torch")), pyramids))
-        sides.add("torch every level", partial(job, partial(at, bench_log_polar._all_levels), pyramids))
+        if (rings, wedges) == (RINGS, WEDGES):
+            sides.add("torch every level", partial(job, partial(at, bench_log_polar._all_levels), pyramids))
         # Nothing but the fixation comes at the call: it is copied to where the functions, and graphs of them, read it.
         here = torch.rand(batch, 2, device=self.device)
         prepared = [TablesKept(pyramid, rule, here) for pyramid in pyramids]
@@ -298,10 +310,11 @@ class Run:
         # Each pyramid's tables would be compiled anew.
         source = TablesKept.__call__ if len(prepared) == 1 else None
         self.add_fast_torch(sides, {name: kept}, source, prepared, placed)
-        out = batch * 3 * RINGS * WEDGES * dtype.itemsize
+        out = batch * 3 * rings * wedges * dtype.itemsize
         row = Row("log_polar", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * out, {})
         texture = ", a texture already" if self.ctx is not None else ""
-        yield from self.split(sides, row, f"from a prebuilt pyramid{texture}")
+        large = "" if (rings, wedges) == (RINGS, WEDGES) else f"{rings} x {wedges}, "
+        yield from self.split(sides, row, f"{large}from a prebuilt pyramid{texture}")
 
 
 def _takes_part(side: str, held: bool) -> bool:
@@ -371,6 +384,10 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
     add(run.mipmap, first, torch.float32, "cold")
     add(run.hiz, first, "cold")
     add(run.log_polar, first, torch.float32, "cold")
+    # What GPUs are judged by: RGBA8 from memory, odd sides beside even ones, and outputs of a megapixel.
+    add(run.mipmap, main[-1], torch.uint8, "cold", 4)
+    add(run.mipmap, (776, 1000, 1))
+    add(run.log_polar, main[-1], torch.float32, "warm", 1024, 1024)
     device = str(run.device)
     if run.ctx is not None:
         parts = partial(bench_parts.rows, [height for height, _, _ in main[:2]], run.seconds, run.ctx, device)
@@ -379,9 +396,10 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
     jobs.append(("readers", lambda: bench_hiz.readers(run.seconds, device, run.race)))
     f32 = [torch.float32]
     several: list[tuple[str, Callable[..., Iterator[Row]]]] = [
-        ("foveate", partial(bench_samplers.foveate, [first], f32)),
+        ("foveate", partial(bench_samplers.foveate, list(main), f32)),
         ("foveate once", partial(bench_samplers.foveate_once, [first], f32)),
         ("gather_patches", partial(bench_samplers.gather_patches, [first], f32)),
+        ("many patches", partial(bench_samplers.gather_patches, [main[-1]], f32, budget=MANY)),
         ("features", partial(bench_features.rows, [(first[0] // 2, first[1] // 2, first[2])])),
     ]
     if first[0] >= 224:

@@ -125,3 +125,17 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: in
         note="a log-polar map of 4 x 8: everything but the work",
         extra={"copied_out_bytes": 0 if lod.Context(device).owns(out) else out.nbytes},
     )  # fmt: skip
+    if torch.device(device).type == "cuda":
+        small, point = lod.mipmap(picture(64, 64).to(device), backend="cuda").upload(backend="cuda"), point.to(device)
+        graph = lod.plan(lod.log_polar, small, point, 4, 8, backend="cuda")
+        yield Row(
+            "bridge", "fixed cost", 64, 64, 1, 3, "float32", "warm", 4 * 3 * 4 * 8,
+            race(
+                {
+                    "cuda kernels": partial(lod.log_polar, small, point, 4, 8, backend="cuda"),
+                    "cuda plan": partial(graph, point),
+                },
+                seconds=seconds, most=400,
+            ), other_job={"cuda plan": "its result lasts until the next call"},
+            note="a log-polar map of 4 x 8 by kernels: everything but the work", extra={"copied_out_bytes": 0},
+        )  # fmt: skip

@@ -54,6 +54,23 @@ def _collapse(image: torch.Tensor) -> Call:
     return lambda backend: lod.collapse(bands, backend=backend)
 
 
+def _cull(image: torch.Tensor) -> Call:
+    """A tenth of what there is passes."""
+    bounds, threshold = lod.hiz(image, backend="torch"), 0.9 * (255 if image.dtype == torch.uint8 else 1)
+
+    def call(backend: str) -> list[torch.Tensor]:
+        found = lod.cull(bounds, threshold, backend=backend)
+        return [found.mask, found.indices, found.pruned]
+
+    return call
+
+
+def _region_max(image: torch.Tensor) -> Call:
+    bounds = lod.hiz(image, backend="torch")
+    boxes = torch.rand(image.shape[0], 256, 4, generator=torch.Generator().manual_seed(1)).sort(-1).values
+    return lambda backend: lod.region_max(bounds, boxes, backend=backend)
+
+
 VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "mipmap": lambda x: lambda backend: lod.mipmap(x, backend=backend),
     "hiz": lambda x: lambda backend: lod.hiz(x, backend=backend),
@@ -68,7 +85,12 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "foveate": lambda x: lambda backend: lod.foveate(x, FIXATION, backend=backend),
     "gather_patches": _patches,
     "feature_maps": lambda x: lambda backend: lod.feature_maps(x, fixation=FIXATION, backend=backend),
+    "cull": _cull,
+    "region_max": _region_max,
 }
+
+PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz}
+"""What verbs take that take no picture."""
 
 _ROW = {
     "type": "object",
@@ -117,7 +139,7 @@ def _one(verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...]) ->
     if backend == "gl":
         gc.collect()
         lod.Context().trim()
-    given = nbytes(lod.laplacian(image, backend="torch")) if verb == "collapse" else image.nbytes
+    given = nbytes(PYRAMIDS[verb](image, backend="torch")) if verb in PYRAMIDS else image.nbytes
     gc.collect()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far

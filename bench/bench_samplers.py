@@ -137,10 +137,10 @@ def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race,
     )  # fmt: skip
 
 
-def _grid_sites(height: int, width: int, batch: int, patch: int) -> torch.Tensor:
+def _grid_sites(height: int, width: int, batch: int, patch: int, budget: int) -> torch.Tensor:
     """A random choice of the patches of the grid, as a top-k gives them."""
     columns = width // patch
-    chosen = torch.stack([torch.randperm(columns * (height // patch))[:BUDGET] for _ in range(batch)])
+    chosen = torch.stack([torch.randperm(columns * (height // patch))[:budget] for _ in range(batch)])
     x, y = (chosen % columns + 0.5) * patch / width, (chosen // columns + 0.5) * patch / height
     return torch.stack([x, y, torch.zeros_like(x)], dim=-1)
 
@@ -152,16 +152,17 @@ def gather_patches(
     device: str = "cpu",
     race: Race = race,
     cache: str = "warm",
+    budget: int = BUDGET,
 ) -> Iterator[Row]:
     """273 patches of 14 x 14: cortical sites of fractional level, and patches of the grid."""
     for height, width, batch in sizes:
         for dtype in dtypes:
             image = picture(height, width, batch=batch, dtype=dtype).to(device)
             pyramids = inputs_for(image, cache, lambda x: lod.mipmap(x).upload())
-            cortical = [lod.cortical_sites(torch.rand(batch, 2), BUDGET, (height, width)) for _ in range(16)]
-            grid = [_grid_sites(height, width, batch, 14) for _ in range(16)]
+            cortical = [lod.cortical_sites(torch.rand(batch, 2), budget, (height, width)) for _ in range(16)]
+            grid = [_grid_sites(height, width, batch, 14, budget) for _ in range(16)]
             for note, sites in (("cortical sites", cortical), ("sites on the grid", grid)):
-                if sites[0].shape[1] < BUDGET:
+                if sites[0].shape[1] < budget:
                     continue
                 points = cycle(sites)
                 sides: dict[str, Callable[[], object]] = {
@@ -177,10 +178,10 @@ def gather_patches(
                 if cache == "warm":
                     following = partial(next, points)
                     sides |= planned(lod.gather_patches, pyramids[0], following(), backend="gl", following=following)
-                moved = 2 * batch * BUDGET * 3 * 14 * 14 * dtype.itemsize
+                moved = 2 * batch * budget * 3 * 14 * 14 * dtype.itemsize
                 yield Row(
                     "gather_patches", "end to end", height, width, batch, 3, str(dtype)[6:], cache, moved,
-                    race(sides, seconds=seconds), other_job=PLANNED, note=f"{BUDGET} x 14 x 14, {note}; {READY}",
+                    race(sides, seconds=seconds), other_job=PLANNED, note=f"{budget} x 14 x 14, {note}; {READY}",
                 )  # fmt: skip
 
 

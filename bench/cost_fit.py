@@ -16,7 +16,12 @@ RINGS_TIMES_WEDGES, PATCH_SAMPLES = 256 * 512, 273 * 14 * 14
 LARGEST = 16384
 """Where crossovers are no longer looked for: the largest side of a texture on most devices."""
 
-TRAFFIC = {"gl compute": 11 / 3, "gl single-pass": 10 / 3, "gl registers": 2 + 64 / 63 + 1 / 3}
+TRAFFIC = {
+    "gl compute": 11 / 3,
+    "gl single-pass": 10 / 3,
+    "gl single-pass-texture": 16 / 3,
+    "gl registers": 2 + 64 / 63 + 1 / 3,
+}
 """Bytes over those of the image, on paper: see docs/cost_model.md."""
 POOLING, ROWS_THEN_COLUMNS = 5 / 3, 3.0
 POLYPHASE = 4.0

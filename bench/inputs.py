@@ -61,7 +61,7 @@ def picture(
     """The astronaut at any size, [batch, channels, height, width]; each image of the batch another crop."""
     photo = torch.from_numpy(data.astronaut()).permute(2, 0, 1)[None].float()
     sheet = torch.nn.functional.interpolate(photo, size=(height + batch, width + batch), mode="bilinear")
-    images = torch.cat([sheet[..., i : i + height, i : i + width] for i in range(batch)])[:, :channels]
+    images = torch.cat([sheet[..., i : i + height, i : i + width] for i in range(batch)])[:, torch.arange(channels) % 3]
     values = images.round() if dtype == torch.uint8 else images / 255
     return values.to(dtype).contiguous()
 

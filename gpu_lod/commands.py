@@ -168,7 +168,8 @@ def mipmap(
     levels: Annotated[int | None, typer.Option(help="How many, the picture included. (default: all)")] = None,
     reduce: Annotated[Literal["mean", "max", "min"], typer.Option(help="What a texel is of those below it.")] = "mean",
     generator: Annotated[
-        Literal["auto", "compute", "fragment", "driver"], typer.Option(help="A name implies the gl backend.")
+        Literal["auto", "registers", "single-pass", "single-pass-texture", "compute", "fragment", "driver"],
+        typer.Option(help="A name implies the gl backend."),
     ] = "auto",
     backend: Backend = "auto",
     device: Device = None,
@@ -204,7 +205,8 @@ def hiz(
     ] = "luma",
     reduce: Annotated[Literal["max", "min"], typer.Option(help="Upper or lower bounds.")] = "max",
     generator: Annotated[
-        Literal["auto", "compute", "fragment", "sampler"], typer.Option(help="A name implies the gl backend.")
+        Literal["auto", "registers", "single-pass", "compute", "fragment", "sampler"],
+        typer.Option(help="A name implies the gl backend."),
     ] = "auto",
     backend: Backend = "auto",
     device: Device = None,

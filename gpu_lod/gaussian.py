@@ -29,7 +29,8 @@ def gaussian(image: torch.Tensor, levels: int | None = None, backend: Backend = 
     Convention: Burt and Adelson's, and OpenCV's `pyrDown`: 5-tap binomial (1 4 6 4 1) / 16 along each side, border
         mirrored about the outermost sample (reflect-101), sides rounded up. So sample i of level l stands on texel
         2^l i, not in the middle of a footprint (`Pyramid.position`), and samplers do not take it. kornia's `pyrdown`
-        has the same filter and another grid: it resamples bilinearly.
+        has the same filter and another grid: it resamples bilinearly. OpenCV rounds uint8 at every level, and so may be
+        a count or two away further down.
 
     Args:
         levels: how many, level 0 included; None goes down to 1 x 1.

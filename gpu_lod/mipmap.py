@@ -63,7 +63,7 @@ def mipmap(
         backend: "gl", "cuda" (one launch for all levels, CUDA tensors only), "torch" or "auto", which takes what
             measures fastest; `explain(mipmap, image)` says why. All give gradients.
         mean, std: a number a channel; the pyramid is one of (value - mean) / std. "single-pass" does it, and a change
-            of dtype, on the way; other generators start from a converted copy.
+            of dtype, on the way to means; other generators, and all for "max" and "min", start from a converted copy.
         dtype: of the pyramid, float16, bfloat16 or float32; None is the image's (float32 for uint8 with mean or std).
             uint8 values are divided by 255 where the pyramid is floating point.
 

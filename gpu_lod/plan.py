@@ -1,4 +1,4 @@
-"""Plans: a function of tensors, made of GL verbs, run again without looking anything up."""
+"""Plans: a function of tensors, made of verbs, run again without looking anything up."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from gpu_lod import recording
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
 from gpu_lod.errors import InputError, PyramidChangedError
+from gpu_lod.kernels import device
+from gpu_lod.kernels.graphs import captured
 from gpu_lod.pyramid import Pyramid
 
 _IN_GL = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -26,7 +28,9 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     commands again and wait: it allocates nothing, compiles nothing, looks nothing up, and enters the context once for
     all verbs in the function. Where it is not, as with torch operations between verbs, backend="torch", or a verb that
     works on the host (`cull`; on software renderers `foveate` with a fixation that may change), a call of the plan
-    calls the function: `replays` and `reason` say so.
+    calls the function: `replays` and `reason` say so. Where OpenGL has no part in a function of CUDA tensors, as with
+    backend="cuda" or torch's own operations, it is captured in a CUDA graph if it can be: it must not wait for the GPU,
+    and sample pyramids that `Pyramid.upload(backend="cuda")` made a texture before.
 
     Args:
         function: a verb, or a function of tensors that calls verbs.
@@ -55,7 +59,7 @@ class Plan:
     """The tensors that the function reads, in the order of its arguments: in GL memory where they are images. Calls
     copy into them; write into them and pass nothing to save that copy."""
     replays: bool
-    """True if a call repeats recorded GL commands, False if it calls the function."""
+    """True if a call repeats recorded GL commands or a CUDA graph, False if it calls the function."""
     reason: str
     """Why."""
 
@@ -71,6 +75,8 @@ class Plan:
         self._pyramids = [leaf for leaf in leaves if isinstance(leaf, Pyramid)]
         self._device = max(given, key=lambda tensor: tensor.nbytes).device
         self._leaves = leaves
+        self._ctx: Context | None = None
+        self._graph: Callable[[], None] | None = None
         self.replays = False
         with torch.no_grad():
             self._prepare(given)
@@ -85,12 +91,17 @@ class Plan:
         if self._device.type not in ("cpu", "cuda"):
             self.reason = f"its tensors are on {self._device}, and OpenGL shares memory with CPU and CUDA tensors"
             return
+        if not self._record(given) and self._device.type == device.KIND:
+            self._capture()
+
+    def _record(self, given: list[torch.Tensor]) -> bool:
+        """GL commands. False if there are none."""
         try:
             ctx = next((c for p in self._pyramids if (c := p.texture_context())), None) or context_for(*given)
             homes = tuple(self._home(ctx, tensor) for tensor in given)
         except Exception as error:
             self.reason = f"OpenGL cannot be used here: {error}"
-            return
+            return False
         self._call(homes)  # programs and tables that only these inputs need
         found = recording.Recording(homes)
         with ctx.active(self._device):
@@ -106,14 +117,38 @@ class Plan:
             found.stop("OpenGL has no part in it")
         if found.obstacle is not None:
             self.reason = f"each call runs the function: {found.obstacle}"
+            return bool(found.tape)
+        self._ctx, self._recorded, self.inputs = ctx, found, homes
+        self._repeats(results, found.pyramids, f"{len(found.tape)} GL commands are repeated on {ctx.renderer}")
+        return True
+
+    def _capture(self) -> None:
+        """A CUDA graph: of torch's own operations and of backend="cuda"."""
+        elsewhere = next((home.device for home in self.inputs if home.device != self._device), None)
+        if elsewhere is not None:
+            self.reason = (
+                f"each call runs the function: an input is on {elsewhere}, and a CUDA graph would keep its first values"
+            )
             return
-        self._ctx, self._recorded, self._results, self.inputs = ctx, found, results, homes
+        try:
+            with recording.pyramids_noted() as noted:
+                self._call(self.inputs)
+            graph, results = captured(lambda: self._call(self.inputs), self._device)
+        except Exception as error:  # it ran before: what stands in its way is being captured
+            self.reason = f"each call runs the function: capturing it ended with {type(error).__name__}: {error}"
+            return
+        # Those that the function did not build itself are still there.
+        read = [(pyramid, pyramid.state[0]) for one in noted if (pyramid := one()) is not None]
+        self._graph = graph
+        self._repeats(results, read, f"a CUDA graph is repeated on {self._device}")
+
+    def _repeats(self, results: Any, read: list[tuple[Any, Any]], reason: str) -> None:
+        self._results, self._read = results, read
         leaves = _pytree.tree_leaves(results, is_leaf=_is_pyramid)
         self._outputs = [(leaf, leaf.state[1]) for leaf in leaves if isinstance(leaf, Pyramid)]
         self._tensors = [leaf for leaf in _pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self.replays = True
-        self.reason = f"{len(found.tape)} GL commands are repeated on {ctx.renderer}"
+        self.replays, self.reason = True, reason
 
     @staticmethod
     def _home(ctx: Context | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,30 +196,39 @@ class Plan:
             with torch.no_grad():
                 self._copy(tensors)
                 return self._call(self.inputs)
-        found = self._recorded
-        for pyramid, versions in found.pyramids:
+        for pyramid, versions in self._read:
             if pyramid.state[0] != versions:
                 raise PyramidChangedError(
                     "a pyramid that this plan reads was written to since it was planned. Plan again, or plan a "
                     "function that builds the pyramid."
                 )
-        with torch.no_grad(), self._ctx.active(self._device):
+        with torch.no_grad():
+            if self._graph is None:
+                self._give_commands(tensors)
+            else:
+                self._copy(tensors)
+                self._graph()
+        increment_version(self._tensors)  # torch did not see that they were written to
+        for pyramid, made in self._outputs:
+            pyramid.renew(made)
+        return self._results
+
+    def _give_commands(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        ctx, found = self._ctx, self._recorded
+        assert ctx is not None
+        with ctx.active(self._device):
             self._copy(tensors)
             for check, values in found.checks:
                 check(values)
             try:
                 for write, arguments in found.writes:
                     write(*arguments)
-                self._ctx.bridge.hand_over(self._shared)
+                ctx.bridge.hand_over(self._shared)
                 for command, arguments in found.tape:
                     command(*arguments)
             except BaseException:
                 found.mend()
                 raise
-        increment_version(self._tensors)  # torch did not see that they were written to
-        for pyramid, made in self._outputs:
-            pyramid.renew(made)
-        return self._results
 
     def _copy(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """New values into the inputs, all at once where they are inputs themselves."""
@@ -195,7 +239,7 @@ class Plan:
         ]
         for home, tensor in zip(self.inputs, fresh, strict=False):
             if tensor is not home:
-                if self.replays:
+                if self._ctx is not None:
                     put(self._ctx, home, tensor)
                 else:
                     home.copy_(tensor)

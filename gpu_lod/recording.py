@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -161,9 +162,24 @@ def decides(what: str) -> None:
 
 def uses(pyramid: Any) -> None:
     """Say that commands read a pyramid."""
+    noted = getattr(_here, "noted", None)
+    if noted is not None:
+        noted.append(weakref.ref(pyramid))
     recording = current()
     if recording is not None and not recording.varies(pyramid.levels[0].data_ptr()):
         recording.pyramids.append((pyramid, pyramid.state[0]))
+
+
+@contextmanager
+def pyramids_noted() -> Iterator[list[weakref.ref[Any]]]:
+    """The pyramids that verbs of this thread read meanwhile."""
+    before = getattr(_here, "noted", None)
+    found: list[weakref.ref[Any]] = []
+    _here.noted = found
+    try:
+        yield found
+    finally:
+        _here.noted = before
 
 
 def enters(gl: GL) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import noise
 from scripts import succeed
@@ -41,18 +41,30 @@ def maps(kind: str, batch: int, rows: int, columns: int) -> torch.Tensor:
     elif kind == "infinities":
         values[:, 0, 0] = math.inf
         values[:, -1, -1] = -math.inf
+    elif kind == "many infinities":
+        values[values > 0.7] = math.inf
+    elif kind == "nothing finite":
+        values = torch.full_like(values, -math.inf)
+    elif kind == "equal":
+        values = torch.full_like(values, 2.5)
     elif kind == "negative":
         values = values - 2
     return values
 
 
-def chosen(name: str, budget: int, relevance: torch.Tensor, seed: int = 0, **how: Any) -> lod.TokenSet:
-    """Tokens of an allocator with whatever it needs beside relevance: a picture of noise, a query, ..."""
+def chosen(
+    name: str, budget: int, relevance: torch.Tensor, seed: int = 0, ragged: tuple[int, int] = (0, 0), **how: Any
+) -> lod.TokenSet:
+    """Tokens of an allocator with whatever it needs beside relevance: a picture of noise, a query, ...
+
+    Args:
+        ragged: rows and columns of pixels, 0 to 3, that the last cells of the picture lack.
+    """
     allocator = lod.allocate.make(name, budget, 4, **how)
     batch, rows, columns = relevance.shape
     generator = torch.Generator().manual_seed(seed)
     given = {
-        "image": lambda: torch.rand(batch, 3, rows * 4, columns * 4, generator=generator),
+        "image": lambda: torch.rand(batch, 3, rows * 4 - ragged[0], columns * 4 - ragged[1], generator=generator),
         "query": lambda: torch.randn(1, allocator.query_width or 8, generator=generator).expand(batch, -1),
         "fixation": lambda: (0.3, 0.6),
         "labels": lambda: torch.arange(columns).expand(batch, rows, columns) // 3,
@@ -62,18 +74,25 @@ def chosen(name: str, budget: int, relevance: torch.Tensor, seed: int = 0, **how
         return allocator(relevance=relevance, **arguments)
 
 
-KINDS = ["noise", "ties", "zeros", "one hot", "infinities", "negative"]
+KINDS = [
+    "noise", "ties", "zeros", "one hot", "infinities", "many infinities", "nothing finite", "equal", "negative",
+]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=4)
 @given(
-    st.sampled_from(NAMES), st.sampled_from(KINDS), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3),
-    st.integers(1, 1024), st.integers(0, 2**20),
+    rows=st.integers(1, 40), columns=st.integers(1, 40), batch=st.integers(1, 3), budget=st.integers(1, 1024),
+    ragged=st.tuples(st.integers(0, 3), st.integers(0, 3)), seed=st.integers(0, 2**20),
 )  # fmt: skip
-def test_exactly_k_sites(name: str, kind: str, rows: int, columns: int, batch: int, budget: int, seed: int) -> None:
+def test_exactly_k_sites(
+    name: str, kind: str, rows: int, columns: int, batch: int, budget: int, ragged: tuple[int, int], seed: int
+) -> None:
     torch.manual_seed(seed)
-    budget = min(budget, rows * columns)
+    budget = budget if name in ANY_BUDGET else min(budget, rows * columns)
     relevance = maps(kind, batch, rows, columns)
-    tokens = chosen(name, budget, relevance)
+    tokens = chosen(name, budget, relevance, ragged=ragged)
     assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget)
     if not lod.allocate.make(name, 1).blends:
         for sites in tokens.sites:
@@ -82,7 +101,7 @@ def test_exactly_k_sites(name: str, kind: str, rows: int, columns: int, batch: i
     assert float(tokens.sites[..., :2].min()) >= 0 and float(tokens.sites[..., :2].max()) <= 1
     assert float(tokens.sites[..., 2].min()) >= 0
     assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), "by relevance, high first"
-    again = chosen(name, budget, relevance)
+    again = chosen(name, budget, relevance, ragged=ragged)
     assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores)
 
 
@@ -269,6 +288,92 @@ def test_level_weights_do_not_turn_round_where_relevance_is_negative() -> None:
     assert not lod.allocate.PyramidTopK(9, weights=(1.0, 2.0)).monotone
 
 
+def patches_of(relevance: torch.Tensor, weights: tuple[float, ...]) -> list[tuple[float, int, int]]:
+    """(score, level, place) of every patch of the levels, each mean taken by itself."""
+    found = []
+    for level, weight in enumerate(weights):
+        rows, columns = (-(-n // 2**level) for n in relevance.shape)
+        for y in range(rows):
+            for x in range(columns):
+                cells = relevance[y << level : y + 1 << level, x << level : x + 1 << level].double()
+                found.append((float(cells.mean()) * weight, level, y * columns + x))
+    return found
+
+
+def test_the_best_patches_of_all_levels() -> None:
+    relevance, weights = torch.rand(1, 21, 18) ** 3, (1.0, 0.9, 0.8, 0.7)
+    tokens = lod.allocate.PyramidTopK(60, 4, weights=weights)(relevance=relevance)
+    best = sorted(patches_of(relevance[0], weights), reverse=True)[:60]
+    assert torch.allclose(tokens.scores[0].double(), torch.tensor([score for score, *_ in best]).double(), rtol=1e-5)
+    assert sorted(tokens.sites[0, :, 2].int().tolist()) == sorted(level for _, level, _ in best)
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [(64, [17, 64, 128, 64]), (37, [17, 131, 100, 25]), (20, [139, 100, 25, 9])],
+    ids=["as asked", "25 of 64 coarsest", "fewer of all"],
+)
+def test_a_fixed_split_of_levels(side: int, expected: list[int]) -> None:
+    """What a level lacks goes to the next finer one; and of each level the best patches are taken."""
+    relevance = torch.rand(1, side, side)
+    tokens = lod.allocate.PyramidTopK(273, 4, split=(64, 128, 64, 17))(relevance=relevance)
+    found = tokens.sites[0, :, 2].int().tolist()
+    assert [found.count(level) for level in range(4)] == expected
+    for level, count in enumerate(expected):
+        scores = sorted(
+            (score for score, at, _ in patches_of(relevance[0], (1.0, 0.9, 0.8, 0.7)) if at == level), reverse=True
+        )
+        taken = tokens.scores[0][tokens.sites[0, :, 2] == level].double()
+        assert torch.allclose(taken, torch.tensor(scores[:count]).double(), rtol=1e-5)
+
+
+def test_detail_and_magnification_are_what_a_foveated_cut_goes_by() -> None:
+    relevance, fixation, e0 = torch.rand(1, 16, 24), (0.3, 0.6), 0.1
+    tokens = lod.allocate.FoveatedPyramid(40, 4, e0=e0)(relevance=relevance, fixation=fixation)
+    benefits = []
+    for level in range(1, 6):
+        step = 2**level
+        rows, columns = -(-16 // step), -(-24 // step)
+        benefit = torch.zeros(rows, columns)
+        for y in range(rows):
+            for x in range(columns):
+                # The node's nearest point to the fixation, in units of the longer side, 24 cells.
+                dx = max(0.0, x * step - 24 * fixation[0], 24 * fixation[0] - min((x + 1) * step, 24))
+                dy = max(0.0, y * step - 16 * fixation[1], 16 * fixation[1] - min((y + 1) * step, 16))
+                detail = relevance[0, y * step : (y + 1) * step, x * step : (x + 1) * step].sum()
+                benefit[y, x] = detail * e0 / (math.hypot(dx, dy) / 24 + e0)
+        benefits.append(benefit)
+    expected = [level for level, *_ in refined(benefits, (16, 24), 40)]
+    found = tokens.sites[0, :, 2].int().tolist()
+    left = 40 - len(expected)  # detail cells
+    assert [found.count(level) for level in range(6)] == [
+        expected.count(level) + (level == 0) * left for level in range(6)
+    ]
+
+
+def test_a_fixation_that_is_not_given_is_the_peak_of_relevance() -> None:
+    relevance = torch.rand(2, 16, 16) + 5 * torch.eye(16).roll(4, 1)
+    peaks = lod.allocate.find_fixations(relevance)[:, 0]
+    found, expected = (lod.allocate.FoveatedPyramid(40, 4)(relevance=relevance, fixation=f) for f in (None, peaks))
+    assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 150, 273])
+def test_downsample_covers_the_picture_in_rows_alike(budget: int) -> None:
+    tokens = lod.allocate.Downsample(budget, 4)(image=torch.rand(1, 3, 80, 121))
+    rows = tokens.sites[0, :, 1].unique(return_counts=True)[1]
+    assert int(rows.sum()) == budget and int(rows.max() - rows.min()) <= 1
+    columns = 121 / rows.double().mean()
+    assert 0.5 < float(columns) / (80 / len(rows)) < 2 or budget == 1  # near square
+    assert float(lod.rebuild(tokens, (80, 121)).coverage) == 1
+
+
+def test_random_differs_by_its_seed() -> None:
+    relevance = torch.rand(1, 16, 16)
+    one, same, other = (lod.allocate.Random(20, 4, seed=seed)(relevance=relevance).sites for seed in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
 # -- the tree cut ------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +435,9 @@ def test_the_cut_is_best_first_refinement(rows: int, columns: int, budget: int, 
         }
         assert found == expected
         check_cover(cut, image, budget)
+        left = detail[image].masked_fill(cut.leaves[0][image], -1).flatten()
+        best = left.argsort(descending=True, stable=True)[: int(cut.detail[image].sum())]
+        assert torch.equal(best.sort().values, cut.detail[image].flatten().nonzero()[:, 0])
 
 
 def check_cover(cut: Any, image: int, budget: int) -> None:
@@ -709,6 +817,7 @@ def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
     ("make", "hint"),
     [
         (lambda: lod.allocate.GridTopK(0), "budget"),
+        (lambda: lod.allocate.GridTopK(-3), "budget"),
         (lambda: lod.allocate.GridTopK(9, pool="sum"), "'mean', 'max'"),
         (lambda: lod.allocate.PyramidTopK(9, weights=(1.0, -1.0)), "positive"),
         (lambda: lod.allocate.PyramidTopK(9, split=(1, 2, 3, 4)), "sum to 9"),

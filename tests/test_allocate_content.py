@@ -551,6 +551,7 @@ def test_no_picture_of_nothing(name: str) -> None:
     [
         (lambda: lod.allocate.TokenDAG(9, max_level=-1), "max_level"),
         (lambda: lod.allocate.FrequencyAware(9, split=(128, 32, 32)), "four counts"),
+        (lambda: lod.allocate.FrequencyAware(9, split=5), "four counts"),  # type: ignore[arg-type]
         (lambda: lod.allocate.FrequencyAware(9, split=(200, 32, 32, 32)), "273 at most"),
         (lambda: lod.allocate.FrequencyAware(9, 8)(torch.rand(3, 32, 32), query=torch.tensor([1, -1, 0, 0.0])), "0 or"),
         (lambda: lod.allocate.FrequencyAware(9, 8)(torch.rand(3, 32, 32), query=torch.ones(5)), r"\[4\]"),

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, CASES, FIXATION, LINEAR, LINEAR_CASES
+from calls import CALLS, CASES, FIXATION, LINEAR, LINEAR_CASES, SITES
 from images import noise
 
 import gpu_lod as lod
 from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.log_polar import reference as samples
+from gpu_lod.log_polar import ring_rule
 
 BOUNDS = ("region_max", "region_min", "cull")
 """Verbs without gradients."""
@@ -60,6 +62,19 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(run, xs, fast_mode=True)
 
 
+def test_gradcheck_of_log_polars_fixation() -> None:
+    """Of a pyramid that is linear in x and y the gradient is exact wherever no sample is clamped."""
+    levels = [
+        (torch.arange(n)[:, None] * 2.0 + torch.arange(n)).double()[None, None] * (32 / n) for n in (32, 16, 8, 4, 2, 1)
+    ]
+
+    def run(fixation: torch.Tensor) -> torch.Tensor:
+        return samples(levels, fixation, ring_rule(6, 10, None, 0.3, "log", 0.05))
+
+    fixation = torch.tensor([[0.4812, 0.5133]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(run, (fixation,), atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("name", "backend"), GRADIENTS)
 def test_gradients_of_gradients(name: str, backend: Any) -> None:
     """Asking for them changes no gradient, and the square of the energy's gradient has that of the torch backend."""
@@ -85,9 +100,16 @@ def test_integers_have_no_gradients(backend: Any) -> None:
     counts = noise(1, 3, 12, 12, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="floating point"):
         counts.requires_grad_()
-    for verb in (lod.mipmap, lod.gaussian, lod.laplacian):
+    verbs: list[Callable[..., torch.Tensor]] = [
+        *(lambda x, verb=verb: verb(x, backend=backend)[1] for verb in (lod.mipmap, lod.gaussian, lod.laplacian)),
+        lambda x: lod.oriented_energy(x, 2, backend=backend)[0],
+        lambda x: lod.feature_maps(x, backend=backend),
+        lambda x: lod.gather_patches(x, SITES[:1], 4, backend=backend),
+        *(lambda x, verb=verb: verb(x, FIXATION[:1], backend=backend) for verb in SAMPLERS.values()),
+    ]
+    for verb in verbs:
         with pytest.raises(RuntimeError, match="does not require grad"):
-            verb(counts, backend=backend)[1].float().sum().backward()
+            verb(counts).float().sum().backward()
 
 
 @pytest.mark.parametrize("changed", [0, -1])

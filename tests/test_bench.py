@@ -380,7 +380,16 @@ def test_the_most_important_rows_come_first() -> None:
     assert len(set(names)) == len(names)
     plain = [name.split()[1] for name in names if name.startswith("mipmap ") and len(name.split()) == 2]
     assert plain == [
-        *("1024x1024x1", "2048x2048x1", "4096x4096x1", "224x224x1", "448x448x1", "1080x1920x1", "777x1001x1"),
+        *(
+            "1024x1024x1",
+            "2048x2048x1",
+            "4096x4096x1",
+            "776x1000x1",
+            "224x224x1",
+            "448x448x1",
+            "1080x1920x1",
+            "777x1001x1",
+        ),
         *("224x224x8", "224x224x32", "1024x1024x8"),
     ]
     assert [name.split()[0] for name in names[:3]] == ["mipmap", "hiz", "log_polar"]

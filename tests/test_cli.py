@@ -204,6 +204,17 @@ def test_sites(tmp_path: Path, picture: Path) -> None:
     assert drawn.shape[1] % plain.shape[1] == 0 and drawn.shape[1] >= plain.shape[1]
 
 
+def test_circles_are_as_wide_as_patches() -> None:
+    image = torch.full((3, 100, 160), 128, dtype=torch.uint8)
+    page = drawing.footprints(image, torch.tensor([[0.5, 0.5, 2.0]]), 8)
+    times = page.shape[-1] // 160
+    background = page[:, 0, 0]
+    row = (page[:, page.shape[1] // 2] != background[:, None]).any(0).nonzero()[:, 0] - page.shape[2] / 2
+    assert abs(float(row.max()) - 16 * times) <= 3 and abs(float(row.min()) + 16 * times) <= 3
+    inside = row[row.abs() < 15 * times]
+    assert len(inside) and float(inside.abs().max()) < 3 * times  # the centre's dot alone
+
+
 def test_exif_alpha_and_16_bits_get_through(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: stored on its side

@@ -300,6 +300,19 @@ def test_labels(tmp_path: Path) -> None:
         assert found.dtype == torch.int64 and np.array_equal(found.numpy(), expected), name
 
 
+def test_labels_are_what_regions_are_made_of(tmp_path: Path, picture: Path) -> None:
+    labels = np.zeros((26, 37), np.int64)
+    labels[4:20, 8:30] = 3
+    np.save(tmp_path / "regions.npy", labels)
+    options = ("--with", "HybridAtlas", "--labels", "regions.npy", *SMALL, "--sites", "s.json")
+    done(tmp_path, "allocate", "cat.png", *options)
+    expected = lod.allocate.HybridAtlas(20, 4)(load(picture), labels=torch.from_numpy(labels))
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert torch.equal(torch.tensor(written["sites"]), expected.sites)
+    plain = lod.allocate.HybridAtlas(20, 4)(load(picture), labels=torch.ones(26, 37, dtype=torch.int64))
+    assert not torch.equal(plain.sites, expected.sites)
+
+
 def test_bad_labels(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((3, 4, 3), np.uint8)).save(tmp_path / "rgb.png")
     np.save(tmp_path / "floats.npy", np.zeros((3, 4)))
@@ -351,6 +364,7 @@ def test_queries(tmp_path: Path) -> None:
 
 def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
     np.save(tmp_path / "labels.npy", np.zeros((26, 37), np.int64))
+    np.save(tmp_path / "small.npy", np.zeros((3, 4), np.int64))
     np.save(tmp_path / "q.npy", np.zeros(3))
     (tmp_path / "file").write_text("")
     choices = ", ".join(map(repr, [*allocators.names(), "all"]))
@@ -366,6 +380,7 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
         ("allocate cat.png --patch 5000", 2, "patch is 5000"),
         ("allocate none.png", 1, "none.png does not exist"),
         ("allocate cat.png --labels none.npy", 1, "none.npy does not exist"),
+        ("allocate cat.png --with HybridAtlas --labels small.npy", 2, "labels are torch.int64 (3, 4); expected"),
         ("allocate cat.png --sites s.txt", 1, "sites are written to .json or .safetensors"),
         ("allocate cat.png --sites s.json --patches", 1, "JSON holds no patches"),
         ("allocate cat.png --patches", 2, "--sites names"),

@@ -476,6 +476,36 @@ def test_contexts_may_be_nested_and_displaced() -> None:
     """)
 
 
+def test_pyramids_are_sampled_in_any_context() -> None:
+    """Whichever they are a texture of: where that one cannot be used, another texture is made."""
+    succeed("""
+        import moderngl, torch, gpu_lod as lod
+        image, at, sites = torch.rand(3, 20, 30), (0.4, 0.6), torch.tensor([[0.5, 0.4, 0.7]])
+        def samples(pyramid):
+            return (
+                lod.foveate(pyramid, at, backend="gl"), lod.log_polar(pyramid, at, 8, 9, backend="gl"),
+                lod.gather_patches(pyramid, sites, 4, backend="gl"),
+            )
+        expected = samples(lod.mipmap(image))
+        def same(pyramid):
+            assert all(map(torch.equal, samples(pyramid), expected))
+        mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+        own = lod.Context()
+        with mine:
+            adopted = lod.Context.adopt(mine)
+            theirs = lod.mipmap(image).upload(adopted)
+            with adopted:
+                same(theirs)
+                ours = lod.mipmap(image).upload(own)
+                same(ours)           # a texture of the default context, and another one is pinned
+                assert ours.texture_context() is not None
+        same(theirs)                 # its context is not current any more
+        own.close()
+        same(ours)                   # nor open
+        same(theirs)
+    """)
+
+
 def test_an_interrupt_while_compiling_waits() -> None:
     """moderngl's C code does not survive an exception from a signal handler, so the verb ends first."""
     out = succeed("""

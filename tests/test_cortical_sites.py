@@ -62,7 +62,7 @@ def _eccentricities(at: torch.Tensor, fixation: tuple[float, float], size: tuple
 
 
 def _nearest(at: torch.Tensor) -> torch.Tensor:
-    """The nearest other site of each: distance in multiples of the local spacing, [N], and angle to the radius."""
+    """How far the nearest other site of each is, [N]."""
     distance = torch.cdist(at, at)
     distance.fill_diagonal_(math.inf)
     return distance.min(dim=1).values
@@ -81,6 +81,11 @@ def test_neighbours_are_as_far_in_every_direction() -> None:
     e = e0 * torch.expm1(t * math.log1p(0.7 / e0))
     aspect = (2 * math.pi * e / 21) / ((e + e0) * math.log1p(0.7 / e0) / 13)
     assert float(aspect.max() / aspect.min()) > 9
+    angle = (torch.arange(21, dtype=torch.float64) + 0.5) * 2 * math.pi / 21
+    cells = torch.stack([e[:, None] * angle.cos(), e[:, None] * angle.sin()], dim=-1).flatten(0, 1)
+    side = ((2 * math.pi * e / 21) * ((e + e0) * math.log1p(0.7 / e0) / 13)).sqrt().repeat_interleave(21)
+    stretched = _nearest(cells) / side
+    assert float(stretched.min()) < 0.45 and float(stretched.max()) > 0.8
 
 
 def test_levels_cover_the_spacing() -> None:

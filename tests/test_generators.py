@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from gpu_lod import shaders
 from gpu_lod.conversion import conversion
 from gpu_lod.errors import InputError, LimitError, ShaderError, UnsupportedError
 from gpu_lod.several_levels import together
-from gpu_lod.transfer import packed_planes
+from gpu_lod.transfer import Planes, packed_planes, wrapped
 from gpu_lod.tuning import tuning
 
 ONE_DISPATCH = ("single-pass", "registers")
@@ -265,6 +267,41 @@ def test_parts_of_planes_and_rows(restored_limits: lod.Context, generator: str, 
     for image in (many, tall):
         check(lod.mipmap(image, generator=generator), image)
         check(lod.mipmap(image, reduce="max", generator=generator), image, "max")
+
+
+def test_bindings_beyond_4_gib() -> None:
+    """Offsets of bytes are whole numbers of any size; what a shader counts begins anew in every binding."""
+    bound: list[tuple[int, ...]] = []
+
+    class Buffer:
+        def bind(self, *where: int) -> None:
+            bound.append(where)
+
+    ctx: Any = SimpleNamespace(limits=SimpleNamespace(storage_bytes=2**27))
+    planes = Planes(Buffer(), 64, 40, 10_000, 10_000, torch.float32, None)  # type: ignore[arg-type]
+    first = 37 * planes.area + 12_345
+    index = planes.bind(ctx, 0, first, first + 999)
+    (_, start, size), begin = bound[0], 64 + 4 * first
+    assert start > 2**33 and start <= begin and begin + 4000 <= start + size and size < 2**12
+    assert start + 4 * (index + first) == begin
+    assert wrapped(index + first) == (begin - start) // 4  # inside 32 bits, whatever is added up to it
+    assert wrapped(wrapped(index) + wrapped(first)) == (begin - start) // 4
+
+
+@pytest.mark.parametrize("limit", [20_000, 60_000, None])
+def test_interleaved_memory_in_parts_is_converted_on_the_way(restored_limits: lod.Context, limit: int | None) -> None:
+    """Many tiles, read where they stand, in bindings that hold a part of them."""
+    restored_limits.limits.shared_bytes = 1500  # tiles of 16 x 16
+    whole = restored_limits.empty(1, 200, 131, 3, dtype=torch.uint8)
+    whole.copy_(noise(1, 200, 131, 3, dtype=torch.uint8))
+    image = whole.permute(0, 3, 1, 2)
+    how: Any = {"mean": [0.5, 0.4, 0.3], "std": [0.5, 0.25, 1.0], "dtype": torch.float16}
+    expected = lod.mipmap(image.clone(), backend="torch", **how)
+    restored_limits.limits.storage_bytes = limit or restored_limits.limits.storage_bytes
+    found = lod.mipmap(image, generator="single-pass", **how)
+    for level, (actual, oracle) in enumerate(zip(found, expected, strict=True)):
+        assert actual.dtype == torch.float16, level
+        assert float((actual.float() - oracle.float()).abs().max()) <= 4e-3, level
 
 
 def test_what_does_not_fit_one_dispatch_is_refused(restored_limits: lod.Context) -> None:

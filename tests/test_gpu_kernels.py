@@ -225,6 +225,33 @@ def test_samplers_in_a_graph(name: str) -> None:
         assert torch.equal(found, SAMPLERS[name](pyramid, at))
 
 
+@each
+def test_plans_of_samplers(name: str) -> None:
+    pyramid = lod.mipmap(torch.rand(3, 301, 203, device=CUDA), backend="cuda").upload(backend="cuda")
+    planned = lod.plan(lambda at: SAMPLERS[name](pyramid, at), torch.rand(2, device=CUDA))
+    assert planned.replays and "CUDA graph" in planned.reason, planned.reason
+    for _ in range(3):
+        at = torch.rand(2, device=CUDA)
+        assert torch.equal(planned(at), SAMPLERS[name](pyramid, at))
+
+
+def test_a_plan_with_an_input_on_the_host_is_no_graph() -> None:
+    """The host reads its values, which a graph would keep."""
+    planned = lod.plan(lambda x, gain: x * float(gain), torch.rand(9, device=CUDA), torch.tensor(2.0))
+    assert not planned.replays and "would keep" in planned.reason
+    x = torch.rand(9, device=CUDA)
+    assert torch.equal(planned(x, torch.tensor(3.0)), 3 * x)
+
+
+def test_plans_of_chains() -> None:
+    planned = lod.plan(lod.mipmap, torch.rand(2, 3, 1001, 777, device=CUDA), backend="cuda")
+    assert planned.replays and "CUDA graph" in planned.reason, planned.reason
+    for _ in range(3):
+        image = torch.rand(2, 3, 1001, 777, device=CUDA)
+        for one, two in zip(planned(image), lod.mipmap(image, backend="cuda"), strict=True):
+            assert torch.equal(one, two)
+
+
 def test_textures_are_refused_in_a_capture_and_no_harm_is_done() -> None:
     image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
     expected = SAMPLERS["foveate"](image, at)

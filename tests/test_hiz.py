@@ -59,11 +59,12 @@ def test_negative_and_infinite(way: str) -> None:
         check(relevance, way, reduce)
 
 
-@pytest.mark.parametrize("way", ["torch", "compute", "fragment"])
-def test_nan_is_contagious(way: str) -> None:
-    """torch.amax's rule, on every backend: a footprint that holds a NaN is NaN."""
+@pytest.mark.parametrize("size", [(23, 18), (32, 64), (70, 130)], ids=str)
+@pytest.mark.parametrize("way", ["torch", "compute", "registers", "single-pass", "fragment"])
+def test_nan_is_contagious(way: str, size: tuple[int, int]) -> None:
+    """torch.amax's rule, on every backend but `sampler`: a footprint that holds a NaN is NaN."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        relevance = torch.randn(1, 2, 23, 18).to(dtype)
+        relevance = torch.randn(1, 2, *size).to(dtype)
         relevance.view(-1)[::53] = float("nan")
         for reduce in ("max", "min"):
             check(relevance, way, reduce)
@@ -77,7 +78,7 @@ def test_sampler_refuses_nan() -> None:
     check(torch.rand(1, 8, 8), "sampler")
 
 
-@pytest.mark.parametrize("way", ["torch", "compute"])
+@pytest.mark.parametrize("way", ["torch", "compute", "registers", "single-pass"])
 def test_subnormals_survive(way: str) -> None:
     relevance = torch.full((1, 1, 4, 4), -1e-40)
     relevance[0, 0, 1, 2] = 1e-42

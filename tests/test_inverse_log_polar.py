@@ -115,6 +115,7 @@ def test_gradcheck_in_the_map_and_the_fixation() -> None:
         ({"size": (5,)}, "height, width"),
         ({"size": (5, 0)}, "width"),
         ({"fixation": (0.5, 2.0)}, "2.0"),
+        ({"fixation": torch.zeros(3, 2)}, "fixation"),
         ({"r_min": 0.9}, "r_min"),
         ({"spacing": "linear"}, "spacing"),
         ({"spacing": "cortical", "r_min": 0.1}, "r_min"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,14 @@ from test_gather_patches import grid_sites, random_sites, unfolded
 from test_log_polar import border_distance
 
 import gpu_lod as lod
-from gpu_lod.errors import CaptureError, InputError, LimitError, OutOfMemoryError, UnsupportedError
+from gpu_lod.errors import (
+    CaptureError,
+    InputError,
+    LimitError,
+    OutOfMemoryError,
+    PyramidChangedError,
+    UnsupportedError,
+)
 from gpu_lod.foveate import reference as foveated
 from gpu_lod.kernels import samplers, textures
 from gpu_lod.operators import operators
@@ -413,3 +421,75 @@ def test_what_no_kernel_takes(emulated: EmulatedDevice, monkeypatch: pytest.Monk
         lod.foveate(image, (0.5, 0.5), backend="cuda")
     with pytest.raises(LimitError, match="2\\^31 - 1"):
         lod.log_polar(lod.mipmap(noise(1, 4, 4)), (0.5, 0.5), 2**16, 2**15, backend="cuda")
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CUDA graphs as far as plans know them: a run that is captured, and repetitions that write where that one did."""
+    done: list[str] = []
+
+    def leaves(results: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+
+    def captured(run: Callable[[], Any], where: torch.device) -> tuple[Callable[[], None], Any]:
+        run()
+        emulated.is_capturing = True
+        try:
+            results = run()
+        finally:
+            emulated.is_capturing = False
+        done.append("captured")
+
+        def replay() -> None:
+            done.append("replayed")
+            for old, new in zip(leaves(results), leaves(run()), strict=True):
+                old.data.copy_(new)
+
+        return replay, results
+
+    monkeypatch.setattr(sys.modules["gpu_lod.plan"], "captured", captured)
+    return done
+
+
+@each
+def test_a_plan_of_kernels_is_a_graph(graphs: list[str], name: str) -> None:
+    pyramid = lod.mipmap(noise(3, 24, 30), backend="cuda").upload(backend="cuda")
+    points = [torch.tensor([0.3, 0.6]), torch.tensor([0.7, 0.2]), torch.tensor([0.5, 0.5])]
+
+    def sample(at: torch.Tensor) -> torch.Tensor:
+        return SAMPLERS[name](pyramid, at, backend="cuda")
+
+    planned = lod.plan(sample, points[0])
+    assert planned.replays and "CUDA graph" in planned.reason and graphs == ["captured"]
+    first = planned(points[1])
+    assert torch.equal(first, sample(points[1]))
+    assert planned(points[2]) is first and torch.equal(first, sample(points[2])) and graphs.count("replayed") == 2
+    planned.inputs[0].copy_(points[0])
+    assert torch.equal(planned(), sample(points[0]))
+    with pytest.raises(InputError, match="planned for"):
+        planned(torch.zeros(3))
+    pyramid.levels[1].add_(1)
+    with pytest.raises(PyramidChangedError, match="Plan again"):
+        planned(points[1])
+
+
+def test_a_plan_of_a_chain_of_kernels(graphs: list[str]) -> None:
+    planned = lod.plan(lod.mipmap, noise(3, 24, 30), backend="cuda")
+    assert planned.replays and graphs == ["captured"]
+    for _ in range(3):
+        image = noise(3, 24, 30)
+        found = planned(image)
+        assert all(map(torch.equal, found.levels, lod.mipmap(image, backend="cuda").levels))
+        assert lod.foveate(found, (0.5, 0.5), backend="torch").shape == (3, 24, 30)  # a good pyramid still
+
+
+def test_a_plan_of_what_cannot_be_captured_runs_it(graphs: list[str]) -> None:
+    def sample(image: torch.Tensor) -> torch.Tensor:
+        return lod.foveate(lod.mipmap(image, backend="cuda").upload(backend="cuda"), (0.5, 0.5), backend="cuda")
+
+    planned, image = lod.plan(sample, noise(3, 24, 30)), noise(3, 24, 30)
+    assert not planned.replays and "CaptureError" in planned.reason and graphs == []
+    assert torch.equal(planned(image), sample(image))

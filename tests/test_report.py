@@ -287,6 +287,9 @@ def test_peers_are_opponents_unless_they_do_another_job() -> None:
         "opencv",
     )
     assert rows.opponent(one) == "opencv" and rows.gain(one) == 0.5
+    kernels = one | {"sides": one["sides"] | {"cuda kernels": timing(0.5), "cuda graph of kernels": timing(0.25)}}
+    assert rows.opponent(kernels) == "opencv" and rows.own(kernels) == "cuda graph of kernels"
+    assert rows.gain(kernels) == 4 and rows.best(kernels, "gl") == "gl compute"
     one["other_job"] = {"opencv": "rounds"}
     assert rows.best(one, "peer") is None and rows.opponent(one) == "torch x" and rows.gain(one) == 1.5
     assert rows.why_other(one, "opencv") == "rounds" and rows.why_other(one, "torch x") == ""

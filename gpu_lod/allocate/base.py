@@ -21,7 +21,7 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
 
 Pool = Literal["mean", "max"]
-Coarser = Literal["mean", "max", "sum"]
+Coarser = Literal["max", "sum"]
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
 _registry: dict[str, type[Allocator]] = {}
@@ -399,10 +399,7 @@ def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
 
     if pool == "max":
         return F.max_pool2d(padded(values, -math.inf), 2)[:, 0]
-    sums = F.avg_pool2d(padded(values), 2, divisor_override=1)[:, 0]
-    if pool == "sum":
-        return sums
-    return sums / F.avg_pool2d(padded(torch.ones_like(values[:1])), 2, divisor_override=1)[:, 0]
+    return F.avg_pool2d(padded(values), 2, divisor_override=1)[:, 0]
 
 
 def register(allocator: A) -> A:

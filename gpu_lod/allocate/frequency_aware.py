@@ -59,12 +59,13 @@ class FrequencyAware(Allocator):
         split: Sequence[int] = (128, 32, 32, 32),
     ) -> None:
         super().__init__(budget, patch, pool)
-        self.split = tuple(split)
-        if len(self.split) != 4 or not all(isinstance(n, int) and n >= 0 for n in self.split) or sum(self.split) > _OF:
+        counts = tuple(split) if isinstance(split, (list, tuple)) else ()
+        if len(counts) != 4 or not all(isinstance(n, int) and n >= 0 for n in counts) or sum(counts) > _OF:
             raise InputError(
                 f"split is {split!r}; expected four counts of 0 or more, the strongest band's first, that sum to {_OF} "
                 "at most."
             )
+        self.split = counts
 
     def work(self, scene: Scene) -> int:
         return scene.size[0] * scene.size[1]

@@ -17,10 +17,10 @@ from gpu_lod.errors import InputError
 class PyramidTopK(Allocator):
     """The K patches of the highest relevance times level weight, over the nodes of a quadtree on the grid.
 
-    A node's relevance is the mean of its children's, above the map's least if that is negative, lest weights below 1
-    raise what is negative. Patches of different levels may cover the same pixels: that is
-    what tree cuts avoid. With a split, each level gives its own best; a level that has fewer patches than its share
-    hands the rest to the next finer one, and the finest to the next coarser that has some left.
+    A node's relevance is the mean of the cells that it covers, above the map's least if that is negative, lest weights
+    below 1 raise what is negative. Patches of different levels may cover the same pixels: that is what tree cuts avoid.
+    With a split, each level gives its own best; a level that has fewer patches than its share hands the rest to the
+    next finer one, and the finest to the next coarser that has some left.
 
     Args:
         weights: of the levels, finest first; as many levels as there are weights.
@@ -58,11 +58,12 @@ class PyramidTopK(Allocator):
                 f"split is {self.split}, which sums to {sum(self.split)}; the budget is {self.budget}. Make it with "
                 f"budget={self.budget} and a split that sums to that."
             )
-        values, levels = scene.amounts(), []
+        sums, levels = scene.amounts(), []
+        cells = torch.ones_like(sums[:1])
         for level, weight in enumerate(self.weights):
             if level:
-                values = coarser(values, "mean")
-            levels.append((values * weight).flatten(1))
+                sums, cells = coarser(sums, "sum"), coarser(cells, "sum")
+            levels.append((sums / cells * weight).flatten(1))
         there = [level.shape[1] for level in levels]
         self.enough(sum(there), f"patches of {len(there)} levels")
         sites = torch.cat(

@@ -43,7 +43,7 @@ def html(found: list[tuple[Path, Data]]) -> str:
         devices=devices, claim=claim.CLAIM, claimed_ms=claim.CLAIMED_MS, claimed_ratio=claim.CLAIMED_RATIO,
         verbs=[_verb(verb, devices, Markup) for verb in _verbs(found)], best=rows.best, gain=rows.gain, job=rows.job,
         opponent=rows.opponent, over_floor=rows.over_floor, time=rows.time, why_other=rows.why_other, note=rows.note,
-        way=rows.way, median=rows.median,
+        way=rows.way, median=rows.median, own=rows.own,
     )  # fmt: skip
 
 

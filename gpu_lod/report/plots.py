@@ -19,6 +19,7 @@ Curves = dict[str, list[Row]]
 
 _COLOURS = {
     "gl": ("#c2410c", "#ea580c", "#f59e0b", "#b91c1c", "#db2777", "#7c2d12"),
+    "cuda": ("#a16207", "#ca8a04"),
     "torch": ("#1d4ed8", "#0284c7", "#0891b2", "#4f46e5", "#7c3aed", "#64748b", "#38bdf8", "#93c5fd", "#a5b4fc"),
     "peer": ("#15803d", "#65a30d", "#0d9488", "#4d7c0f", "#166534"),
     "auto": ("#111827",),
@@ -109,7 +110,7 @@ def _sides(rows: list[Row]) -> Iterator[tuple[str, str, str]]:
     """(side, colour, line) of every side of some rows; dashed where it does another job."""
     names = list(dict.fromkeys(side for row in rows for side in row["sides"]))
     counts = dict.fromkeys(_COLOURS, 0)
-    for side in sorted(names, key=lambda name: ("gl", "auto", "torch", "peer").index(kind_of(name))):
+    for side in sorted(names, key=lambda name: ("gl", "cuda", "auto", "torch", "peer").index(kind_of(name))):
         kind = kind_of(side)
         colour = _COLOURS[kind][counts[kind] % len(_COLOURS[kind])]
         counts[kind] += 1

@@ -6,14 +6,14 @@ import math
 from typing import Any, Literal
 
 Row = dict[str, Any]
-Kind = Literal["gl", "torch", "peer", "auto"]
-KINDS: tuple[Kind, ...] = ("gl", "torch", "peer")
+Kind = Literal["gl", "cuda", "torch", "peer", "auto"]
+KINDS: tuple[Kind, ...] = ("gl", "cuda", "torch", "peer")
 
 
 def kind_of(side: str) -> Kind:
-    """Whose side it is, by the first word of its name."""
+    """Whose side it is, by the first word of its name: shaders, kernels of CUDA, torch, or another library."""
     word = side.partition(" ")[0]
-    return word if word in ("gl", "torch", "auto") else "peer"  # type: ignore[return-value]
+    return word if word in ("gl", "cuda", "torch", "auto") else "peer"  # type: ignore[return-value]
 
 
 def best(row: Row, kind: Kind) -> str | None:
@@ -34,9 +34,15 @@ def opponent(row: Row) -> str | None:
     return min(names, key=lambda side: median(row, side), default=None)
 
 
+def own(row: Row) -> str | None:
+    """The fastest side of ours that does the job."""
+    names = [name for name in (best(row, "gl"), best(row, "cuda")) if name]
+    return min(names, key=lambda side: median(row, side), default=None)
+
+
 def gain(row: Row) -> float | None:
-    """How many times as fast the best GL way is as the fastest opponent; below 1 it lost."""
-    ours, theirs = best(row, "gl"), opponent(row)
+    """How many times as fast the best way of ours, shaders or kernels, is as the fastest opponent; below 1 it lost."""
+    ours, theirs = own(row), opponent(row)
     return median(row, theirs) / median(row, ours) if ours and theirs else None
 
 

@@ -1,0 +1,82 @@
+"""What holds of every linear verb, and of the work that a batch takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import FIXATION, LINEAR, SIZE
+from images import noise
+
+import gpu_lod as lod
+from gpu_lod.program import Program
+
+AS_THEY_ARE = [name for name in LINEAR if "normalised" not in name]
+"""Verbs that neither scale values nor read zeros beyond the border."""
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+@pytest.mark.parametrize("name", AS_THEY_ARE)
+def test_a_constant_stays_constant(name: str, backend: str, dtype: torch.dtype) -> None:
+    """Weights are a partition of unity; and the bands of a Laplacian pyramid hold none of it."""
+    value = 201.0 if dtype == torch.uint8 else 0.625
+    xs = [torch.full_like(x, value, dtype=dtype) for x in LINEAR[name].inputs()]
+    if name == "collapse":
+        if dtype == torch.uint8:
+            xs = [x.float() for x in xs]  # bands are never counts
+        xs[:-1] = [torch.zeros_like(x) for x in xs[:-1]]
+    if name == "inverse_log_polar":  # which is 0 beyond r_max if it is not told
+        found = [lod.inverse_log_polar(xs[0], FIXATION, SIZE, border="clamp", backend=backend)]
+    else:
+        found = LINEAR[name].run(*xs, backend=backend)
+    expected = [value] * len(found)
+    if name == "laplacian":
+        expected[:-1] = [0.0] * (len(found) - 1)
+    for level, constant in zip(found, expected, strict=True):
+        assert float((level.double() - constant).abs().max()) <= 2e-6 * value, name
+
+
+@pytest.mark.parametrize(
+    ("verb", "fewest"),
+    [
+        (lambda x, p, f, s: lod.gather_patches(p, s, 8, backend="gl"), 1),
+        (lambda x, p, f, s: lod.log_polar(p, f, 16, 32, backend="gl"), 1),
+        (lambda x, p, f, s: lod.foveate(p, f, backend="gl"), 2),
+        (lambda x, p, f, s: lod.inverse_log_polar(x, f, (40, 48), backend="gl"), 1),
+        (lambda x, p, f, s: lod.mipmap(x, 5, generator="compute"), 4),
+        (lambda x, p, f, s: lod.mipmap(x, generator="single-pass"), 1),
+        (lambda x, p, f, s: lod.gaussian(x, 4, backend="gl"), 3),
+        (lambda x, p, f, s: lod.laplacian(x, 4, backend="gl"), 6),
+        (lambda x, p, f, s: lod.oriented_energy(x, 2, backend="gl"), 2),
+        (lambda x, p, f, s: lod.feature_maps(x, f, backend="gl"), 3),
+    ],
+    ids=[
+        "gather_patches", "log_polar", "foveate", "inverse_log_polar", "compute", "single-pass", "gaussian",
+        "laplacian", "oriented_energy", "feature_maps",
+    ],
+)  # fmt: skip
+def test_a_batch_takes_no_more_dispatches(
+    verb: Callable[..., Any], fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    dispatch = Program.dispatch_groups
+
+    def counted(self: Program, x: int, y: int, z: int) -> None:
+        counts[-1] += 1
+        dispatch(self, x, y, z)
+
+    for batch in (1, 8):
+        image = noise(batch, 3, 64, 64)
+        sites = torch.rand(batch, 5, 3)
+        arguments = image, lod.mipmap(image).upload(), torch.rand(batch, 2), sites
+        verb(*arguments)  # whatever is made once
+        counts.append(0)
+        with monkeypatch.context() as watched:
+            watched.setattr(Program, "dispatch_groups", counted)
+            verb(*arguments)
+    assert counts[0] == counts[1] >= fewest
+    if fewest == 1:
+        assert counts == [1, 1]
