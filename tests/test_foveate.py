@@ -334,7 +334,8 @@ def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: 
         assert lod.explain(lod.foveate, source, (0.5, 0.5)).backend == "torch"
         fastest("gl", lod.foveate, lod.mipmap(source), (0.5, 0.5))
         assert lod.explain(lod.foveate, lod.mipmap(source), (0.5, 0.5)).backend == "gl"
-        assert lod.explain(lod.foveate, lod.mipmap(source).upload(), (0.5, 0.5)).backend == "torch"  # not measured
+        if source is photo:  # its own question, and never measured near this size
+            assert lod.explain(lod.foveate, lod.mipmap(source).upload(), (0.5, 0.5)).backend == "torch"
         for at in (source, source[None].expand(2, -1, -1, -1)):
             assert lod.explain(lod.foveate, at, (0.5, 0.5), anisotropy=2).backend == "torch"
             assert lod.explain(lod.foveate, at, torch.tensor([0.5, 0.5], requires_grad=True)).backend == "torch"
