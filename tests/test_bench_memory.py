@@ -73,10 +73,9 @@ def test_the_doc_shows_the_files() -> None:
     assert bench_memory.with_tables(text) == text, "python bench/bench_memory.py --doc"
 
 
-def test_shaders_keep_the_bound() -> None:
-    """But for what a call takes whatever the picture's size, 2 MiB, and for what the doc names."""
+def test_calls_keep_the_bound() -> None:
+    """But for what one and the same call varies by, and for the verb that the doc names."""
     for path in bench_memory.result_files():
         for row in json.loads(path.read_text("utf-8"))["rows"]:
-            small_of_any_width = row["dtype"] in ("float16", "bfloat16") and row["shape"][-1] % 4
-            if row["backend"] == "gl" and not (row["verb"] in ("oriented_energy", "collapse") and small_of_any_width):
-                assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + 2**21, row
+            if (row["verb"], row["backend"]) != ("cull", "gl"):
+                assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + 2**17, row
