@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError, LimitError
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.transfer import Planes, word_defines
+from gpu_lod.transfer import Planes, packed_bytes, packed_planes, word_defines
+
+_KEPT, _PRUNED = 1, 2
+"""States of a node in cull.comp; 0 was never looked at. The mask is the bytes of level 0, as bool."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,19 +134,24 @@ def reference(levels: list[torch.Tensor], thresholds: torch.Tensor) -> Parts:
     pruned, tested = [], 0
     alive: torch.Tensor | None = None  # nodes to test at this level
     for level in range(len(levels) - 1, 0, -1):
-        below = levels[level] < limit
-        if alive is not None:
-            tested += int(alive.sum())
-            below &= alive
-        else:
-            tested += below.numel()
-        pruned.append(_with_level(below.nonzero(), level))
-        keep = ~below if alive is None else alive & ~below
-        alive = _children(keep, *levels[level - 1].shape[-2:])
-    mask = levels[0] >= limit
-    tested += mask.numel() if alive is None else int(alive.sum())
-    pruned.append(_with_level((~mask if alive is None else alive & ~mask).nonzero(), 0))
-    return mask, mask.nonzero(), torch.cat(pruned), tested
+        alive = torch.ones_like(levels[level], dtype=torch.bool) if alive is None else alive
+        tested += int(alive.count_nonzero())  # a sum would make them int64 first
+        below = _below(levels[level], limit).logical_and_(alive)
+        pruned.append((level, below.nonzero()))
+        alive = _children(alive.gt_(below), *levels[level - 1].shape[-2:])
+    mask = _below(levels[0], limit).logical_not_() if levels[0].dtype == torch.uint8 else levels[0] >= limit
+    alive = torch.ones_like(mask) if alive is None else alive
+    tested += int(alive.count_nonzero())
+    pruned.append((0, alive.gt_(mask).nonzero()))
+    return mask, mask.nonzero(), _joined(pruned), tested
+
+
+def _below(level: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    if level.dtype != torch.uint8:
+        return level < limit
+    # In counts: compared with another dtype, all of the level would be converted first.
+    counts = limit.ceil().clamp(0, 256)
+    return (level < counts.clamp(max=255).to(torch.uint8)).logical_or_(counts == 256)
 
 
 def _children(keep: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -152,9 +161,12 @@ def _children(keep: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return keep.index_select(-2, rows).index_select(-1, columns)
 
 
-def _with_level(nodes: torch.Tensor, level: int) -> torch.Tensor:
-    """(b, c, y, x) to (b, c, level, y, x)."""
-    return torch.cat([nodes[:, :2], torch.full_like(nodes[:, :1], level), nodes[:, 2:]], dim=1)
+def _joined(nodes: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """(b, c, y, x) of nodes of some levels to (b, c, level, y, x) of all."""
+    found = nodes[0][1].new_empty(sum(len(places) for _, places in nodes), 5)
+    for part, (level, places) in zip(found.split([len(places) for _, places in nodes]), nodes, strict=True):
+        part[:, :2], part[:, 2], part[:, 3:] = places[:, :2], level, places[:, 2:]
+    return found
 
 
 def _unbatch(hz: Pyramid, mask: torch.Tensor, indices: torch.Tensor, pruned: torch.Tensor, tested: int) -> Culled:
@@ -164,14 +176,15 @@ def _unbatch(hz: Pyramid, mask: torch.Tensor, indices: torch.Tensor, pruned: tor
 
 
 def _gl(ctx: Context, hz: Pyramid, thresholds: torch.Tensor) -> Parts:
-    height, width = hz.size
-    planes, area = hz.batch * hz.channels, height * width
-    # Work lists hold a word a texel, in one binding.
-    at_once = min(planes, (ctx.limits.storage_bytes - 1024) // (8 * area))
+    planes, sizes = hz.batch * hz.channels, [(level.shape[-2], level.shape[-1]) for level in hz.levels]
+    # The largest binding of a plane: level 0, or the list of what survives of level 1, a word a node.
+    words = math.prod(sizes[1]) if len(sizes) > 1 else 0
+    nbytes = max(hz.dtype.itemsize * math.prod(sizes[0]), 4 * words)
+    at_once = min(planes, (ctx.limits.storage_bytes - 1024) // nbytes)
     if at_once < 1:
         raise LimitError(
-            f"a plane of {width} x {height} needs a work list of {8 * area} bytes, and this device's storage-buffer "
-            f"bindings end at {ctx.limits.storage_bytes}. Use backend='torch'."
+            f"a plane of {sizes[0][1]} x {sizes[0][0]} needs {nbytes} bytes in one storage-buffer binding, and this "
+            f"device allows {ctx.limits.storage_bytes}. Use backend='torch'."
         )
     with ctx.active(hz.device):
         sources = [hz.planes(ctx, level) for level in range(len(hz))]
@@ -179,89 +192,67 @@ def _gl(ctx: Context, hz: Pyramid, thresholds: torch.Tensor) -> Parts:
             _descend(ctx, hz, sources, thresholds, first, min(at_once, planes - first))
             for first in range(0, planes, at_once)
         ]
-    shape = (hz.batch, hz.channels, height, width)
-    masks = [part.mask for part in found]
-    mask = (torch.cat(masks) if len(masks) > 1 else masks[0]).view(shape)
-    pruned = torch.cat([_decode(hz, part.nodes[: part.pruned].cpu(), part.first) for part in found])
-    if len(found) > 1:  # coarse first over all parts
-        pruned = pruned[torch.argsort(pruned[:, 2], descending=True, stable=True)]
-    return mask, mask.nonzero(), pruned.to(hz.device), sum(part.tested for part in found)
-
-
-@dataclass(frozen=True)
-class _Descent:
-    """What the shader found in the planes from `first` on. Tensors: to be read once the verb's GL work has ended."""
-
-    first: int
-    mask: torch.Tensor
-    """bool, flat."""
-    nodes: torch.Tensor
-    """int32 [texels, 2], of which the first `pruned` are (level, flat index)."""
-    pruned: int
-    tested: int
+    pruned = []
+    for level in range(len(sizes) - 1, -1, -1):
+        parts = [states[level] for states, _ in found]
+        states = (torch.cat(parts) if len(parts) > 1 else parts[0]).view(hz.batch, hz.channels, *sizes[level])
+        pruned.append((level, (states == _PRUNED).nonzero()))
+    mask = states.bitwise_and_(_KEPT).view(torch.bool)
+    kept, nodes = mask.nonzero(), _joined(pruned)
+    # What was looked at was kept, pruned or, above level 0, survived.
+    return mask, kept, nodes, len(kept) + len(nodes) + sum(survived for _, survived in found)
 
 
 def _descend(
     ctx: Context, hz: Pyramid, sources: list[Planes], thresholds: torch.Tensor, first: int, count: int
-) -> _Descent:
+) -> tuple[list[torch.Tensor], int]:
+    """Of the planes from `first` on: the states of each level's nodes, uint8 [count, 1, h, w], to be read once the
+    verb's GL work has ended; and how many nodes above level 0 survived."""
     gl, levels = ctx.gl, len(hz)
     planes = [source.layers(first, count) for source in sources]
-    elements, top = planes[0].elements, planes[-1]
-    nbytes = -(-elements // 4) * 4
-    mask_lease, nodes_lease = ctx.bridge.lease(nbytes), ctx.bridge.lease(8 * elements)
-    mask = mask_lease.tensor(torch.bool, (elements,))
-    nodes = nodes_lease.tensor(torch.int32, (elements, 2))
-    lists = [ctx.private.lease(4 * elements), ctx.private.lease(4 * elements)]
-    lists[levels % 2].write(torch.arange(top.elements, dtype=torch.int32, device="cpu"))
-    # Four words a level (workgroups in x, y and z, and nodes to test), the number of pruned nodes, the thresholds.
-    words = torch.zeros(4 * (levels + 1) + 1 + hz.batch, dtype=torch.int32, device="cpu")
-    groups = words[: 4 * (levels + 1)].view(-1, 4)
-    groups[:, 1:3] = 1
-    groups[levels, 0], groups[levels, 3] = min(-(-top.elements // LOCAL_SIZE), MAX_GROUPS), top.elements
-    words[4 * (levels + 1) + 1 :] = _keys(thresholds, hz.dtype)
+    # Level 0 in a buffer of its own, as it becomes the mask that is returned.
+    sizes = [(source.height, source.width) for source in planes]
+    mask, texels = packed_planes(ctx, count, 1, sizes[:1], torch.uint8)
+    others, nodes = packed_planes(ctx, count, 1, sizes[1:], torch.uint8)
+    states = mask + others
+    for own, some in ((mask, sizes[:1]), (others, sizes[1:])):
+        if own:
+            clear(gl, own[0].buffer.glo, packed_bytes(count, 1, some, torch.uint8))
+    # Four words a level (workgroups in x, y and z, and survivors), the thresholds.
+    words = torch.zeros(4 * levels + hz.batch, dtype=torch.int32, device="cpu")
+    words[: 4 * levels].view(-1, 4)[:, 1:3] = 1
+    words[4 * levels :] = _keys(thresholds, hz.dtype)
     counters = ctx.private.lease(words.nbytes).write(words)
-    mask_lease.item.bind(5, 0, nbytes)
-    clear(gl, mask_lease.item.glo, nbytes)
-    nodes_lease.item.bind(3, 0, nodes_lease.nbytes)
     counters.item.bind(4, 0, counters.nbytes)
+    # By turns: of level 1, 3, ... and of level 2, 4, ...
+    survivors = [ctx.private.lease(4 * (planes[level].elements if level < levels else 1)) for level in (1, 2)]
     for level in range(levels - 1, -1, -1):
-        source, below = planes[level], planes[max(level - 1, 0)]
+        source, above = planes[level], planes[min(level + 1, levels - 1)]
         origin = source.bind(ctx, 0, 0, source.elements - 1)
-        tested, following = lists[(level + 1) % 2], lists[level % 2]
-        tested.item.bind(1, 0, tested.nbytes)
-        following.item.bind(2, 0, following.nbytes)
-        program = ctx.programs.compute("cull.comp", LEVEL_ZERO=level == 0, **word_defines(source.dtype))
+        survivors[level % 2].item.bind(1, 0, survivors[level % 2].nbytes)
+        survivors[(level + 1) % 2].item.bind(2, 0, survivors[(level + 1) % 2].nbytes)
+        states[level].bind(ctx, 3, 0, source.elements - 1)
+        roots = level == levels - 1
+        defines = {"LEVEL_ZERO": level == 0, "ROOTS": roots, **word_defines(source.dtype)}
+        program = ctx.programs.compute("cull.comp", **defines)
         program.set(
             u_level=level,
             u_levels=levels,
             u_size=(source.width, source.height),
-            u_below_size=(below.width, below.height),
+            u_above_size=(above.width, above.height),
             u_first_value=origin,
             u_first_plane=first,
             u_channels=hz.channels,
+            u_roots=source.elements,
             u_most_groups=MAX_GROUPS,
         )
-        program.dispatch_indirect(counters.glo, 16 * (level + 1))
+        if roots:
+            program.dispatch_groups(min(-(-source.elements // LOCAL_SIZE), MAX_GROUPS), 1, 1)
+        else:
+            program.dispatch_indirect(counters.glo, 16 * (level + 1))
         gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT | G.COMMAND_BARRIER_BIT)
-    words = counters.read(torch.int32, len(words))
-    tests = int(words[: 4 * (levels + 1)].view(-1, 4)[1:, 3].sum())
-    return _Descent(first, mask, nodes, int(words[4 * (levels + 1)]), tests)
-
-
-def _decode(hz: Pyramid, nodes: torch.Tensor, first: int) -> torch.Tensor:
-    """(level, flat index) of planes from `first` on, in any order, to sorted (b, c, level, y, x)."""
-    sizes = torch.tensor([level.shape[-2:] for level in hz.levels], device="cpu")
-    level, flat = nodes.long().unbind(dim=1)
-    # Coarse first, then row-major: the order in which invocations append is not defined. By index_select, as brackets
-    # wake torch's other threads for a few thousand nodes.
-    order = torch.argsort((len(hz) - level) * 2**40 + flat)
-    level, flat = level.index_select(0, order), flat.index_select(0, order)
-    height, width = sizes.index_select(0, level).unbind(dim=1)
-    plane = flat // (height * width)
-    in_plane = flat - plane * height * width
-    plane = plane + first
-    columns = [plane // hz.channels, plane % hz.channels, level, in_plane // width, in_plane % width]
-    return torch.stack(columns, dim=1)
+    survived = counters.read(torch.int32, 4 * levels).view(-1, 4)[1:, 3]
+    return texels + nodes, int(survived.sum())
 
 
 def _keys(thresholds: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
