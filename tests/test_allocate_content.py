@@ -115,6 +115,20 @@ def test_errors_are_what_block_means_lose(height: int, width: int, patch: int) -
             assert (found >= below * (1 - 1e-6)).all()
 
 
+@pytest.mark.parametrize("width", [64, 61])
+def test_errors_of_faint_detail_beside_a_step(width: int) -> None:
+    """What is flat loses nothing, whatever lies beside it, and digits do not go to the level of the light."""
+    image = torch.full((1, 1, 32, width), 0.3)
+    image[..., 32:] = 0.9 + 1e-4 * noise(1, 1, 32, width - 32)
+    finest = lod.allocate.TokenDAG(1, 4).errors(image)[1]
+    assert (finest[..., :4] == 0).all()
+    for y, x in itertools.product(range(4), range(4, finest.shape[2])):
+        node = image[0, 0, 8 * y : 8 * y + 8, 8 * x : 8 * x + 8].double()
+        blocks = [rest for part in node.split(2, 0) for rest in part.split(2, 1)]
+        lost = sum(float((block - block.mean()).square().sum()) for block in blocks)
+        assert float(finest[0, y, x]) == pytest.approx(lost, rel=1e-3)
+
+
 def test_errors_of_pyramids_and_single_images(photo: torch.Tensor) -> None:
     allocator = lod.allocate.TokenDAG(1)
     errors = allocator.errors(photo[None, :, :200, :99])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
-from gpu_lod.allocate.base import Scene, coarser, unit
+from gpu_lod.allocate.base import Scene, unit
 from gpu_lod.allocate.energy import checked
-from gpu_lod.halving import halve_mean
 
 AT_ONCE = 2**20
 """Pixels that a CPU looks at at once: fresh memory for many more costs it more than the sums do; so do small bands."""
@@ -40,18 +38,15 @@ def losses(scene: Scene) -> list[torch.Tensor]:
         images = max(1, AT_ONCE // top[0, 0].numel())
         nodes = 2**deep * patch
         rows = max(1, AT_ONCE // (top.shape[-1] * nodes)) * nodes
-    held, parts = [], []
+    parts = []
     for some in top.split(images):
-        base = unit(some[..., :1, :1])
-        bands = [_chain(_Mip.of(unit(band), 1.0, base, patch), deep) for band in some.split(rows, dim=-2)]
-        held.append(torch.cat([level.held for level, *_ in bands], dim=-2))
-        parts.append([_joined(same, -2) for same in zip(*(below for _, *below in bands), strict=True)])
+        bands = [_chain(_Mip(unit(band), band.new_empty(0), 1.0, patch), deep) for band in some.split(rows, dim=-2)]
+        parts.append([_joined(same, -2) for same in zip(*bands, strict=True)])
     chain = [_joined(same, 0) for same in zip(*parts, strict=True)]
-    chain += _chain(chain[-1], root - deep)[1:]
+    chain += _chain(chain[-1], root - deep)
     if top.dtype == torch.float32:
         scene.chain[:] = [mip.means for mip in chain if isinstance(mip.stands_for, float)]
-    sums = [torch.cat(held), *(mip.held for mip in chain)]
-    found = [(coarser(fine, "sum") - coarse).clamp(min=0) for fine, coarse in pairwise(sums)]
+    found = [mip.lost for mip in chain]
     checked(torch.stack([level.sum() for level in found]))
     return found
 
@@ -62,13 +57,11 @@ class _Mip:
 
     means: torch.Tensor
     """[B, C, h, w]"""
-    held: torch.Tensor
-    """[B, h_l, w_l], the sum of squared differences from the base over each node's pixels."""
+    lost: torch.Tensor
+    """[B, h_l, w_l], what its nodes lose against their children; level 0 has no such thing."""
     stands_for: tuple[torch.Tensor, torch.Tensor] | float
     """The pixels that a texel stands for, if all stand for as many; else how many rows and how many columns of them the
     texels of each row, and of each column, do: fewer where they reach over an edge."""
-    base: torch.Tensor
-    """[B, C, 1, 1], a value of each picture: differences of squares lose no digits where it is flat."""
     patch: int
 
     def rows_and_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,43 +70,62 @@ class _Mip:
         rows, columns = (self.means.new_full((n,), math.sqrt(self.stands_for)) for n in self.means.shape[-2:])
         return rows, columns
 
-    @staticmethod
-    def of(
-        means: torch.Tensor, stands_for: tuple[torch.Tensor, torch.Tensor] | float, base: torch.Tensor, patch: int
-    ) -> _Mip:
-        squares = F.mse_loss(means, base.expand_as(means), reduction="none")
-        if isinstance(stands_for, tuple):
-            squares = squares * (stands_for[0][:, None] * stands_for[1])
-        bottom, right = (-n % patch for n in squares.shape[-2:])
-        if bottom or right:
-            squares = F.pad(squares, (0, right, 0, bottom))
-        held = squares.unflatten(-2, (-1, patch)).sum(-2).unflatten(-1, (-1, patch)).sum(-1).sum(1)
-        return _Mip(means, held * stands_for if isinstance(stands_for, float) else held, stands_for, base, patch)
-
     def coarser(self) -> _Mip:
-        means, stands_for = self.means, self.stands_for
+        """By sums and differences of rows, then of columns. The squared differences of two values from their mean, each
+        of a weight p and q, add up to p q / (p + q) times the square of their difference: nothing cancels."""
+        means, patch = self.means, self.patch
         # Nodes of the next level have two of these along each side.
-        bottom, right = (-n % (2 * self.patch) for n in means.shape[-2:])
-        if isinstance(stands_for, float) and not (bottom or right):
-            halved = halve_mean(means, means.shape[-2] // 2, means.shape[-1] // 2)
-            return _Mip.of(halved, 4 * stands_for, self.base, self.patch)
+        bottom, right = (-n % (2 * patch) for n in means.shape[-2:])
+        if isinstance(self.stands_for, float) and not (bottom or right):
+            upper, lower = means[..., 0::2, :], means[..., 1::2, :]
+            lost = _of_nodes((upper - lower).square_(), patch, 2 * patch)
+            both = upper + lower
+            first, second = both[..., 0::2], both[..., 1::2]
+            lost += _of_nodes((first - second).square_(), patch, patch) / 2
+            means = (first + second).mul_(0.25)
+            return _Mip(means, lost.sum(1).mul_(self.stands_for / 2), 4 * self.stands_for, patch)
         if bottom or right:
             means = F.pad(means, (0, right, 0, bottom))
-        rows, columns = self.rows_and_columns()
-        (row_share, rows), (column_share, columns) = (
-            _pairs(F.pad(rows, (0, bottom))),
-            _pairs(F.pad(columns, (0, right))),
-        )
-        means = torch.lerp(means[..., 0::2, :], means[..., 1::2, :], row_share[:, None])
-        means = torch.lerp(means[..., 0::2], means[..., 1::2], column_share)
-        return _Mip.of(means, (rows, columns), self.base, self.patch)
+        tall, wide = self.rows_and_columns()
+        rows, columns = _Pairs.of(F.pad(tall, (0, bottom))), _Pairs.of(F.pad(wide, (0, right)))
+        upper, lower = means[..., 0::2, :], means[..., 1::2, :]
+        lost = _of_nodes((upper - lower).square_() * (rows.apart[:, None] * columns.each), patch, 2 * patch)
+        means = torch.lerp(upper, lower, rows.share[:, None])
+        first, second = means[..., 0::2], means[..., 1::2]
+        lost += _of_nodes((first - second).square_() * (rows.total[:, None] * columns.apart), patch, patch)
+        return _Mip(torch.lerp(first, second, columns.share), lost.sum(1), (rows.total, columns.total), patch)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Weights along a side, two by two: p and q."""
+
+    each: torch.Tensor
+    total: torch.Tensor
+    """p + q"""
+    share: torch.Tensor
+    """q / (p + q)"""
+    apart: torch.Tensor
+    """p q / (p + q)"""
+
+    @staticmethod
+    def of(weights: torch.Tensor) -> _Pairs:
+        first, second = weights[0::2], weights[1::2]
+        total = first + second
+        share = second / total.clamp(min=1)
+        return _Pairs(weights, total, share, first * share)
+
+
+def _of_nodes(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Sums over blocks. Rows first: whole rows vectorise."""
+    return values.unflatten(-2, (-1, height)).sum(-2).unflatten(-1, (-1, width)).sum(-1)
 
 
 def _chain(mip: _Mip, levels: int) -> list[_Mip]:
-    """A level and so many below it."""
-    found = [mip]
+    """So many levels below one."""
+    found: list[_Mip] = []
     for _ in range(levels):
-        found.append(found[-1].coarser())
+        found.append((found[-1] if found else mip).coarser())
     return found
 
 
@@ -128,14 +140,7 @@ def _joined(parts: Sequence[_Mip], dim: int) -> _Mip:
         stands_for = rows[0] if dim == 0 else torch.cat(rows), columns[0]
     return _Mip(
         torch.cat([part.means for part in parts], dim),
-        torch.cat([part.held for part in parts], dim),
+        torch.cat([part.lost for part in parts], dim),
         stands_for,
-        torch.cat([part.base for part in parts]) if dim == 0 else first.base,
         first.patch,
     )
-
-
-def _pairs(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of pairs of weights p, q: q / (p + q), and p + q."""
-    total = weights[0::2] + weights[1::2]
-    return weights[1::2] / total.clamp(min=1), total
