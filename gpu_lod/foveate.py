@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from gpu_lod.planewise import bands
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
-from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, word_defines
+from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes, word_defines
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
 TILE = (64, 8)
@@ -395,8 +396,8 @@ def _gl(
             how = defines | ctx.textures.reading(texture)
             if anisotropy > 1:
                 _anisotropic(ctx, part, here | {"u_anisotropy": anisotropy}, defines)
-            elif ctx.software and width % part.per_word == 0 and part.span_fits(ctx, 0, part.elements - 1):
-                _blocks(ctx, part, fixation[first : first + count], len(pyramid), (e0, bias), here, how)
+            elif ctx.software and width % part.per_word == 0 and (ranges := list(_ranges(ctx, part, channels))):
+                _blocks(ctx, part, ranges, fixation[first : first + count], len(pyramid), (e0, bias), here, how)
             else:
                 _pixels(ctx, part, here, how)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
@@ -432,9 +433,25 @@ def _anisotropic(ctx: Context, target: Planes, uniforms: dict[str, Any], defines
         ctx.gl.TexParameteri(G.TEXTURE_2D_ARRAY, G.TEXTURE_MAX_ANISOTROPY, 1)
 
 
+def _ranges(ctx: Context, target: Planes, channels: int) -> Iterator[tuple[slice, slice]]:
+    """Images, and rows of them, that can be made at once where each channel has a binding of its own: as many whole
+    images as may be, else rows of one; none where not even a tile's rows fit."""
+    most = (ctx.limits.storage_bytes - 2 * ALIGNMENT) // target.dtype.itemsize
+    images, height = target.count // channels, target.height
+    at_once = (most // target.area - 1) // channels + 1  # of the last image there is one plane in each
+    if at_once > 0:
+        for first in range(0, images, at_once):
+            yield slice(first, min(first + at_once, images)), slice(0, height)
+    elif rows := most // target.width // TILE[1] * TILE[1]:
+        for image in range(images):
+            for begin in range(0, height, rows):
+                yield slice(image, image + 1), slice(begin, min(begin + rows, height))
+
+
 def _blocks(
     ctx: Context,
     target: Planes,
+    ranges: list[tuple[slice, slice]],
     fixation: torch.Tensor,
     levels: int,
     rule: tuple[float, float],
@@ -451,36 +468,44 @@ def _blocks(
     kinds = [least < 2, (least >= 2) & (least < 3), least >= 3] if whole else [least < 2, least >= 2]
     if levels <= 3:  # the last level is read in place of higher ones
         kinds = [least >= 0]
-    lists = [np.flatnonzero(kind).astype(np.int32) for kind in kinds]
-    numbers = np.concatenate(lists) + np.int32(uniforms["u_first_image"] * across * down)
+    channels, row, area = defines["CHANNELS"], target.width, target.area
+    every = np.arange(least.size, dtype=np.int32).reshape(least.shape) + np.int32(
+        uniforms["u_first_image"] * across * down
+    )
+    jobs = []
+    for images, rows in ranges:
+        here = images, slice(rows.start // TILE[1], -(-rows.stop // TILE[1]))
+        for texels, kind in zip((4, 3, 2), kinds, strict=False):
+            if kind[here].any():
+                series = rule[0] >= LEAST_E0 and float(e[here][kind[here]].min() + rule[0]) * max(size) >= SERIES_FROM
+                jobs.append((images, rows, texels, series, every[here][kind[here]]))
+    numbers = np.concatenate([tiles for *_, tiles in jobs])
     table = ctx.private.lease(numbers.nbytes).write(torch.from_numpy(numbers))
     bind_table(ctx, 2, table)
-    index = target.bind(ctx, 0, 0, target.elements - 1)
-    at_once = target.per_word if size[1] % 4 else 4
+    at_once = target.per_word if row % 4 else 4
     done = 0
-    for texels, kind in zip((4, 3, 2), kinds, strict=False):
-        tiles = int(np.count_nonzero(kind))
-        if tiles:
-            series = rule[0] >= LEAST_E0 and float(e[kind].min() + rule[0]) * max(size) >= SERIES_FROM
-            program = ctx.programs.compute(
-                "foveate_blocks.comp",
-                **word_defines(target.dtype),
-                TEXELS=texels,
-                AT_ONCE=at_once,
-                SERIES=series,
-                **defines,
-            )
-            program.set(
-                u_first_stored=index // at_once,
-                u_first_tile=done,
-                u_tiles=tiles,
-                u_tile_counts=(across, down),
-                u_size=(target.width, target.height),
-                **uniforms,
-            )
-            rows = -(-tiles // MAX_GROUPS)
-            program.dispatch_groups(-(-tiles // rows), rows, 1)
-        done += tiles
+    for images, rows, texels, series, tiles in jobs:
+        begin, end = (
+            images.start * channels * area + rows.start * row,
+            (images.stop - 1) * channels * area + rows.stop * row,
+        )
+        first = [0] * 4
+        for channel, binding in zip(range(channels), (0, 3, 4, 5), strict=False):
+            index = target.bind(ctx, binding, begin + channel * area, end + channel * area - 1)
+            first[channel] = (index + channel * area) // at_once
+        how = {"TEXELS": texels, "AT_ONCE": at_once, "SERIES": series}
+        program = ctx.programs.compute("foveate_blocks.comp", **word_defines(target.dtype), **how, **defines)
+        program.set(
+            u_first_stored=tuple(first),
+            u_first_tile=done,
+            u_tiles=len(tiles),
+            u_tile_counts=(across, down),
+            u_size=(target.width, target.height),
+            **uniforms,
+        )
+        layers = -(-len(tiles) // MAX_GROUPS)
+        program.dispatch_groups(-(-len(tiles) // layers), layers, 1)
+        done += len(tiles)
 
 
 def _least(fixation: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@
 
 layout(local_size_x = 16, local_size_y = 2) in;
 layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 8 pixels, numbered through the batch
-uniform int u_first_stored;  // index in b_target of the texture's first element
+uniform ivec4 u_first_stored;  // index in each binding of that channel of the texture's first image
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
 uniform int u_tiles;
 uniform ivec2 u_tile_counts;  // of an image
@@ -33,7 +33,17 @@ uniform ivec2 u_size;
 #define SWIZZLE rgba
 #endif
 
-layout(std430, binding = 0) writeonly buffer Target { STORED b_target[]; };
+// A binding a channel: an image may be more than one may hold.
+layout(std430, binding = 0) writeonly buffer Target0 { STORED b_target0[]; };
+#if CHANNELS > 1
+layout(std430, binding = 3) writeonly buffer Target1 { STORED b_target1[]; };
+#endif
+#if CHANNELS > 2
+layout(std430, binding = 4) writeonly buffer Target2 { STORED b_target2[]; };
+#endif
+#if CHANNELS > 3
+layout(std430, binding = 5) writeonly buffer Target3 { STORED b_target3[]; };
+#endif
 
 const float INVERSE_LN2 = 1.44269504;
 
@@ -102,8 +112,8 @@ void main() {
             }
         }
     } while (++l <= end);
-    int row_vectors = u_size.x / AT_ONCE, plane_vectors = row_vectors * u_size.y;
-    int target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + at.x / AT_ONCE;
+    int row_vectors = u_size.x / AT_ONCE;
+    ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + at.x / AT_ONCE;
     for (int y = 0; y < 4; ++y) {
         vec4 texel[4];
         for (int x = 0; x < 4; ++x) {
@@ -112,16 +122,16 @@ void main() {
         }
         for (int k = 0; k < 4; k += AT_ONCE) {
             if (at.y + y < u_size.y && at.x + k < u_size.x) {
-                int vector = target + y * row_vectors + k / AT_ONCE;
-                b_target[vector] = PACKED(texel, k, r);
+                ivec4 vector = target + y * row_vectors + k / AT_ONCE;
+                b_target0[vector.r] = PACKED(texel, k, r);
 #if CHANNELS > 1
-                b_target[vector + plane_vectors] = PACKED(texel, k, g);
+                b_target1[vector.g] = PACKED(texel, k, g);
 #endif
 #if CHANNELS > 2
-                b_target[vector + 2 * plane_vectors] = PACKED(texel, k, b);
+                b_target2[vector.b] = PACKED(texel, k, b);
 #endif
 #if CHANNELS > 3
-                b_target[vector + 3 * plane_vectors] = PACKED(texel, k, a);
+                b_target3[vector.a] = PACKED(texel, k, a);
 #endif
             }
         }
