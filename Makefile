@@ -26,7 +26,7 @@ test: setup-test check-style check-types  ## lint, type-check and test the built
 demo: setup  ## run pictures through the library and leave the results in out/; DEMO_ARGS=...
 	@$(BIN)/gpu-lod demo $(DEMO_ARGS)
 
-gallery: setup  ## draw the allocators' contact sheets of docs/gallery.md again
+gallery: setup  ## draw the pictures of docs/gallery.md again
 	@$(BIN)/python docs/gallery.py
 
 bench: setup  ## time every verb against the fastest torch way, write bench/results/, the README table and the cost model; BENCH_ARGS="--quick"

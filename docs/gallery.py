@@ -1,4 +1,4 @@
-"""Draw the contact sheets of gallery.md again: every allocator on a photograph, a page and a chart."""
+"""Draw the pictures of gallery.md again: verbs on a photograph, and every allocator on it, a page and a chart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ DOCS = Path(__file__).resolve().parent
 OUT = DOCS.parent / "out" / "gallery"
 FIXATIONS = {"astronaut": "0.43,0.21", "page": "0.28,0.4", "chart": "0.6,0.3"}
 WIDTH, BYTES = 2000, 590_000
-"""What a sheet in the repository may have, in pixels and bytes."""
+"""What a picture in the repository may have, in pixels and bytes."""
+VERBS = {
+    "foveate": ["--fixation", FIXATIONS["astronaut"]],
+    "sites": ["--fixation", FIXATIONS["astronaut"]],
+    "log-polar": ["--fixation", FIXATIONS["astronaut"], "--back"],
+    "laplacian": [],
+    "features": ["--fixation", FIXATIONS["astronaut"]],
+}
 
 
 def chart() -> Image.Image:
@@ -60,10 +67,18 @@ def main() -> None:
     pictures = {"astronaut": Image.fromarray(data.astronaut()), "page": Image.fromarray(data.page()), "chart": chart()}
     for name, picture in pictures.items():
         picture.save(OUT / f"{name}.png")
-        command = ["allocate", f"{name}.png", "--with", "all", "--fixation", FIXATIONS[name]]
-        command += ["--query", "query.npy", "-o", f"{name}.sheet.png"]
-        subprocess.run([sys.executable, "-m", "gpu_lod.cli", *command], cwd=OUT, check=True)
+    for verb, options in VERBS.items():
+        run(verb, "astronaut.png", *options, "-o", f"{verb}.png")
+    for drawn in [*VERBS, "log-polar.back"]:
+        shrink(OUT / f"{drawn}.png", DOCS / f"{drawn}.jpg")
+    for name, fixation in FIXATIONS.items():
+        options = ["--with", "all", "--fixation", fixation, "--query", "query.npy"]
+        run("allocate", f"{name}.png", *options, "-o", f"{name}.sheet.png")
         shrink(OUT / f"{name}.sheet.png", DOCS / f"allocators-{name}.jpg")
+
+
+def run(*command: str) -> None:
+    subprocess.run([sys.executable, "-m", "gpu_lod.cli", *command], cwd=OUT, check=True)
 
 
 if __name__ == "__main__":

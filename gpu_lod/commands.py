@@ -268,6 +268,9 @@ def log_polar(
     generator: Annotated[
         Literal["auto", "compute", "fragment"], typer.Option(help="A name implies the gl backend.")
     ] = "auto",
+    back: Annotated[
+        bool, typer.Option("--back", help="Also write what the map shows, drawn where it was seen: <name>.back.png.")
+    ] = False,
     backend: Backend = "auto",
     device: Device = None,
     output: Output = None,
@@ -275,17 +278,21 @@ def log_polar(
 ) -> None:
     """Write the log-polar map of a picture: a ring a row, the innermost on top; a wedge a column, from +x clockwise."""
     path = _path(image, "log-polar", output)
+    paths = [path]
     points = _fixation(fixation)
     with _on(device), printing.busy("log-polar"):
         picture = images.load(image)
-        arguments: dict[str, Any] = {
-            "r_min": r_min, "r_max": r_max, "spacing": spacing, "e0": e0, "border": border, "generator": generator,
-            "backend": _backend(backend, device),
-        }  # fmt: skip
+        place: dict[str, Any] = {"r_min": r_min, "r_max": r_max, "spacing": spacing, "e0": e0}
+        how = {"backend": _backend(backend, device)}
+        arguments = {**place, **how, "border": border, "generator": generator}
         choice = lod.explain(lod.log_polar, picture, points, rings, wedges, **arguments)
         mapped = lod.log_polar(picture, points, rings, wedges, **arguments)
         images.save(mapped, path)
-    _report("log-polar", image, [path], [mapped], choice, as_json)
+        if back:
+            height, width = picture.shape[-2:]
+            paths.append(path.with_name(f"{path.stem}.back{path.suffix}"))
+            images.save(lod.inverse_log_polar(mapped, points, (height, width), **place, **how), paths[-1])
+    _report("log-polar", image, paths, [mapped], choice, as_json)
 
 
 @app.command()

@@ -157,6 +157,13 @@ def test_log_polar(tmp_path: Path, picture: Path) -> None:
     assert found["shapes"] == [[3, 9, 20]]
     assert torch.equal(load(tmp_path / "out" / "cat.log-polar.png"), expected)
 
+    found = json.loads(done(tmp_path, "log-polar", "cat.png", *options, "--back", "-o", "there.png", "--json"))
+    mapped = lod.log_polar(load(picture), (0.25, 0.5), 9, 20, r_max=0.5, border="zero", backend="torch")
+    seen = lod.inverse_log_polar(mapped, (0.25, 0.5), tuple(load(picture).shape[-2:]), r_max=0.5, backend="torch")
+    assert found["output"] == ["there.png", "there.back.png"]
+    assert torch.equal(load(tmp_path / "there.png"), mapped)
+    assert torch.equal(load(tmp_path / "there.back.png"), seen)
+
     options += ("--spacing", "cortical", "--device", "0", "-o", "gl.png")
     found = json.loads(done(tmp_path, "log-polar", "cat.png", *options, "--json"))
     assert (found["backend"], found["output"]) == ("gl", ["gl.png"])  # a device implies it
