@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from bench_log_polar import READY
 from inputs import ANEW, PLANNED, inputs_for, job, picture, planned
 from rows import Row
-from timer import Race, race
+from timer import Race, able, race
 
 import gpu_lod as lod
 from gpu_lod.foveate import level_map, reference
@@ -135,6 +135,72 @@ def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race,
         "foveate", "end to end", side, side, 1, 3, "float32", "warm", 2 * image.nbytes,
         race(sides, seconds=seconds), note=f"{READY}; the fixation stays, and torch has kept its level map",
     )  # fmt: skip
+
+
+def anisotropic(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
+    """Sixteen times as sharp across the radius: OpenGL's texture units choose their samples by themselves."""
+    image = picture(side, side).to(device)
+    pyramid = lod.mipmap(image).upload()
+    points = cycle(torch.rand(64, 1, 2).unbind())
+    sides: dict[str, Callable[[], object]] = {
+        name: job(_at(partial(lod.foveate, anisotropy=16, backend=backend), points), [pyramid])
+        for name, backend in (("auto", "auto"), ("gl compute", "gl"), ("torch 16 probes", "torch"))
+    }
+    sides, dropped = able(sides)
+    yield Row(
+        "foveate", "end to end", side, side, 1, 3, "float32", "warm", 2 * image.nbytes,
+        race(sides, seconds=seconds), note=f"{READY}; {ANISOTROPIC}", extra={"dropped": dropped} if dropped else {},
+    )  # fmt: skip
+
+
+ANISOTROPIC = "anisotropy 16, each by its own samples along the radius"
+
+
+def sites_by_search(fixation: torch.Tensor, budget: int, size: tuple[int, int], patch: int = 14) -> torch.Tensor:
+    """Cortical sites as one would write them: the density by bisection, N inverted by a table."""
+    height, width = size
+    e0, longer = 0.05, max(size)
+    box = torch.tensor([width, height]) / longer
+    table = torch.linspace(0, 1.5, 4096).square()
+    within = torch.log1p(table / e0) + e0 / (table + e0) - 1
+    index = torch.arange(8 * budget) + 0.5
+    angle = (index - 0.5) * torch.pi * (3 - 5**0.5)
+    away = torch.stack([angle.cos(), angle.sin()], dim=-1) / box
+
+    def radius(density: torch.Tensor) -> torch.Tensor:
+        wanted = (index / density[:, None]).clamp(max=float(within[-1]))
+        above = torch.searchsorted(within, wanted).clamp(1, len(table) - 1)
+        low, high = within[above - 1], within[above]
+        return torch.lerp(table[above - 1], table[above], (wanted - low) / (high - low))
+
+    low, high = fixation.new_full((len(fixation),), 1.0), fixation.new_full((len(fixation),), 1e4)
+    for _ in range(24):
+        middle = (low * high).sqrt()
+        at = fixation[:, None] + radius(middle)[..., None] * away
+        enough = ((at >= 0) & (at <= 1)).all(-1).sum(-1) >= budget
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    e = radius(high)
+    at = fixation[:, None] + e[..., None] * away
+    inside = ((at >= 0) & (at <= 1)).all(-1)
+    order = (~inside).byte().argsort(dim=1, stable=True)[:, :budget]
+    spacing = (e.gather(1, order) + e0) * (2 * torch.pi / high[:, None]).sqrt()
+    level = (longer * spacing / patch).clamp(min=1).log2()
+    return torch.cat([at.gather(1, order[..., None].expand(-1, -1, 2)), level[..., None]], dim=-1)
+
+
+def cortical_sites(batches: list[int], seconds: float) -> Iterator[Row]:
+    """A verb without a backend: closed form beside search."""
+    size = 1024, 1024
+    for batch in batches:
+        points = cycle(torch.rand(64, batch, 2).unbind())
+        sides: dict[str, Callable[[], object]] = {
+            "auto": lambda points=points: lod.cortical_sites(next(points), BUDGET, size),  # type: ignore[misc]
+            "torch bisection": lambda points=points: sites_by_search(next(points), BUDGET, size),  # type: ignore[misc]
+        }
+        yield Row(
+            "cortical_sites", "end to end", *size, batch, 1, "float32", "warm", 12 * batch * BUDGET,
+            race(sides, seconds=seconds), note=f"{BUDGET} sites",
+        )  # fmt: skip
 
 
 def _grid_sites(height: int, width: int, batch: int, patch: int, budget: int) -> torch.Tensor:

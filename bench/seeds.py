@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench_samplers import IMAGE
+from bench_samplers import ANISOTROPIC, IMAGE
 from inputs import ANEW
 from rows import slug
 
@@ -113,7 +113,7 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         return [Question(verb, state, 0, note.rpartition(" ")[2], batch, batch * area)]
     if verb == "inverse_log_polar":
         return sampler(area)
-    if verb == "foveate" and "torch has kept" not in note and note != IMAGE:
+    if verb == "foveate" and "torch has kept" not in note and not note.endswith(ANISOTROPIC) and note != IMAGE:
         whole_words = width % {"uint8": 4, "float16": 2}.get(dtype, 1) == 0
         return sampler(area, foveated(texture=not note.endswith(ANEW), whole_words=whole_words))
     if verb == "log_polar" and not note.startswith("from an image"):

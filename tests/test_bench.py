@@ -798,6 +798,14 @@ def test_libraries_that_are_opponents_do_the_job(size: tuple[int, int]) -> None:
             assert torch.allclose(level, expected[0].double(), atol=1e-5), name
 
 
+def test_searching_finds_the_sites_of_the_closed_form() -> None:
+    """But for its table of 4096 values."""
+    points = torch.tensor([[0.5, 0.5], [0.02, 0.97], [0.3, 0.6]])
+    found = bench_samplers.sites_by_search(points, 273, (768, 1024))
+    assert float((found - lod.cortical_sites(points, 273, (768, 1024)))[..., :2].abs().max()) < 5e-3
+    assert found.shape == (3, 273, 3) and bool((found[..., :2] >= 0).all() and (found[..., :2] <= 1).all())
+
+
 def test_uint8_libraries_round_at_every_level() -> None:
     image = inputs.picture(64, 64, dtype=torch.uint8)
     sides, other, _ = peers.chains(image, "warm", torch.uint8)
