@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators
 from gpu_lod.context import context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
+from gpu_lod.enlarging import enlarged
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.feature_passes import FeatureTexture, make, make_texture
 from gpu_lod.gaussian import mirrored
@@ -406,10 +406,7 @@ def _centre_surround(levels: list[torch.Tensor], height: int, width: int) -> tor
 
 def _read(samples: torch.Tensor, level: int, height: int, width: int) -> torch.Tensor:
     """Samples that stand 2^level pixels apart, read at every pixel bilinearly; beyond the last the last is read."""
-    # With the last sample once more, align_corners puts sample i at exactly 2^level i.
-    padded = F.pad(samples, (0, 1, 0, 1), mode="replicate")
-    size = [(n - 1 << level) + 1 for n in padded.shape[-2:]]
-    return F.interpolate(padded, size=size, mode="bilinear", align_corners=True)[..., :height, :width]
+    return enlarged(samples, 1 << level, (0, height, 0, width), centred=False)
 
 
 def _gradient(padded: torch.Tensor) -> Iterator[torch.Tensor]:

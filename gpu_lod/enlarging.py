@@ -1,0 +1,104 @@
+"""From a level to the pixels that read it: bilinear, by whole factors, in plain torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from gpu_lod import checks
+from gpu_lod.dispatch import needs_grad
+
+_SMALL = 2**18
+"""Values below which torch's own interpolation takes less than the several operations here."""
+_IN_TURN = 4
+"""Up to this factor each column between two samples is written by itself: so few in a row do not vectorise."""
+
+
+def enlarged(
+    samples: torch.Tensor,
+    factor: int,
+    box: tuple[int, int, int, int],
+    dtype: torch.dtype | None = None,
+    *,
+    centred: bool = True,
+) -> torch.Tensor:
+    """Rows y0..y1 and columns x0..x1 of what samples are at full size; beyond the outer ones these are read.
+
+    On a CPU the few rows of samples are widened first, and whole rows then blended: down to a quarter of the time of
+    `F.interpolate`, which takes four samples for every pixel.
+
+    Args:
+        samples: [B, C, h, w].
+        factor: pixels from a sample to the next, a power of two from 2 on.
+        box: (y0, y1, x0, x1), of h factor rows and w factor columns.
+        dtype: of the result, fp32 or fp64; None is the samples'.
+        centred: a sample lies in the middle of its pixels (`align_corners=False`); else it is the first of them.
+    """
+    down, along = (
+        _Side.of(n, factor, *ends, centred) for n, ends in zip(samples.shape[-2:], (box[:2], box[2:]), strict=True)
+    )
+    window = samples[..., down.low : down.high, along.low : along.high].to(dtype or samples.dtype)
+    values = samples.shape[0] * samples.shape[1] * down.wanted * along.wanted
+    if samples.device.type != "cpu" or values < _SMALL:
+        return _interpolated(window, factor, down, along, centred)
+    window = _repeated(window, down, along)
+    shares = torch.arange(factor, dtype=window.dtype, device="cpu").add_(0.5 if centred else 0.0).div_(factor)
+    left, right = window[..., :-1], window[..., 1:]
+    if factor > _IN_TURN or needs_grad(samples) or checks.transformed(samples):
+        wide = torch.lerp(left[..., None], right[..., None], shares)
+    else:
+        wide, step = left.new_empty(*left.shape, factor), right - left
+        for column, share in enumerate(shares.tolist()):
+            torch.add(left, step, alpha=share, out=wide[..., column])
+    wide = wide.flatten(-2)[..., along.begin : along.begin + along.wanted]
+    if 4 * (wide.shape[-2] - 1) * factor > 5 * down.wanted:  # much that is not asked for
+        at = torch.arange(down.begin, down.begin + down.wanted, device="cpu")
+        above = at // factor
+        share = shares.index_select(0, at % factor)[:, None]
+        return torch.lerp(wide.index_select(-2, above), wide.index_select(-2, above + 1), share)
+    tall = torch.lerp(wide[..., :-1, None, :], wide[..., 1:, None, :], shares[:, None])
+    return tall.flatten(-3, -2)[..., down.begin : down.begin + down.wanted, :]
+
+
+class _Side(NamedTuple):
+    """Some pixels along a side, and the samples that they lie between."""
+
+    low: int
+    high: int
+    """The samples that are there: low..high - 1."""
+    before: int
+    after: int
+    """How often the first and the last of the side are wanted once more."""
+    begin: int
+    """Of the pixels from the first wanted sample on, the first that is wanted."""
+    wanted: int
+
+    @staticmethod
+    def of(n: int, factor: int, begin: int, end: int, centred: bool) -> _Side:
+        shift = factor // 2 if centred else 0  # from a sample's first pixel to the first behind its centre
+        first, last = (begin - shift) // factor, (end - 1 - shift) // factor + 1
+        low, high = max(first, 0), min(last, n - 1) + 1
+        return _Side(low, high, low - first, last + 1 - high, begin - shift - first * factor, end - begin)
+
+
+def _repeated(window: torch.Tensor, down: _Side, along: _Side) -> torch.Tensor:
+    more = (along.before, along.after, down.before, down.after)
+    return F.pad(window, more, mode="replicate") if any(more) else window
+
+
+def _interpolated(window: torch.Tensor, factor: int, down: _Side, along: _Side, centred: bool) -> torch.Tensor:
+    """By torch's own interpolation."""
+    if centred:
+        pixels = F.interpolate(
+            window, size=[n * factor for n in window.shape[-2:]], mode="bilinear", align_corners=False
+        )
+        # From the first pixel of the first sample that is there.
+        y, x = (side.begin + factor // 2 - side.before * factor for side in (down, along))
+    else:
+        window = _repeated(window, down, along)
+        size = [(n - 1) * factor + 1 for n in window.shape[-2:]]
+        pixels = F.interpolate(window, size=size, mode="bilinear", align_corners=True)
+        y, x = down.begin, along.begin
+    return pixels[..., y : y + down.wanted, x : x + along.wanted]
