@@ -14,8 +14,24 @@ from gpu_lod.report.plots import figure_of, svg_of
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DOC = DOCS / "allocators.md"
 MARKS = "<!-- tables: python bench/bench_allocate.py --doc -->", "<!-- end of tables -->"
-HEADINGS = ["allocator", "relevance given", "picture alone", "a picture of 32, given", "a picture of 32, alone"]
-JOBS = [("patches", False), ("patches, no relevance", False), ("patches", True), ("patches, no relevance", True)]
+HEADINGS = [
+    "allocator",
+    "relevance given",
+    "picture alone",
+    "a picture of 32, given",
+    "of 32 calls, given",
+    "a picture of 32, alone",
+    "of 32 calls, alone",
+]
+GIVEN, ALONE = "patches", "patches, no relevance"
+COLUMNS = [
+    (GIVEN, False),
+    (ALONE, False),
+    (GIVEN, True),
+    (f"{GIVEN}, a call each", True),
+    (ALONE, True),
+    (f"{ALONE}, a call each", True),
+]
 Data = dict[str, Any]
 
 
@@ -50,8 +66,8 @@ def tables(path: Path) -> str:
     found = {(row["allocator"], row["job"], row["batch"] > 1): row for row in data["rows"] if row["job"] != "sites"}
     names = list(dict.fromkeys(name for name, _, _ in found))
     lines = [HEADINGS, ["---"] * len(HEADINGS)]
-    for name in sorted(names, key=lambda name: found[name, "patches", False]["median_ms"]):
-        cells = [found.get((name, job, many)) for job, many in JOBS]
+    for name in sorted(names, key=lambda name: found[name, GIVEN, False]["median_ms"]):
+        cells = [found.get((name, job, many)) for job, many in COLUMNS]
         lines.append([name, *("" if row is None else figure(row) for row in cells)])
     first = next(iter(found.values()))
     rows, columns = first["grid"]
@@ -60,8 +76,8 @@ def tables(path: Path) -> str:
             f"### {data['device']}, {data['date']}",
             f"Picture of {rows * first['patch']} x {columns * first['patch']}, grid {rows} x {columns}, K = "
             f"{first['budget']}, fp32, from the picture to its patches, milliseconds a picture: median ± half the "
-            f"interquartile range; batch {batch} divided by {batch} "
-            f"([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}).",
+            f"interquartile range; of {batch} pictures in a call, and of {batch} calls, another picture each, "
+            f"a part in {batch} ([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}).",
             "\n".join("| " + " | ".join(line) + " |" for line in lines),
             f"![Cost of choosing the sites over the side of the grid and over K]({plot_of(path).name})",
         ]

@@ -4,8 +4,8 @@ python bench/bench_allocate.py [--quick] [--device cuda] [--only GridTopK,Vorono
 python bench/bench_allocate.py --doc   put the tables and plots of all result files into docs/allocators.md
 
 The first job is one picture of 1024 x 1024 on a grid of 64 x 64, K = 273, with the relevance given and without; then 32
-such pictures in a call; then the sites alone over the side of the grid and over K (with patches of 4 x 4 for those that
-look at the picture). Learned allocators are as they are
+such pictures in a call, and in a call each, of which no cache holds them all; then the sites alone over the side of the
+grid and over K (with patches of 4 x 4 for those that look at the picture). Learned allocators are as they are
 made, untrained, without gradients. The file is saved after each job, and an allocator that fails is in it with the
 reason: a run that is stopped, or trips on a device, leaves what it has measured.
 """
@@ -31,6 +31,8 @@ from timer import race, wall_ms
 
 import gpu_lod as lod
 
+JOBS = "patches", "patches, no relevance"
+EACH = "a call each"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["device", "tensors", "cpu", "threads", "versions", "commit", "date", "rows"],
@@ -43,7 +45,7 @@ SCHEMA: dict[str, Any] = {
                 "type": "object",
                 "required": ["allocator", "job", "grid", "patch", "batch", "budget", "median_ms", "iqr_ms", "calls"],
                 "properties": {
-                    "job": {"enum": ["patches", "patches, no relevance", "sites"]},
+                    "job": {"enum": [*JOBS, *(f"{job}, {EACH}" for job in JOBS), "sites"]},
                     "median_ms": {"type": "number", "exclusiveMinimum": 0},
                     "calls": {"type": "integer", "minimum": 4},
                 },
@@ -88,7 +90,7 @@ def rows(names: list[str], device: str, quick: bool, failures: dict[str, str]) -
         budget = 20 if quick else BUDGET
         image = picture(grid * PATCH, grid * PATCH, batch=count).to(device)
         relevance = torch.rand(count, grid, grid, generator=torch.Generator().manual_seed(1)).to(device)
-        for job, maps in (("patches", relevance), ("patches, no relevance", None)):
+        for job, maps in zip(JOBS, (relevance, None), strict=True):
             sides: dict[str, Side] = {}
             for name in names:
                 allocator = ready(name, budget, PATCH, device)
@@ -96,6 +98,9 @@ def rows(names: list[str], device: str, quick: bool, failures: dict[str, str]) -
             if maps is not None:
                 sides[TORCH] = partial(plain, image, relevance, budget)
             yield timed(sides, job, grid, PATCH, count, budget, device, failures)
+            if count > 1:
+                sides = {name: partial(one_by_one, ready(name, budget, PATCH, device), image, maps) for name in names}
+                yield timed(sides, f"{job}, {EACH}", grid, PATCH, count, budget, device, failures)
     for side, budget in [(16, 64), (32, 64)] if quick else over(GRIDS, BUDGETS):
         patch = 4
         image = picture(side * patch, side * patch).to(device)
@@ -106,6 +111,17 @@ def rows(names: list[str], device: str, quick: bool, failures: dict[str, str]) -
             pixels = image if "image" in allocator.needs else None
             sides[name] = partial(allocator, pixels, relevance, **given_to(allocator, 1, device))
         yield timed(sides, "sites", side, patch, 1, budget, device, failures)
+
+
+def one_by_one(allocator: Any, image: torch.Tensor, maps: torch.Tensor | None) -> list[object]:
+    """A call for each picture."""
+    given = given_to(allocator, len(image), image.device.type)
+    return [
+        allocator(
+            image[i : i + 1], None if maps is None else maps[i : i + 1], **{k: v[i : i + 1] for k, v in given.items()}
+        )
+        for i in range(len(image))
+    ]
 
 
 def over(grids: tuple[int, ...], budgets: tuple[int, ...]) -> list[tuple[int, int]]:

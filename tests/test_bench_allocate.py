@@ -36,6 +36,15 @@ def test_the_opponent_does_the_same_job() -> None:
     assert torch.equal(tokens.patches, bench_allocate.plain(image, relevance, 7))
 
 
+@pytest.mark.parametrize("name", ["TokenDAG", "AdaptiveStratified"])
+def test_calls_one_by_one_do_the_job_of_the_batch(name: str) -> None:
+    image, relevance = torch.rand(3, 3, 64, 96), torch.rand(3, 4, 6)
+    allocator = bench_allocate.ready(name, 7, bench_allocate.PATCH, "cpu")
+    whole = allocator(image, relevance, **bench_allocate.given_to(allocator, 3, "cpu"))
+    for number, tokens in enumerate(bench_allocate.one_by_one(allocator, image, relevance)):
+        assert torch.allclose(tokens.patches, whole.patches[number : number + 1], atol=1e-5)
+
+
 def test_files_fit_the_schema_and_a_broken_one_does_not(measured: Path) -> None:
     data = json.loads(measured.read_text())
     jsonschema.validate(data, bench_allocate.SCHEMA)
