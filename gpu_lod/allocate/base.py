@@ -259,7 +259,9 @@ class Allocator(ABC):
             top = image.levels[0] if isinstance(image, Pyramid) else image
             top = top if top.ndim == 4 else top[None]
             if "relevance" in self.needs:
-                grid = self._pooled(saliency_map(top).float(), size)
+                # A map at a time, as each is as large as a channel, and its cells are all that is kept.
+                at_once = max(1, AT_ONCE // (size[0] * size[1])) if top.device.type == "cpu" else len(top)
+                grid = torch.cat([self._pooled(saliency_map(part).float(), size) for part in top.split(at_once)])
                 if not torch.isfinite(grid.detach()).all():
                     raise InputError(
                         "the saliency of the image is not finite: it holds NaN, infinities, or values that are too "
