@@ -41,25 +41,36 @@ def enlarged(
     )
     window = samples[..., down.low : down.high, along.low : along.high].to(dtype or samples.dtype)
     values = samples.shape[0] * samples.shape[1] * down.wanted * along.wanted
-    if samples.device.type != "cpu" or values < _SMALL:
+    # Of few rows of a coarse level much would be made that is not asked for.
+    few_rows = 4 * (down.high - down.low) * factor > 5 * down.wanted
+    if samples.device.type != "cpu" or (values < _SMALL and not few_rows):
         return _interpolated(window, factor, down, along, centred)
     window = _repeated(window, down, along)
     shares = torch.arange(factor, dtype=window.dtype, device="cpu").add_(0.5 if centred else 0.0).div_(factor)
     left, right = window[..., :-1], window[..., 1:]
-    if factor > _IN_TURN or needs_grad(samples) or checks.transformed(samples):
+    graph = needs_grad(samples) or checks.transformed(samples)
+    if factor > _IN_TURN or graph:
         wide = torch.lerp(left[..., None], right[..., None], shares)
     else:
         wide, step = left.new_empty(*left.shape, factor), right - left
         for column, share in enumerate(shares.tolist()):
             torch.add(left, step, alpha=share, out=wide[..., column])
     wide = wide.flatten(-2)[..., along.begin : along.begin + along.wanted]
-    if 4 * (wide.shape[-2] - 1) * factor > 5 * down.wanted:  # much that is not asked for
-        at = torch.arange(down.begin, down.begin + down.wanted, device="cpu")
-        above = at // factor
-        share = shares.index_select(0, at % factor)[:, None]
-        return torch.lerp(wide.index_select(-2, above), wide.index_select(-2, above + 1), share)
-    tall = torch.lerp(wide[..., :-1, None, :], wide[..., 1:, None, :], shares[:, None])
-    return tall.flatten(-3, -2)[..., down.begin : down.begin + down.wanted, :]
+    upper, lower, shares = wide[..., :-1, :], wide[..., 1:, :], shares[:, None]
+    end = down.begin + down.wanted
+    if graph or not few_rows:
+        tall = torch.lerp(upper[..., None, :], lower[..., None, :], shares)
+        return tall.flatten(-3, -2)[..., down.begin : end, :]
+    tall = wide.new_empty(*wide.shape[:-2], down.wanted, along.wanted)
+    for row in range(upper.shape[-2]):
+        begin, stop = max(row * factor, down.begin), min((row + 1) * factor, end)
+        torch.lerp(
+            upper[..., row : row + 1, :],
+            lower[..., row : row + 1, :],
+            shares[begin - row * factor : stop - row * factor],
+            out=tall[..., begin - down.begin : stop - down.begin, :],
+        )
+    return tall
 
 
 class _Side(NamedTuple):

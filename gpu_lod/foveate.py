@@ -311,12 +311,25 @@ def _enlarged(
         return level[..., y0:y1, x0:x1].to(dtype)
     if all(n % (1 << index) == 0 for n in size):
         return enlarged(level, 1 << index, box, dtype)
-    # Parts of the level would be scaled by another factor.
-    height, width = size
-    if 4 * height > 5 * (y1 - y0):
-        pixels = _rows(level, y0, y1, height, dtype)
-        return F.interpolate(pixels, size=(y1 - y0, width), mode="bilinear", align_corners=False)[..., x0:x1]
-    return F.interpolate(level.to(dtype), size=size, mode="bilinear", align_corners=False)[..., y0:y1, x0:x1]
+    top, bottom, row, rows = _reads(y0, y1, size[0], index)
+    left, right, column, columns = _reads(x0, x1, size[1], index)
+    if 4 * (bottom - top) > 5 * (y1 - y0):  # much that is not asked for
+        texels = _rows(level[..., column:columns], y0, y1, size[0], dtype)
+        top, bottom = y0, y1
+    else:
+        texels = level[..., row:rows, column:columns].to(dtype)
+    pixels = F.interpolate(texels, size=(bottom - top, right - left), mode="bilinear", align_corners=False)
+    return pixels[..., y0 - top : y1 - top, x0 - left : x1 - left]
+
+
+def _reads(first: int, end: int, n: int, index: int) -> tuple[int, int, int, int]:
+    """Pixels of a side n and texels of that level, no more than that range of pixels rests on: a texel on both sides.
+    All where parts of the side would be scaled by another factor."""
+    whole = 1 << index
+    if n % whole:
+        return 0, n, 0, max(1, n >> index)
+    begin, last = max(first // whole - 1, 0), min(-(-end // whole) + 1, n >> index)
+    return begin * whole, last * whole, begin, last
 
 
 def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.dtype) -> torch.Tensor:
