@@ -358,6 +358,16 @@ def test_a_fixation_that_is_not_given_is_the_peak_of_relevance() -> None:
     assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
 
 
+@pytest.mark.parametrize("size", [(64, 64), (90, 61), (7, 200), (131, 40)], ids=str)
+@pytest.mark.parametrize("name", ["TokenDAG", "FoveatedPyramid"])
+def test_tree_cuts_leave_no_pixel_out(name: str, size: tuple[int, int]) -> None:
+    """At sizes that are no multiples of the patch, where tokens at the far edges reach over them."""
+    image = noise(2, 3, *size)
+    for budget in (9, 20):
+        tokens = lod.allocate.make(name, budget, 7)(image)
+        assert bool(lod.rebuild(tokens, size).covered.all())
+
+
 @pytest.mark.parametrize("budget", [1, 7, 150, 273])
 def test_downsample_covers_the_picture_in_rows_alike(budget: int) -> None:
     tokens = lod.allocate.Downsample(budget, 4)(image=torch.rand(1, 3, 80, 121))
