@@ -16,7 +16,7 @@ REASONS = {
     "laplacian": "Twice the Gaussian's reads, and as many levels written as read.",
     "oriented_energy": "Separable filters are long sums over rows, which a convolution library blocks for the cache.",
     "feature_maps": "Forty channels leave for memory whoever computes them. Torch blends whole rows of what comes from "
-    "coarse levels, where a shader reads it again for each pixel; and small pictures show the passes' fixed costs.",
+    "coarse levels, several pixels an instruction; and small pictures show the passes' fixed costs.",
     "log_polar": "Few output texels: the call's fixed cost, and torch that samples two levels a ring only.",
     "inverse_log_polar": "One bilinear read a pixel from a small map, which stays in the cache on either side.",
     "foveate": "Torch works from coarse to fine over boxes, and filters only the pixels that need a level.",
