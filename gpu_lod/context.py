@@ -30,6 +30,7 @@ from gpu_lod.errors import (
     OutOfMemoryError,
 )
 from gpu_lod.glstate import preserved, preserved_for_moderngl
+from gpu_lod.pinning import pinning
 from gpu_lod.program import Programs
 from gpu_lod.sharing import DRIVERS, Interop, Sharing, torch_device
 from gpu_lod.shield import Shield
@@ -173,9 +174,10 @@ class Context(Sharing):
             library = egl.soname()
             try:
                 # Entry points come from EGL alone, so libGL need not be installed.
-                window = backend.create_context(
-                    mode="standalone", libgl=library, libegl=library, glversion=_REQUIRED, device_index=device.index
-                )
+                with pinning():
+                    window = backend.create_context(
+                        mode="standalone", libgl=library, libegl=library, glversion=_REQUIRED, device_index=device.index
+                    )
             except Exception as error:  # glcontext raises bare Exception
                 raise GLUnavailableError(
                     f"EGL device {device.index} gives no OpenGL {_REQUIRED // 100}.{_REQUIRED // 10 % 10} context: "

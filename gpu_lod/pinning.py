@@ -1,0 +1,60 @@
+"""A CPU of its own for each thread of a software renderer.
+
+llvmpipe cuts a dispatch into as many equal parts as it has threads, and takes as many threads as there are CPUs. They
+sleep between dispatches, and Linux often wakes both of two on one CPU, where the second waits for the first while the
+other CPU is idle: the dispatch takes twice as long, for seconds at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_TASKS = Path("/proc/self/task")
+_RASTERISER = re.compile(r"llvmpipe-\d+")
+
+
+@contextmanager
+def pinning() -> Iterator[None]:
+    """Give the renderer's threads that are started inside a CPU each; those of hardware, of renderers that run already,
+    and of other systems than Linux stay as they are. $GPU_LOD_PIN "off" leaves all of them to the system."""
+    before = _threads()
+    yield
+    if before and os.environ.get("GPU_LOD_PIN") != "off":
+        started = {task: name for task, name in _threads().items() if task not in before}
+        own = {thread.native_id for thread in threading.enumerate()}
+        creator = before.get(threading.get_native_id(), "")
+        cpus = sorted(os.sched_getaffinity(0))
+        for task, cpu in places({t: name for t, name in started.items() if t not in own}, creator, cpus).items():
+            with suppress(OSError):  # it has ended, or a sandbox forbids it
+                os.sched_setaffinity(task, {cpu})
+
+
+def places(started: Mapping[int, str], creator: str, cpus: Sequence[int]) -> dict[int, int]:
+    """The CPU of each thread: {thread: CPU}, and none where it is not certain whose threads they are.
+
+    Args:
+        started: names of the threads that were started, by id.
+        creator: name of the thread that opened the context. llvmpipe names its rasterisers, and its compute threads,
+            as many, are called as the thread that started them.
+        cpus: those that the process may use. Where they are more than the threads, the system places them better.
+    """
+    rasterisers = sorted(task for task, name in started.items() if _RASTERISER.fullmatch(name))
+    compute = sorted(task for task, name in started.items() if name == creator)
+    if not len(rasterisers) == len(compute) == len(cpus) > 1:
+        return {}
+    return {task: cpu for group in (rasterisers, compute) for task, cpu in zip(group, cpus, strict=True)}
+
+
+def _threads() -> dict[int, str]:
+    """Names of this process's threads by id; none where there is no such list."""
+    found = {}
+    with suppress(OSError):
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # it has ended
+                found[int(task.name)] = (task / "comm").read_text().strip()
+    return found

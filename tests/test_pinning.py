@@ -1,0 +1,78 @@
+"""A CPU for each thread of a software renderer, and for no other thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpu_lod.pinning import places
+
+_OPEN = """
+import json, os, threading
+import gpu_lod as lod
+names = lambda: {int(t): open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")}
+import torch; torch.rand(100, 100) @ torch.rand(100, 100)
+before = names()
+context = lod.Context()
+started = {t: n for t, n in names().items() if t not in before}
+lod.mipmap(torch.rand(3, 64, 64), backend="gl")
+print(json.dumps({
+    "software": context.software,
+    "cpus": sorted(os.sched_getaffinity(0)),
+    "before": [sorted(os.sched_getaffinity(t)) for t in before if t in names()],
+    "started": [(n, sorted(os.sched_getaffinity(t))) for t, n in started.items()],
+    "creator": before[threading.get_native_id()],
+}))
+"""
+
+
+def _opened(**environment: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN], capture_output=True, text=True, check=True, env=os.environ | environment
+    )
+    found = json.loads(done.stdout)
+    if not found["software"] or len(found["cpus"]) < 2:
+        pytest.skip("no software renderer with several threads")
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
+def test_each_thread_of_the_renderer_has_a_cpu_of_its_own():
+    found = _opened()
+    rasterisers = [cpus for name, cpus in found["started"] if name.startswith("llvmpipe-")]
+    if len(rasterisers) != len(found["cpus"]):
+        pytest.skip("more CPUs than the renderer has threads")
+    compute = [cpus for name, cpus in found["started"] if name == found["creator"]]
+    assert sorted(rasterisers) == sorted(compute) == [[cpu] for cpu in found["cpus"]]
+    others = [cpus for name, cpus in found["started"] if name != found["creator"] and not name.startswith("llvmpipe-")]
+    assert all(cpus == found["cpus"] for cpus in found["before"] + others)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
+def test_no_thread_is_pinned_where_that_is_off():
+    found = _opened(GPU_LOD_PIN="off")
+    assert all(cpus == found["cpus"] for _, cpus in found["started"])
+
+
+def test_rasterisers_and_compute_threads_share_the_cpus_among_themselves():
+    started = {11: "llvmpipe-0", 12: "llvmpipe-1", 13: "python", 14: "python", 15: "python:disk$0"}
+    assert places(started, "python", [2, 5]) == {11: 2, 12: 5, 13: 2, 14: 5}
+
+
+@pytest.mark.parametrize(
+    ("started", "cpus"),
+    [
+        ({}, [0, 1]),
+        ({11: "llvmpipe-0", 12: "llvmpipe-1"}, [0, 1]),  # compute threads have names of their own
+        ({11: "llvmpipe-0", 12: "llvmpipe-1", 13: "python", 14: "python", 16: "python"}, [0, 1]),  # one is another's
+        ({11: "llvmpipe-0", 12: "llvmpipe-1", 13: "python", 14: "python"}, [0, 1, 2]),
+        ({11: "llvmpipe-0", 13: "python"}, [0]),
+        ({11: "nvidia", 12: "nvidia", 13: "python", 14: "python"}, [0, 1]),
+    ],
+)
+def test_threads_are_left_alone_where_it_is_not_certain_whose_they_are(started, cpus):
+    assert places(started, "python", cpus) == {}
