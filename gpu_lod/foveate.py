@@ -31,6 +31,9 @@ ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_fi
 TILE = (64, 8)
 """(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
 
+IMAGES = 512
+"""Most images that its table of tiles can number."""
+
 SERIES_FROM = 43
 """Pixels: e + e0 from which the corners of its blocks of 4 x 4 are at most 1/20 of that from their middles. There the
 first three terms of log2(1 + t) are right to 2.3e-6 of a level."""
@@ -438,10 +441,13 @@ def _anisotropic(ctx: Context, target: Planes, uniforms: dict[str, Any], defines
 
 def _ranges(ctx: Context, target: Planes, channels: int) -> Iterator[tuple[slice, slice]]:
     """Images, and rows of them, that can be made at once where each channel has a binding of its own: as many whole
-    images as may be, else rows of one; none where not even a tile's rows fit."""
+    images as may be, else rows of one; none where not even a tile's rows fit, or a side is beyond the table."""
+    if max(target.height, target.width) > 2**16:
+        return
     most = (ctx.limits.storage_bytes - 2 * ALIGNMENT) // target.dtype.itemsize
     images, height = target.count // channels, target.height
     at_once = (most // target.area - 1) // channels + 1  # of the last image there is one plane in each
+    at_once = min(at_once, IMAGES)
     if at_once > 0:
         for first in range(0, images, at_once):
             yield slice(first, min(first + at_once, images)), slice(0, height)
@@ -463,62 +469,65 @@ def _blocks(
 ) -> None:
     """Filtered by the shader itself. A dispatch for each kind of tile: blocks of coarser levels touch fewer texels."""
     size = target.height, target.width
-    e, least = _least(fixation, size, *rule)
-    down, across = least.shape[1:]
     # Where texels cover whole blocks, their centres lie between blocks from level 3 on, and two of a side do.
     last = max(_highest((x, y), size, *rule, levels - 1) for x, y in fixation.tolist())
     whole = all(n % (1 << last) == 0 for n in size)
-    kinds = [least < 2, (least >= 2) & (least < 3), least >= 3] if whole else [least < 2, least >= 2]
-    if levels <= 3:  # the last level is read in place of higher ones
-        kinds = [least >= 0]
+    # Where there are no more levels, the last one is read in place of higher ones.
+    least = [2, 3][: 1 + whole] if levels > 3 else []
+    nearest = [max(rule[0] * (2.0 ** min(level * 1.0001 - rule[1], 1000.0) - 1), 0.0) for level in least]
+    kinds = _kinds(fixation, size, nearest)
+    across = kinds.shape[2]
     channels, row, area = defines["CHANNELS"], target.width, target.area
-    every = np.arange(least.size, dtype=np.int32).reshape(least.shape) + np.int32(
-        uniforms["u_first_image"] * across * down
-    )
-    jobs = []
-    for images, rows in ranges:
-        here = images, slice(rows.start // TILE[1], -(-rows.stop // TILE[1]))
-        for texels, kind in zip((4, 3, 2), kinds, strict=False):
-            if kind[here].any():
-                series = rule[0] >= LEAST_E0 and float(e[here][kind[here]].min() + rule[0]) * max(size) >= SERIES_FROM
-                jobs.append((images, rows, texels, series, every[here][kind[here]]))
-    numbers = np.concatenate([tiles for *_, tiles in jobs])
-    table = ctx.private.lease(numbers.nbytes).write(torch.from_numpy(numbers))
-    bind_table(ctx, 2, table)
     at_once = target.per_word if row % 4 else 4
+    groups = []
+    for images, rows in ranges:
+        above, below = rows.start // TILE[1], -(-rows.stop // TILE[1])
+        here = kinds[images, above:below].ravel()
+        order = np.argsort(here, kind="stable")
+        line, column = np.divmod(order, across)
+        layer, line = np.divmod(line, below - above)
+        groups.append((layer << 23 | line + above << 10 | column, np.bincount(here).tolist()))
+    tiles = np.concatenate([tiles for tiles, _ in groups]).astype(np.uint32).view(np.int32)
+    bind_table(ctx, 2, ctx.private.lease(tiles.nbytes).write(torch.from_numpy(tiles)))
     done = 0
-    for images, rows, texels, series, tiles in jobs:
-        begin, end = (
-            images.start * channels * area + rows.start * row,
-            (images.stop - 1) * channels * area + rows.stop * row,
-        )
-        first = [0] * 4
+    for (images, rows), (_, counts) in zip(ranges, groups, strict=True):
+        begin = images.start * channels * area + rows.start * row
+        end = (images.stop - 1) * channels * area + rows.stop * row
+        first_stored = [0] * 4
         for channel, binding in zip(range(channels), (0, 3, 4, 5), strict=False):
             index = target.bind(ctx, binding, begin + channel * area, end + channel * area - 1)
-            first[channel] = (index + channel * area) // at_once
-        how = {"TEXELS": texels, "AT_ONCE": at_once, "SERIES": series}
-        program = ctx.programs.compute("foveate_blocks.comp", **word_defines(target.dtype), **how, **defines)
-        program.set(
-            u_first_stored=tuple(first),
-            u_first_tile=done,
-            u_tiles=len(tiles),
-            u_tile_counts=(across, down),
-            u_size=(target.width, target.height),
-            **uniforms,
-        )
-        layers = -(-len(tiles) // MAX_GROUPS)
-        program.dispatch_groups(-(-len(tiles) // layers), layers, 1)
-        done += len(tiles)
+            first_stored[channel] = (index + channel * area) // at_once
+        for texels, least_e, count in zip((4, 3, 2), (0.0, *nearest), counts, strict=False):
+            if not count:
+                continue
+            series = rule[0] >= LEAST_E0 and (least_e + rule[0]) * max(size) >= SERIES_FROM
+            how = {"TEXELS": texels, "AT_ONCE": at_once, "SERIES": series}
+            program = ctx.programs.compute("foveate_blocks.comp", **word_defines(target.dtype), **how, **defines)
+            program.set(
+                u_first_stored=tuple(first_stored),
+                u_first_tile=done,
+                u_tiles=count,
+                u_first_layer=images.start,
+                u_size=(target.width, target.height),
+                **uniforms,
+            )
+            layers = -(-count // MAX_GROUPS)
+            program.dispatch_groups(-(-count // layers), layers, 1)
+            done += count
 
 
-def _least(fixation: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> tuple[Any, Any]:
-    """[B, rows, columns] the least eccentricity in each tile, and the level there less what rounding may make of it."""
+def _kinds(fixation: torch.Tensor, size: tuple[int, int], nearest: list[float]) -> Any:
+    """[B, rows, columns] uint8, how many of these eccentricities all of a tile is beyond."""
     points = fixation.detach().cpu().double().numpy()
     gaps = []
     for axis in (0, 1):
         n = size[1 - axis]
         begin = np.arange(0, n, TILE[axis])
         at = points[:, axis, None] * n
-        gaps.append(np.maximum(begin - at, 0) + np.maximum(at - begin - TILE[axis], 0))
-    e = np.hypot(gaps[0][:, None, :], gaps[1][:, :, None]) / max(size)
-    return e, np.maximum(np.log2(1 + e / e0) + bias, 0) * 0.9999
+        gaps.append(np.square(np.maximum(np.maximum(begin - at, at - begin - TILE[axis]), 0)))
+    squared = gaps[0][:, None, :] + gaps[1][:, :, None]
+    kinds = np.zeros(squared.shape, np.uint8)
+    for e in nearest:
+        pixels = e * max(size)
+        kinds += squared >= pixels * pixels
+    return kinds

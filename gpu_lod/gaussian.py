@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators
+from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.generators import Chain, reduce_by
@@ -13,7 +14,7 @@ from gpu_lod.halving import stored
 from gpu_lod.mipmap import empty
 from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
-from gpu_lod.transfer import Planes, scratch_planes
+from gpu_lod.transfer import Planes, parts, rows_of, scratch_planes
 
 BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 
@@ -163,5 +164,38 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
 
 def reduce_level(ctx: Context, source: Planes, target: Planes, scratch: Planes | None = None) -> None:
     """One level of planes from the one above, and into `scratch` the same in fp32."""
-    defines = {"SOURCE_WIDE": source.dtype != target.dtype}
-    reduce_by(ctx, "gaussian_level.comp", source, target, scratch, defines, above=2)
+    if ctx.software and scratch is None and _in_eights(source, target):
+        _eights(ctx, source, target)
+    else:
+        defines = {"SOURCE_WIDE": source.dtype != target.dtype}
+        reduce_by(ctx, "gaussian_level.comp", source, target, scratch, defines, above=2)
+
+
+def _in_eights(source: Planes, target: Planes) -> bool:
+    """Whether rows of both are whole vectors of gaussian_eights.comp, in fp32."""
+    whole = source.width % 8 == 0 and source.offset % 32 == 0 and target.offset % 16 == 0
+    return whole and source.dtype == target.dtype == torch.float32
+
+
+def _eights(ctx: Context, source: Planes, target: Planes) -> None:
+    def read(plane: int, count: int, row: int, stop: int) -> tuple[int, int]:
+        last = (plane + count - 1) * source.area + min(2 * stop + 1, source.height) * source.width - 1
+        return plane * source.area + max(min(2 * row, source.height - 1) - 2, 0) * source.width, last
+
+    def fits(count: int, tall: int) -> bool:
+        begin, last = read(0, count, 0, min(tall + 2, target.height))
+        return source.span_fits(ctx, begin, last) and target.span_fits(
+            ctx, 0, (count - 1) * target.area + tall * target.width
+        )
+
+    program = ctx.programs.compute("gaussian_eights.comp")
+    for plane, count, row, stop in parts(ctx, target.count, (0, target.height), fits, target.width, 2):
+        origin = source.bind(ctx, 1, *read(plane, count, row, stop)) + plane * source.area
+        first = target.bind(ctx, 0, *rows_of(target, plane, count, row, stop)) + plane * target.area
+        program.set(
+            u_source_size=(source.width, source.height),
+            u_size=(target.width, target.height),
+            u_rows=(row, stop),
+            u_first=(origin, first),
+        ).dispatch_groups(-(-target.width // 32), -(-(stop - row) // 8), count)
+    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)

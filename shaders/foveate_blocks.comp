@@ -5,18 +5,19 @@
 // PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl). BUFFERED (texels.glsl)
 // SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
 // TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
-//          where the sides of all levels are halves
+//          where the sides of all levels are halves. With 2 a block lies between the same texels, and each level is a
+//          bilinear function of the place in it.
 #include "words.glsl"
 #include "at_once.glsl"
 #include "foveate.glsl"
 #include "texels.glsl"
 
 layout(local_size_x = 16, local_size_y = 2) in;
-layout(std430, binding = 2) readonly buffer Tiles { int b_tiles[]; };  // of 64 x 8 pixels, numbered through the batch
+layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 64 x 8 pixels: layer << 23 | row << 10 | column
 uniform ivec4 u_first_stored;  // index in each binding of that channel of the texture's first image
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
 uniform int u_tiles;
-uniform ivec2 u_tile_counts;  // of an image
+uniform int u_first_layer;   // that the tiles' layers count from
 uniform ivec2 u_size;
 
 #if CHANNELS == 1
@@ -47,17 +48,40 @@ layout(std430, binding = 5) writeonly buffer Target3 { STORED b_target3[]; };
 
 const float INVERSE_LN2 = 1.44269504;
 
+#if TEXELS == 2
+#if CHANNELS == 1
+#define OF(v_) v_
+#else
+#define OF(v_) v_[c]
+#endif
+
+// A level in a block: at + x right + y (down + x twist), x and y in pixels from the block's first.
+struct Surface { TEXEL at, right, down, twist; };
+
+Surface surface(int layer, int l, vec2 place) {
+    Level source = level_at(layer, l);
+    vec2 first = place * vec2(source.size) - 0.5, whole = floor(first), per_pixel = vec2(source.size) * u_pixel;
+    first -= whole;
+    ivec2 low = clamp(ivec2(whole), ivec2(0), source.size - 1), high = clamp(ivec2(whole) + 1, ivec2(0), source.size - 1);
+    TEXEL a = TEXEL_AT(source, low).SWIZZLE, b = TEXEL_AT(source, ivec2(high.x, low.y)).SWIZZLE - a;
+    TEXEL c = TEXEL_AT(source, ivec2(low.x, high.y)).SWIZZLE, d = TEXEL_AT(source, high).SWIZZLE - c;
+    a += b * first.x;
+    c += d * first.x - a;
+    b *= per_pixel.x;
+    d = d * per_pixel.x - b;
+    return Surface(a + c * first.y, b + d * first.y, c * per_pixel.y, d * per_pixel.y);
+}
+#endif
+
 float tent(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
 
 void main() {
     int turn = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
     if (turn >= u_tiles) return;
-    int tile = b_tiles[u_first_tile + turn];
-    int per_image = u_tile_counts.x * u_tile_counts.y;
-    int image = tile / per_image, layer = image - u_first_image;
-    tile -= image * per_image;
-    int row = tile / u_tile_counts.x;
-    ivec2 at = ivec2(64, 8) * ivec2(tile - row * u_tile_counts.x, row) + 4 * ivec2(gl_LocalInvocationID.xy);
+    uint tile = b_tiles[u_first_tile + turn];
+    int layer = u_first_layer + int(tile >> 23), image = u_first_image + layer;
+    ivec2 at = ivec2(tile << 6, tile >> 7) & ivec2(0xffc0, 0xfff8);
+    at += 4 * ivec2(gl_LocalInvocationID.xy);
     if (at.x >= u_size.x || at.y >= u_size.y) return;
 
     vec2 place = (vec2(at) + 0.5) * u_pixel;
@@ -82,8 +106,33 @@ void main() {
     }
     int last = last_level();
     least = min(least, float(last));
-    // Each level in its turn, for all pixels of the block: two levels, seldom three. Asked for at the end, as a software
-    // renderer walks through the rest of a loop that every lane has left.
+    // Asked for at the end of loops, as a software renderer walks through the rest of one that every lane has left.
+#if TEXELS == 2
+    // Two neighbouring levels in their turn, for the pixels that read them or higher ones; seldom once more.
+    int l = int(least);
+    most = min(most, float(last));
+    do {
+        Surface fine = surface(layer, l, place), coarse = surface(layer, min(l + 1, last), place);
+        float share[16];
+        for (int i = 0; i < 16; ++i) share[i] = min(level[i] - float(l), 1.0);
+        for (int c = 0; c < CHANNELS; ++c) {  // a channel and a row at a time: few values are alive at once
+            float at_ = OF(fine.at), right = OF(fine.right), down = OF(fine.down), twist = OF(fine.twist);
+            float gain = OF(coarse.at) - at_, gain_right = OF(coarse.right) - right;
+            float gain_down = OF(coarse.down) - down, gain_twist = OF(coarse.twist) - twist;
+            for (int y = 0; y < 4; ++y) {
+                float value = at_ + float(y) * down, step_ = right + float(y) * twist;
+                float more = gain + float(y) * gain_down, step_more = gain_right + float(y) * gain_twist;
+                for (int x = 0; x < 4; ++x) {
+                    int i = 4 * y + x;
+                    OF(sum[i]) = share[i] < 0.0 ? OF(sum[i]) : value + share[i] * more;
+                    value += step_;
+                    more += step_more;
+                }
+            }
+        }
+    } while (float(++l) < most);
+#else
+    // Each level in its turn, for all pixels of the block: two levels, seldom three.
     int l = int(least), end = int(min(most + 1.0, float(last)));
     do {
         Level source = level_at(layer, l);
@@ -112,6 +161,7 @@ void main() {
             }
         }
     } while (++l <= end);
+#endif
     int row_vectors = u_size.x / AT_ONCE;
     ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + at.x / AT_ONCE;
     for (int y = 0; y < 4; ++y) {

@@ -258,6 +258,11 @@ def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> Non
     check(restored_limits, lod.mipmap(noise(600, 1, 6, 6)), torch.rand(600, 2), "gl")
 
 
+def test_more_images_than_a_table_of_tiles_numbers(ctx: lod.Context) -> None:
+    assert module.IMAGES < 600
+    check(ctx, lod.mipmap(noise(600, 1, 8, 8)), torch.rand(600, 2), "gl")
+
+
 def test_no_anisotropy_is_anisotropy_of_one() -> None:
     from gpu_lod.foveate import _probes, level_map
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_reference
 from gpu_lod.laplacian import collapse_reference, expand
 from gpu_lod.laplacian import reference as laplacian_reference
+
+module = sys.modules["gpu_lod.gaussian"]
 
 BACKENDS: list[Any] = ["torch", "gl"]
 
@@ -130,6 +133,28 @@ def test_any_size(height: int, width: int, seed: int) -> None:
     for one, two in zip(lod.gaussian(image, backend="gl"), gaussian_chain(image), strict=True):
         assert_matches(one, two, "binomial")
     assert torch.allclose(lod.collapse(lod.laplacian(image, backend="gl"), "gl"), image, atol=1e-6)
+
+
+@pytest.mark.parametrize("height", [1, 2, 3, 4, 7, 9, 70])
+@pytest.mark.parametrize("width", [8, 16, 24, 40, 72])
+def test_rows_of_whole_vectors_take_a_shader_of_their_own(
+    ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, height: int, width: int
+) -> None:
+    image = noise(2, 3, height, width)
+    if ctx.software:
+        monkeypatch.setattr(module, "reduce_by", None)
+    found = lod.gaussian(image, levels=2, backend="gl")
+    assert_matches(found[-1], gaussian_chain(image)[len(found) - 1], "binomial")
+
+
+def test_vectors_are_split_to_fit_bindings(restored_limits: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(3, 2, 70, 56)
+    whole = lod.gaussian(image, levels=2, backend="gl")
+    if restored_limits.software:
+        monkeypatch.setattr(module, "reduce_by", None)
+    for limit in (40_000, 6 * 1024, 3 * 1024):
+        restored_limits.limits.storage_bytes = limit
+        assert torch.equal(lod.gaussian(image, levels=2, backend="gl")[1], whole[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
