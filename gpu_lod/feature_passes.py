@@ -336,22 +336,24 @@ class _Job:
         last = level == len(self.gaussians) - 1
         coarse = fine if last else self.gaussians[level + 1]
         target = scratch_planes(ctx, (self.batch, fine.height, 2 * fine.width), torch.float32)
-        program = ctx.programs.compute("feature_level.comp", LAST=last)
+        aligned = fine.width % 4 == 0
+        program = ctx.programs.compute("feature_level.comp", LAST=last, ALIGNED=aligned)
+        across, down = (64, 8) if aligned else (LOCAL_SIZE, 1)  # texels of a workgroup
 
         def fits(count: int, tall: int) -> bool:
             return ((count - 1) * fine.height + tall + 2) * fine.width * 8 <= _most(ctx)
 
-        for image, count, row, stop in parts(ctx, self.batch, (0, fine.height), fits, fine.width):
+        for image, count, row, stop in parts(ctx, self.batch, (0, fine.height), fits, fine.width, 2):
             end = image + count - 1
             program.set(
                 u_size=(fine.width, fine.height),
                 u_coarse_size=(coarse.width, coarse.height),
-                u_first_row=row,
+                u_rows=(row, stop),
                 u_first=(
                     self._rows(target, 0, image, end, row, stop) // 2,
                     self._rows(fine, 1, image, end, row, stop),
                     self._rows(coarse, 2, image, end, row // 2 - 1, stop // 2 + 2),
                 ),
-            ).dispatch_groups(-(-fine.width // LOCAL_SIZE), stop - row, count)
+            ).dispatch_groups(-(-fine.width // across), -(-(stop - row) // down), count)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
         return target

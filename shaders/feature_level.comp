@@ -1,23 +1,68 @@
 #version 430
 // A level of a Gaussian pyramid beside the square of its Laplacian band, for feature_scales.comp to read both at once.
 //
-// LAST   there is no coarser level, and so no band: 0
+// LAST      there is no coarser level, and so no band: 0
+// ALIGNED   rows are whole groups of four: an invocation makes 4 x 2 texels, and stores pairs of floats as doubles
 #include "expansion.glsl"
 
-layout(local_size_x = LOCAL_SIZE) in;
-layout(std430, binding = 0) writeonly buffer Target { vec2 b_target[]; };
 layout(std430, binding = 1) readonly buffer Fine { float b_fine[]; };
 layout(std430, binding = 2) readonly buffer Coarse { float b_coarse[]; };
 
 uniform ivec2 u_size;
 uniform ivec2 u_coarse_size;
-uniform int u_first_row;
+uniform ivec2 u_rows;   // first row made, even, and the one after the last
 uniform ivec3 u_first;  // index of texel 0 of the first plane: target, fine, coarse; negative if bound from a later row
+
+#ifdef ALIGNED
+layout(local_size_x = 16, local_size_y = 4) in;
+layout(std430, binding = 0) writeonly buffer Target { dvec4 b_target[]; };
+layout(std430, binding = 1) readonly buffer Fours { dvec2 b_fours[]; };
+
+// A row of the coarser level at four columns.
+vec4 widened(int origin, int x, int y) {
+    int n = u_coarse_size.x, i = x / 2, from = origin + y * n;
+    float a = b_coarse[from + (i == 0 ? 1 : i - 1)], b = b_coarse[from + i];
+    float c = b_coarse[from + i + 1], d = b_coarse[from + min(i + 2, n - 1)];
+    return vec4((a + c) * 0.125 + b * 0.75, (b + c) * 0.5, (b + d) * 0.125 + c * 0.75, (c + d) * 0.5);
+}
+
+void make(int at, vec4 coarse) {
+    dvec2 fours = b_fours[(u_first.y + at) / 4];
+    vec4 value = vec4(uintBitsToFloat(unpackDouble2x32(fours.x)), uintBitsToFloat(unpackDouble2x32(fours.y)));
+#ifdef LAST
+    vec4 energy = vec4(0.0);
+#else
+    vec4 band = value - coarse, energy = band * band;
+#endif
+    uvec4 values = floatBitsToUint(value), energies = floatBitsToUint(energy);
+    b_target[(u_first.x + at) / 4] = dvec4(
+        packDouble2x32(uvec2(values.x, energies.x)), packDouble2x32(uvec2(values.y, energies.y)),
+        packDouble2x32(uvec2(values.z, energies.z)), packDouble2x32(uvec2(values.w, energies.w))
+    );
+}
+
+void main() {
+    int x = 4 * int(gl_GlobalInvocationID.x), y = u_rows.x + 2 * int(gl_GlobalInvocationID.y);
+    if (x >= u_size.x || y >= u_rows.y) return;
+    int plane = int(gl_GlobalInvocationID.z), at = (plane * u_size.y + y) * u_size.x + x;
+#ifdef LAST
+    vec4 p = vec4(0.0), q = p, r = p;
+#else
+    int origin = u_first.z + plane * u_coarse_size.x * u_coarse_size.y, j = y / 2, end = u_coarse_size.y - 1;
+    vec4 p = widened(origin, x, j == 0 ? min(1, end) : j - 1), q = widened(origin, x, j);
+    vec4 r = widened(origin, x, min(j + 1, end));
+#endif
+    make(at, (p + r) * 0.125 + q * 0.75);
+    if (y + 1 < u_rows.y) make(at + u_size.x, (q + r) * 0.5);
+}
+#else
+layout(local_size_x = LOCAL_SIZE) in;
+layout(std430, binding = 0) writeonly buffer Target { vec2 b_target[]; };
 
 void main() {
     int x = int(gl_GlobalInvocationID.x);
     if (x >= u_size.x) return;
-    int y = u_first_row + int(gl_GlobalInvocationID.y), plane = int(gl_GlobalInvocationID.z);
+    int y = u_rows.x + int(gl_GlobalInvocationID.y), plane = int(gl_GlobalInvocationID.z);
     int at = plane * u_size.x * u_size.y + y * u_size.x + x;
     float value = b_fine[u_first.y + at], band = 0.0;
 #ifndef LAST
@@ -35,3 +80,4 @@ void main() {
 #endif
     b_target[u_first.x + at] = vec2(value, band * band);
 }
+#endif
