@@ -224,6 +224,7 @@ class _Job:
             PER_WORD=self.source.per_word,
             FROM_BFLOAT16=self.source.dtype == torch.bfloat16,
             CHANNELS=self.channels,
+            GROUPS=self._in_groups(self.source),
             ALIGNED=self.aligned,
             HALF=half,
             MOTION=motion,
@@ -289,6 +290,10 @@ class _Job:
     def aligned(self) -> bool:
         return self.width % 4 == 0
 
+    def _in_groups(self, source: Planes) -> bool:
+        """Whether rows of a picture, which may be anywhere in a buffer of the caller's, begin at groups of four."""
+        return self.aligned and source.offset % (4 * source.dtype.itemsize) == 0
+
     def _rows(self, planes: Planes, binding: int, first: int, last: int, begin: int, end: int) -> int:
         """Bind rows `begin` to `end` - 1, as far as there are such, of planes; returns the index of the first plane's
         texel 0. Of several planes all from the first row to the last are bound."""
@@ -314,6 +319,7 @@ class _Job:
             PER_WORD=source.per_word,
             FROM_BFLOAT16=source.dtype == torch.bfloat16,
             CHANNELS=channels,
+            GROUPS=self._in_groups(source),
             ALIGNED=self.aligned,
         )
 

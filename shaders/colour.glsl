@@ -1,9 +1,24 @@
 // Four neighbours of an image, in [0, 1]; grey serves as all three colours, alpha is left out.
-// Needs words.glsl and CHANNELS.
-layout(std430, binding = 1) readonly buffer Red { uint b_red[]; };
+// Needs words.glsl, pairs.glsl and CHANNELS.
+// GROUPS   rows are whole groups of four, and begin at one in their buffers: loads are of groups
+#ifndef GROUPS
+#define GROUP uint
+#elif PER_WORD == 1
+#define GROUP dvec2
+#define VALUES_IN(group) four_of(group)
+#elif PER_WORD == 2
+#define GROUP double
+vec2 halves_in(uint word) { return vec2(to_float(word & 0xffffu), to_float(word >> 16)); }
+vec4 halves_in(uvec2 words) { return vec4(halves_in(words.x), halves_in(words.y)); }
+#define VALUES_IN(group) halves_in(unpackDouble2x32(group))
+#else
+#define GROUP uint
+#define VALUES_IN(group) vec4((uvec4(group) >> uvec4(0, 8, 16, 24)) & 0xffu)
+#endif
+layout(std430, binding = 1) readonly buffer Red { GROUP b_red[]; };
 #if CHANNELS > 2
-layout(std430, binding = 6) readonly buffer Green { uint b_green[]; };
-layout(std430, binding = 7) readonly buffer Blue { uint b_blue[]; };
+layout(std430, binding = 6) readonly buffer Green { GROUP b_green[]; };
+layout(std430, binding = 7) readonly buffer Blue { GROUP b_blue[]; };
 #endif
 
 uniform ivec3 u_source_first;  // index of texel 0 of the first image in each; negative if bound from a later row
@@ -14,9 +29,13 @@ uniform ivec3 u_source_first;  // index of texel 0 of the first image in each; n
 #define TO_UNIT 1.0
 #endif
 // `last`: how far the row's last texel is.
+#ifdef GROUPS
+#define FOUR(buffer_, at, last) (TO_UNIT * VALUES_IN(buffer_[(at) / 4]))
+#else
 #define FOUR(buffer_, at, last) (TO_UNIT * vec4( \
     to_float(ELEMENT(buffer_, uint(at))), to_float(ELEMENT(buffer_, uint((at) + min(1, last)))), \
     to_float(ELEMENT(buffer_, uint((at) + min(2, last)))), to_float(ELEMENT(buffer_, uint((at) + min(3, last))))))
+#endif
 
 struct Colour { vec4 r, g, b; };
 

@@ -4,6 +4,7 @@
 // LAST      there is no coarser level, and so no band: 0
 // ALIGNED   rows are whole groups of four: an invocation makes 4 x 2 texels, and stores pairs of floats as doubles
 #include "expansion.glsl"
+#include "pairs.glsl"
 
 layout(std430, binding = 1) readonly buffer Fine { float b_fine[]; };
 layout(std430, binding = 2) readonly buffer Coarse { float b_coarse[]; };
@@ -27,18 +28,14 @@ vec4 widened(int origin, int x, int y) {
 }
 
 void make(int at, vec4 coarse) {
-    dvec2 fours = b_fours[(u_first.y + at) / 4];
-    vec4 value = vec4(uintBitsToFloat(unpackDouble2x32(fours.x)), uintBitsToFloat(unpackDouble2x32(fours.y)));
+    vec4 value = four_of(b_fours[(u_first.y + at) / 4]);
 #ifdef LAST
     vec4 energy = vec4(0.0);
 #else
     vec4 band = value - coarse, energy = band * band;
 #endif
-    uvec4 values = floatBitsToUint(value), energies = floatBitsToUint(energy);
     b_target[(u_first.x + at) / 4] = dvec4(
-        packDouble2x32(uvec2(values.x, energies.x)), packDouble2x32(uvec2(values.y, energies.y)),
-        packDouble2x32(uvec2(values.z, energies.z)), packDouble2x32(uvec2(values.w, energies.w))
-    );
+        pair_of(value.x, energy.x), pair_of(value.y, energy.y), pair_of(value.z, energy.z), pair_of(value.w, energy.w));
 }
 
 void main() {

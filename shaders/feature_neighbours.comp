@@ -40,9 +40,11 @@ struct Row {
 Row row(int origin, int x, int y, float near) {
     int from = origin + reflected(y, u_size.y) * u_size.x;
 #ifdef ALIGNED
-    vec4 c = b_luma[(from + x) / 4];
-    vec2 l = x == 0 ? c.zy : b_luma[(from + x) / 4 - 1].zw;
-    vec2 r = x + 4 == u_size.x ? c.zy : b_luma[(from + x) / 4 + 1].xy;
+    int at = (from + x) / 4;
+    vec4 c = four_of(b_luma[at]);
+    vec2 l = two_of(b_luma[at - (x == 0 ? 0 : 1)].y), r = two_of(b_luma[at + (x + 4 == u_size.x ? 0 : 1)].x);
+    if (x == 0) l = c.zy;
+    if (x + 4 == u_size.x) r = c.zy;
 #else
     // What lies beyond the mirror is read for neighbours outside the image alone.
 #define AT(i_) b_luma[from + max(reflected(x + (i_), u_size.x), 0)]
@@ -93,7 +95,7 @@ void main() {
     int origin = u_source.x + image * u_size.x * u_size.y, at = image * u_stride.y + y * u_size.x + x;
     // Sums of squares are of differences to a value of the tile: those of the values would cancel.
 #ifdef ALIGNED
-    float near = b_luma[(origin + y * u_size.x + x) / 4].x;
+    float near = two_of(b_luma[(origin + y * u_size.x + x) / 4].x).x;
 #else
     float near = b_luma[origin + y * u_size.x + x];
 #endif

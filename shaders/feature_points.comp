@@ -1,7 +1,7 @@
 #version 430
 // What a pixel's features say of itself: colour, position, luma, motion, eccentricity, opponency.
 //
-// PER_WORD (words.glsl), CHANNELS (colour.glsl), ALIGNED, HALF (tile.glsl)
+// PER_WORD (words.glsl), CHANNELS, GROUPS (colour.glsl), ALIGNED, HALF (tile.glsl)
 // MOTION   there is an earlier luma
 #include "words.glsl"
 #include "tile.glsl"

@@ -7,11 +7,11 @@
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer First { MADE b_first[]; };    // channel 5
-layout(std430, binding = 1) readonly buffer Level1 { vec2 b_level1[]; };     // the Gaussian, and the band's square
-layout(std430, binding = 2) readonly buffer Level2 { vec2 b_level2[]; };
-layout(std430, binding = 3) readonly buffer Level3 { vec2 b_level3[]; };
-layout(std430, binding = 4) readonly buffer Level4 { vec2 b_level4[]; };
-layout(std430, binding = 5) readonly buffer Level5 { vec2 b_level5[]; };
+layout(std430, binding = 1) readonly buffer Level1 { double b_level1[]; };     // the Gaussian, and the band's square
+layout(std430, binding = 2) readonly buffer Level2 { double b_level2[]; };
+layout(std430, binding = 3) readonly buffer Level3 { double b_level3[]; };
+layout(std430, binding = 4) readonly buffer Level4 { double b_level4[]; };
+layout(std430, binding = 5) readonly buffer Level5 { double b_level5[]; };
 layout(std430, binding = 6) writeonly buffer Second { MADE b_second[]; };  // 33 to 36
 
 uniform ivec2 u_size;
@@ -33,7 +33,8 @@ struct Tile { vec4 value[2], energy[2]; };
     { \
         ivec2 i = min(ivec2(x, y) >> level_, size_ - 1), j = min((ivec2(x, y) >> level_) + 1, size_ - 1); \
         int top = first_ + image * size_.x * size_.y + i.y * size_.x, bottom = top + (j.y - i.y) * size_.x; \
-        vec2 a = buffer_[top + i.x], b = buffer_[top + j.x], c = buffer_[bottom + i.x], d = buffer_[bottom + j.x]; \
+        vec2 a = two_of(buffer_[top + i.x]), b = two_of(buffer_[top + j.x]); \
+        vec2 c = two_of(buffer_[bottom + i.x]), d = two_of(buffer_[bottom + j.x]); \
         vec4 f = (float(x & ((1 << level_) - 1)) + vec4(0.0, 1.0, 2.0, 3.0)) / float(1 << level_); \
         t.value[0] = a.x + (b.x - a.x) * f, t.value[1] = c.x + (d.x - c.x) * f; \
         t.energy[0] = a.y + (b.y - a.y) * f, t.energy[1] = c.y + (d.y - c.y) * f; \
@@ -45,7 +46,8 @@ struct Row { vec4 value, energy; };
 // Level 1 has a sample at every other pixel.
 Row row1(int image, int x, int y) {
     int from = u_level.x + (image * u_size1.y + min(y, u_size1.y - 1)) * u_size1.x, i = x / 2, last = u_size1.x - 1;
-    vec2 a = b_level1[from + min(i, last)], b = b_level1[from + min(i + 1, last)], c = b_level1[from + min(i + 2, last)];
+    vec2 a = two_of(b_level1[from + min(i, last)]), b = two_of(b_level1[from + min(i + 1, last)]);
+    vec2 c = two_of(b_level1[from + min(i + 2, last)]);
     return Row(vec4(a.x, (a.x + b.x) * 0.5, b.x, (b.x + c.x) * 0.5), vec4(a.y, (a.y + b.y) * 0.5, b.y, (b.y + c.y) * 0.5));
 }
 

@@ -13,7 +13,7 @@
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 1) readonly buffer Source { float b_source[]; };
 #ifdef ALIGNED
-layout(std430, binding = 1) readonly buffer Fours { vec4 b_fours[]; };
+layout(std430, binding = 1) readonly buffer Fours { dvec2 b_fours[]; };
 #endif
 layout(std430, binding = 0) writeonly buffer Target0 { MADE b_target0[]; };
 layout(std430, binding = 2) writeonly buffer Target1 { MADE b_target1[]; };
@@ -54,7 +54,8 @@ Row row(int origin, int x, int y) {
 #ifdef ALIGNED
     int at = (from + x) / 4;
     bool first = x == 0, last = x + 4 == u_size.x;
-    vec4 centre = b_fours[at], left = b_fours[at + (first ? 1 : -1)], right = b_fours[at + (last ? -1 : 1)];
+    vec4 centre = four_of(b_fours[at]);
+    vec4 left = four_of(b_fours[at + (first ? 1 : -1)]), right = four_of(b_fours[at + (last ? -1 : 1)]);
     vec4 l = first ? vec4(left.x, centre.wzy) : left, r = last ? vec4(centre.zyx, right.w) : right;
 #elif COLUMNS == 4
     // What lies beyond the mirror is read for neighbours outside the image alone.

@@ -1,13 +1,13 @@
 // Four neighbours of a row at once.
 // ALIGNED   rows are whole groups of four, and begin at one in their buffers: loads and stores are of groups
 // HALF      with ALIGNED: what is made is fp16
-// Stored in pairs, as doubles: a software renderer stores 64 bits in the time of 32.
 // `at` is the index of the first of the four; x where it is in a row, width the row's length.
 #include "halves.glsl"
+#include "pairs.glsl"
 
 #ifdef ALIGNED
-#define READ vec4
-#define LOAD(source, at, x, width) source[(at) / 4]
+#define READ dvec2
+#define LOAD(source, at, x, width) four_of(source[(at) / 4])
 #ifdef HALF
 #define MADE double
 #define STORE(target, at, x, width, four) { \
@@ -15,9 +15,7 @@
     target[(at) / 4] = packDouble2x32(uvec2(pack_halves(v_.xy), pack_halves(v_.zw))); }
 #else
 #define MADE dvec2
-#define STORE(target, at, x, width, four) { \
-    uvec4 v_ = floatBitsToUint(four); \
-    target[(at) / 4] = dvec2(packDouble2x32(v_.xy), packDouble2x32(v_.zw)); }
+#define STORE(target, at, x, width, four) target[(at) / 4] = pairs_of(four);
 #endif
 #else
 #define READ float

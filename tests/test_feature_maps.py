@@ -187,6 +187,18 @@ def test_motion(backend: Any, width: int) -> None:
     assert torch.equal(single, lod.feature_maps(image, video=True, backend=backend)[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("first", [0, 4, 8, 16, 32])
+def test_pictures_anywhere_in_gl_memory(ctx: lod.Context, dtype: torch.dtype, first: int) -> None:
+    """A picture that begins `first` bytes into its buffer."""
+    image = noise(2, 3, 12, 16, dtype=dtype)
+    skipped = first // dtype.itemsize
+    whole = ctx.empty(image.numel() + skipped, dtype=dtype)
+    inside = whole[skipped:].view(image.shape)
+    inside.copy_(image)
+    assert torch.equal(lod.feature_maps(inside, backend="gl"), lod.feature_maps(image, backend="gl"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_semantic_features_are_taken_as_they_are(backend: Any, dtype: torch.dtype) -> None:

@@ -147,6 +147,15 @@ def test_rows_of_whole_vectors_take_a_shader_of_their_own(
     assert_matches(found[-1], gaussian_chain(image)[len(found) - 1], "binomial")
 
 
+@pytest.mark.parametrize("first", [0, 4, 8, 16, 32])
+def test_images_anywhere_in_gl_memory(ctx: lod.Context, first: int) -> None:
+    image = noise(2, 3, 12, 16)
+    whole = ctx.empty(image.numel() + first // 4)
+    inside = whole[first // 4 :].view(image.shape)
+    inside.copy_(image)
+    assert_matches(lod.gaussian(inside, backend="gl")[1], gaussian_chain(image)[1], "binomial")
+
+
 def test_vectors_are_split_to_fit_bindings(restored_limits: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     image = noise(3, 2, 70, 56)
     whole = lod.gaussian(image, levels=2, backend="gl")
