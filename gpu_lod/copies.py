@@ -35,7 +35,7 @@ def put(ctx: Context, target: torch.Tensor, source: torch.Tensor | float) -> Non
         if small:
             target.copy_(source)
         elif target.dtype == source.dtype and source.device == target.device and not source.is_neg():
-            if target.is_contiguous() or target.numel() < PARALLEL:
+            if target.is_contiguous() or target.numel() < PARALLEL or not any(source.stride()):
                 _bits(target, source)
             else:
                 target.copy_(source)

@@ -19,6 +19,7 @@ from gpu_lod.gaussian import mirrored
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.laplacian import expand
 from gpu_lod.oriented_energy import energy
+from gpu_lod.pages import large
 from gpu_lod.pyramid import burt_sizes
 
 CHANNELS = MappingProxyType(
@@ -294,7 +295,7 @@ def reference(
     if needs_grad(*given) or any(map(checks.transformed, given)):
         result = torch.cat([part.expand(batch, -1, height, width).to(dtype) for part in found], dim=1)
     else:
-        result = torch.empty(batch, COUNT, height, width, dtype=dtype, device=image.device)
+        result = large(torch.empty(batch, COUNT, height, width, dtype=dtype, device=image.device))
         first = 0
         for part in found:  # one at a time: none outlives its copy
             result[:, first : first + part.shape[1]] = part

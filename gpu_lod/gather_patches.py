@@ -30,6 +30,10 @@ _BORDERS = ("clamp", "zero")
 PER_PIXEL = 256
 """Centres are rounded to such parts of a pixel, so that fp32 positions of grid patches meet the texels exactly."""
 
+_AT_ONCE = 2**20
+"""Texels whose levels plain torch makes together: patches read a part of them alone, so that fresh memory for more is
+what a batch would pay for."""
+
 LANES_AT_ONCE = 128
 """Invocations of a workgroup, if patches are smaller."""
 
@@ -101,7 +105,7 @@ def gather_patches(
             # No more of the chain than the sites read.
             levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
     if chosen.backend == "torch":
-        return sampled(src, levels, points, lambda levels, points: reference(levels, points, look))
+        return sampled(src, levels, points, lambda levels, points: reference(levels, points, look), _AT_ONCE)
     batch = image.shape[0] if image.ndim == 4 else 1
     result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
     source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)

@@ -75,7 +75,19 @@ def _polyphase(x: torch.Tensor, dim: int, begin: int, n: int) -> torch.Tensor:
 
 
 def halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
-    """Max or min of each footprint, rows first: whole rows vectorise."""
+    """Max or min of each footprint, of rows first: whole rows vectorise. Of large levels some rows at a time, as what
+    lies between would be fresh memory at every call."""
+    h, w = x.shape[-2:]
+    if x.device.type != "cpu" or x.numel() <= SUMS or h < 2 or dispatch.needs_grad(x) or checks.transformed(x):
+        return _extreme(x, reduce)
+    result = x.new_empty(*x.shape[:-2], h // 2, max(w // 2, 1))
+    planes, targets = x.flatten(0, -3), result.flatten(0, -3)
+    for some, rows in bands(len(planes), h // 2, 2 * w):
+        targets[some, rows] = _extreme(planes[some, 2 * rows.start : 2 * rows.stop + h % 2], reduce)
+    return result
+
+
+def _extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     take = torch.maximum if reduce == "max" else torch.minimum
     h, w = x.shape[-2:]
     if h > 1:

@@ -199,6 +199,7 @@ def sampled(
     levels: int | None,
     points: torch.Tensor,
     sample: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
+    most: int | None = None,
 ) -> torch.Tensor:
     """What a plain-torch sampler reads of a pyramid, or of an image, whose levels are made for it.
 
@@ -206,6 +207,7 @@ def sampled(
         levels: as many of an image's; None is all.
         points: where it reads, [B, ...], or [1, ...] for all images.
         sample: of levels and the points of their images.
+        most: texels of images whose levels a CPU makes together, if fewer than `AT_ONCE`.
     """
     if isinstance(src, Pyramid):
         src.check_unchanged()
@@ -217,7 +219,9 @@ def sampled(
         return _chain(src[images], levels)
 
     batch = len(top) if top.ndim == 4 and top.device.type == "cpu" else 1
-    at_once = batch if isinstance(src, Pyramid) else max(1, AT_ONCE // (top.shape[-2] * top.shape[-1]))
+    at_once = (
+        batch if isinstance(src, Pyramid) else max(1, min(most or AT_ONCE, AT_ONCE) // (top.shape[-2] * top.shape[-1]))
+    )
     if top.dtype.itemsize < 4 and top.numel() > WHOLE:
         # Levels are read in fp32: of a quarter of the batch they are no more than the images. On many threads it is an
         # image for each.

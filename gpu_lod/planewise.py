@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -45,3 +45,25 @@ def bands(count: int, height: int, width: int, texels: int | None = None) -> Ite
     for first in range(0, count, together):
         for row in range(0, height, rows):
             yield slice(first, first + together), slice(row, min(row + rows, height))
+
+
+def joined(parts: Iterable[tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
+    """The tensors of all parts, which are at least one, joined along dimension 0, of `count` rows in all.
+
+    Each part is copied to its place as soon as it comes, so that no two need memory at once.
+    """
+    coming = iter(parts)
+    part: tuple[torch.Tensor, ...] | None = next(coming)
+    assert part is not None
+    if torch.compiler.is_compiling() or needs_grad(*part) or any(map(checks.transformed, part)):
+        return tuple(map(torch.cat, zip(part, *coming, strict=True)))
+    result = tuple(value.new_empty((count, *value.shape[1:])) for value in part)
+    at = 0
+    while part is not None:
+        for whole, value in zip(result, part, strict=True):
+            whole[at : at + len(value)] = value
+        at += len(part[0])
+        del value
+        part = ()  # before the next is made
+        part = next(coming, None)
+    return result

@@ -66,12 +66,17 @@ class TokenSet:
             raise InputError(f"features are {tuple(features.shape)}; expected [{expected}], one of each level-0 patch.")
         if not features.is_floating_point():  # shares of one are no whole numbers
             raise InputError(f"features are {features.dtype}; expected floating point. Convert them with .float().")
-        with torch.autocast(features.device.type, enabled=False):
-            return self.weights.to(features.dtype) @ features
+        return blended(self.weights, features)
 
     def __repr__(self) -> str:
         what = "no patches" if self.patches is None else f"patches {tuple(self.patches.shape)}"
         return f"<TokenSet of {self.budget} sites {tuple(self.sites.shape)}, {what}>"
+
+
+def blended(weights: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """`TokenSet.blend`, unchecked."""
+    with torch.autocast(features.device.type, enabled=False):
+        return weights.to(features.dtype) @ features
 
 
 def _flatten(tokens: TokenSet) -> tuple[list[object], int]:

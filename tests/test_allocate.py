@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from images import noise
 from scripts import succeed
 from test_gpu_allocate import agree, choices
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
 from gpu_lod.allocate import base, node_losses, tree_cut
@@ -143,6 +144,37 @@ def test_parts_of_a_batch_are_the_batch(name: str, monkeypatch: pytest.MonkeyPat
     same(parts, whole.sites, whole.scores, allocator.blends or name == "TokenDAG")
     assert whole.patches is not None and parts.patches is not None
     assert torch.allclose(parts.patches, whole.patches, atol=1e-5)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_loop_over_pictures_or_nodes(name: str) -> None:
+    """Six times the pictures, and sixteen times the nodes, take no more operations but for a level or a label more."""
+
+    def operations(batch: int, side: int) -> int:
+        allocator = lod.allocate.make(name, 40, 4)
+        image, relevance = torch.rand(batch, 3, 4 * side, 4 * side), torch.rand(batch, side, side)
+        more = {"query": torch.rand(batch, allocator.query_width or 8)} if "query" in allocator.needs else {}
+        with torch.no_grad():
+            allocator(image, relevance, **more)  # what it keeps from call to call
+            with _Counted() as counted:
+                allocator(image, relevance, **more)
+        return counted.operations
+
+    few = operations(2, 16)
+    assert operations(12, 16) < 1.2 * few
+    assert operations(2, 64) < 1.3 * few
 
 
 def same(tokens: lod.TokenSet, sites: torch.Tensor, scores: torch.Tensor, rounded: bool) -> None:

@@ -11,6 +11,7 @@ from images import DTYPES, noise
 from oracle import extreme_chain
 
 import gpu_lod as lod
+from gpu_lod import halving, planewise
 from gpu_lod.errors import InputError, UnsupportedError
 
 GENERATORS = ("compute", "registers", "single-pass", "fragment", "sampler")
@@ -68,6 +69,29 @@ def test_nan_is_contagious(way: str, size: tuple[int, int]) -> None:
         relevance.view(-1)[::53] = float("nan")
         for reduce in ("max", "min"):
             check(relevance, way, reduce)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (65, 33), (7, 129), (2, 90), (3, 1), (1, 70), (90, 2)])
+def test_large_levels_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """In plain torch on a CPU: the same values, NaN's too, from no more rows at once than are said."""
+    relevance = noise(2, 3, *size, dtype=dtype)
+    if dtype.is_floating_point:
+        relevance[..., size[0] // 2, size[1] // 2] = float("nan")
+    whole = {reduce: list(lod.hiz(relevance, reduce=reduce, backend="torch")) for reduce in ("max", "min")}
+    monkeypatch.setattr(halving, "SUMS", 8)
+    monkeypatch.setattr(planewise, "PART", 4 * 2 * 3 * size[1])  # three rows of a level
+    extreme, tallest = halving._extreme, []
+    monkeypatch.setattr(halving, "_extreme", lambda x, reduce: (tallest.append(x.shape[-2]), extreme(x, reduce))[1])
+    for reduce, levels in whole.items():
+        parts = lod.hiz(relevance, reduce=reduce, backend="torch")
+        for level, expected in zip(parts, levels, strict=True):
+            assert torch.equal(level.nan_to_num(), expected.nan_to_num())
+            assert torch.equal(level.isnan(), expected.isnan())
+    if size[0] > 7:
+        assert tallest[0] <= 7
 
 
 def test_sampler_refuses_nan() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gpu_lod as lod
 from gpu_lod import planewise
+from gpu_lod.planewise import joined
 
 VERBS: dict[str, Callable[[torch.Tensor], Any]] = {
     "gaussian": lambda x: lod.gaussian(x, backend="torch").levels,
@@ -114,3 +116,34 @@ def test_parts_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         for dtype in (torch.float32, torch.float16):
             image = noise(3, 67, 90, dtype=dtype)
             torch.testing.assert_close(make_fx(verb)(image)(image), verb(image), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+def test_joined_is_cat(rows: int) -> None:
+    parts = [(torch.rand(n * rows, 16), torch.arange(n * rows)) for n in (3, 1, 2)]
+    expected = [torch.cat(same) for same in zip(*parts, strict=True)]
+    assert all(map(torch.equal, joined(iter(parts), 6 * rows), expected))
+    mapped = torch.func.vmap(lambda *x: joined(((y,) for y in x), 6 * rows))(*(part[0][None] for part in parts))
+    assert torch.equal(mapped[0][0], expected[0])
+
+
+def test_joined_passes_gradients_on() -> None:
+    parts = [torch.rand(n, 2, requires_grad=True) for n in (3, 1)]
+    joined(((part,) for part in parts), 4)[0].sum().backward()
+    assert all(part.grad is not None and torch.equal(part.grad, torch.ones_like(part)) for part in parts)
+
+
+def test_joined_lets_go_of_each_part() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def parts() -> Iterator[tuple[torch.Tensor]]:
+        for n in range(4):
+            value = torch.full((2, 3), float(n))
+            made.append(weakref.ref(value))
+            assert sum(ref() is not None for ref in made) == 1
+            part = (value,)
+            del value
+            yield part
+            del part
+
+    assert torch.equal(joined(parts(), 8)[0][:, 0], torch.arange(4.0).repeat_interleave(2))

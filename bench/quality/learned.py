@@ -118,9 +118,9 @@ class VortexLearned(Trained, Vortices):
 
 
 class SoftVortex(Trained, Soft):
-    def _patches(self, *given: Any) -> torch.Tensor:
+    def _blended(self, *given: Any) -> torch.Tensor:
         """Counts, as those of allocators that do not blend: pictures are uint8."""
-        return (255 * super()._patches(*given)).round().to(torch.uint8)
+        return (255 * super()._blended(*given)).round().to(torch.uint8)
 
     def error(self, example: Example, turn: int) -> torch.Tensor:
         return example.seen(self(relevance=example.relevance).sites, blends=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -17,8 +17,9 @@ from gpu_lod.allocate.scale import HIGHEST, summable
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import AT_ONCE, saliency_map
 from gpu_lod.gather_patches import gather_patches
+from gpu_lod.planewise import joined
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.token_set import TokenSet
+from gpu_lod.token_set import TokenSet, blended
 
 Pool = Literal["mean", "max"]
 Coarser = Literal["max", "sum"]
@@ -177,67 +178,68 @@ class Allocator(ABC):
                 relevance; a budget larger than the number of sites there are.
         """
         scene, batched = self._scene(image, relevance, query, fixation, labels)
-        sites, scores, *rest = self._chosen(scene)
-        weights = rest[0] if rest else None
+        found = self._in_parts(scene, lambda part: self._chosen(part, mean, std))
         if not batched:
-            sites, scores, weights = sites[0], scores[0], None if weights is None else weights[0]
-        tokens = TokenSet(sites, scores, None, self.patch, weights)
-        if scene.image is None:
-            return tokens
-        return replace(tokens, patches=self._patches(scene, tokens, mean, std))
+            found = tuple(value[0] for value in found)
+        sites, scores, weights, patches = (*found, None, None)[:4]
+        assert sites is not None and scores is not None
+        if scene.image is not None and not self.blends:
+            patches = self._read(scene, sites, mean, std)
+        return TokenSet(sites, scores, patches, self.patch, weights)
 
     def work(self, scene: Scene) -> int:
         """Numbers that it goes through for each image of a scene, where they are many; 0 where they are few."""
         return 0
 
-    def _chosen(self, scene: Scene) -> tuple[torch.Tensor, ...]:
-        parts = self._parts(scene)
-        if len(parts) == 1:
-            return self.choose(scene)
-        return tuple(map(torch.cat, zip(*map(self.choose, parts), strict=True)))
-
-    def _parts(self, scene: Scene) -> list[Scene]:
-        """The whole; on a CPU so many images at a time that they are no more than `AT_ONCE` numbers, for fresh memory
-        for all of a large batch takes it longer than the work does."""
+    def _in_parts(
+        self, scene: Scene, job: Callable[..., tuple[torch.Tensor, ...]], *of_images: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """`job(scene, *of_images)`. On a CPU for so many images at a time that they are no more than `AT_ONCE` numbers:
+        fresh memory for all of a large batch takes it longer than the work does."""
         work = self.work(scene)
         at_once = max(1, AT_ONCE // work) if work and scene.device.type == "cpu" else scene.batch
-        return [scene] if scene.batch <= at_once else scene.split(at_once)
+        if scene.batch <= at_once:
+            return job(scene, *of_images)
+        parts = zip(scene.split(at_once), *(x.split(at_once) for x in of_images), strict=True)
+        return joined((job(*part) for part in parts), scene.batch)
 
-    def _patches(
+    def _chosen(
+        self, scene: Scene, mean: Sequence[float] | None, std: Sequence[float] | None
+    ) -> tuple[torch.Tensor, ...]:
+        """What `choose` gives, and the patches where they are blends: while their weights are near by."""
+        found = self.choose(scene)
+        if scene.image is None or not self.blends:
+            return found
+        return *found, self._blended(scene, found[2], mean, std)
+
+    def _blended(
         self,
         scene: Scene,
-        tokens: TokenSet,
+        weights: torch.Tensor,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> torch.Tensor:
-        assert scene.image is not None
-        if not self.blends:
-            image = scene.image
-            if scene.chain and not isinstance(image, Pyramid):
-                levels = math.ceil(float(checks.values(tokens.sites)[..., 2].max()))
-                if 0 < levels <= len(scene.chain):
-                    chain = scene.chain[:levels]
-                    image = Pyramid((image, *(chain if image.ndim == 4 else [level[0] for level in chain])))
-            return gather_patches(image, tokens.sites, self.patch, mean=mean, std=std)
-        parts = self._parts(scene)
-        if len(parts) == 1:
-            return self._blended(scene.image, scene, tokens, mean, std)
-        assert tokens.weights is not None
-        weights = tokens.weights.split(parts[0].batch)
-        return torch.cat(
-            [
-                self._blended(part.top, part, replace(tokens, weights=own), mean, std)
-                for part, own in zip(parts, weights, strict=True)
-            ]
-        )
-
-    def _blended(
-        self, image: Any, scene: Scene, tokens: TokenSet, mean: Sequence[float] | None, std: Sequence[float] | None
-    ) -> torch.Tensor:
+        """Patches [B, K, C, P, P] by weights [B, K, Hg Wg]."""
         every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
         kind = torch.float32 if scene.top.dtype == torch.uint8 else scene.top.dtype
-        grid = gather_patches(image, every, self.patch, mean=mean, std=std, dtype=kind)
-        return tokens.blend(grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
+        grid = gather_patches(scene.top, every, self.patch, mean=mean, std=std, dtype=kind)
+        return blended(weights, grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
+
+    def _read(
+        self,
+        scene: Scene,
+        sites: torch.Tensor,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """The patches at sites, which are without B if the image is."""
+        image: Any = scene.image
+        if scene.chain and not isinstance(image, Pyramid):
+            levels = math.ceil(float(checks.values(sites)[..., 2].max()))
+            if 0 < levels <= len(scene.chain):
+                chain = scene.chain[:levels]
+                image = Pyramid((image, *(chain if image.ndim == 4 else [level[0] for level in chain])))
+        return gather_patches(image, sites, self.patch, mean=mean, std=std)
 
     # -- what it is given -------------------------------------------------------------------------------------------
 

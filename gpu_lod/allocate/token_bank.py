@@ -111,12 +111,15 @@ class TokenBank:
         taken = torch.arange(longest, device=scene.device) < counts[:, None]
         patches = None
         if scene.image is not None:
-            # Read for all at once: a pyramid cannot be parted, and a chain is made once.
-            wide = (
-                (sites, scores, weights) if batched else (sites[0], scores[0], None if weights is None else weights[0])
-            )
-            read = self.allocator._patches(scene, TokenSet(wide[0], wide[1], None, self.allocator.patch, wide[2]))
-            patches = (read if batched else read[None])[taken]
+            if weights is None:
+                # For all at once: a pyramid cannot be parted, and a chain is made once.
+                read = self.allocator._read(scene, sites if batched else sites[0])
+                patches = (read if batched else read[None])[taken]
+            else:
+                (read,) = self.allocator._in_parts(
+                    scene, lambda part, own: (self.allocator._blended(part, own),), weights
+                )
+                patches = read[taken]
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         packed = None if weights is None else weights[taken]
         return PackedTokens(sites[taken], scores[taken], patches, self.allocator.patch, offsets, longest, packed)
