@@ -16,6 +16,7 @@ from .host import HostBridge, MappedBuffer, SharedBuffer
 from .interop import InteropBridge
 from .pool import Lease, Pool, Returns
 from .private import Private, PrivatePool
+from .views import Views
 
 
 class Buffer(Protocol):
@@ -24,6 +25,10 @@ class Buffer(Protocol):
     @property
     def glo(self) -> int:
         """Its GL name."""
+
+    @property
+    def views(self) -> Views | None:
+        """Its buffer textures; None where it must not have any."""
 
     def take(self) -> None:
         """Note that the running verb will bind it."""

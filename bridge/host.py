@@ -23,6 +23,7 @@ from gpu_lod.errors import OutOfMemoryError, UnsupportedError
 from . import gl as G
 from .gl import GL
 from .pool import Lease, Pool, Returns, hold, size_class, storage_start
+from .views import Views
 
 _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
 
@@ -30,7 +31,7 @@ _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHEREN
 class MappedBuffer:
     """One GL buffer object, mapped for its whole life at `address`."""
 
-    __slots__ = ("_gl", "_registry", "address", "glo", "nbytes")
+    __slots__ = ("_gl", "_registry", "address", "glo", "nbytes", "views")
 
     def __init__(self, gl: GL, nbytes: int, registry: dict[int, MappedBuffer]) -> None:
         self._gl = gl
@@ -51,6 +52,7 @@ class MappedBuffer:
                 "drop results that are no longer needed, or call Context.trim()."
             )
         self.address: int = address
+        self.views = Views(gl, self.glo)
         registry[address] = self
 
     @property
@@ -67,6 +69,7 @@ class MappedBuffer:
     def delete(self) -> None:
         # Forget the address first: malloc may hand it to an ordinary tensor next.
         del self._registry[self.address]
+        self.views.delete()
         self._gl.delete("Buffers", self.glo)  # deleting a mapped buffer unmaps it
 
 

@@ -117,6 +117,10 @@ class InteropBuffer:
     def key(self) -> int:
         return self.nbytes
 
+    @property
+    def views(self) -> None:
+        """None: what CUDA has registered shaders see as a storage buffer alone."""
+
     def take(self) -> None:
         """Note that the running verb will bind the buffer, so that it becomes GL's together with the others."""
         self._bridge.take(self)

@@ -11,12 +11,13 @@ from gpu_lod.errors import OutOfMemoryError
 from . import gl as G
 from .gl import GL
 from .pool import Lease, Pool, size_class
+from .views import Views
 
 
 class PrivateBuffer:
     """One GL buffer with immutable storage, never mapped."""
 
-    __slots__ = ("_gl", "glo", "nbytes")
+    __slots__ = ("_gl", "glo", "nbytes", "views")
 
     def __init__(self, gl: GL, nbytes: int) -> None:
         self._gl = gl
@@ -30,6 +31,7 @@ class PrivateBuffer:
         except BaseException:
             gl.delete("Buffers", self.glo)
             raise
+        self.views = Views(gl, self.glo)
 
     @property
     def key(self) -> int:
@@ -43,6 +45,7 @@ class PrivateBuffer:
         self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
 
     def delete(self) -> None:
+        self.views.delete()
         self._gl.delete("Buffers", self.glo)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from gpu_lod.bridge import Private
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.copies import put
 from gpu_lod.errors import LimitError
@@ -18,6 +17,7 @@ from gpu_lod.pyramid import burt_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
     ALIGNMENT,
+    READ_BARRIERS,
     Planes,
     bind_table,
     check_texture_size,
@@ -169,6 +169,7 @@ class _Job:
         # The frames before first: what came before an image of a video is the plane before its own.
         self.lumas = scratch_planes(ctx, (self.earlier + self.batch, self.height, self.width), torch.float32)
         self.luma = self.lumas.layers(self.earlier, self.batch)
+        self.fetched = self.lumas.fetchable(ctx)  # and then all that is made of it, which is smaller
         self._make_luma(self.source, self.channels, self.luma)
         if earlier is not None and others is not None:
             self._make_luma(others, earlier.shape[1], self.lumas.layers(0, self.earlier))
@@ -225,14 +226,16 @@ class _Job:
             FROM_BFLOAT16=self.source.dtype == torch.bfloat16,
             CHANNELS=self.channels,
             GROUPS=self._in_groups(self.source),
+            TEXELS=self._as_texels(self.source),
             ALIGNED=self.aligned,
             HALF=half,
             MOTION=motion,
+            FETCHED=self.fetched,
         )
-        around = ctx.programs.compute(
-            "feature_neighbours.comp", ALIGNED=self.aligned, HALF=half, SMALL=min(height, width) <= 2, LAST=last == 0
-        )
-        scales = ctx.programs.compute("feature_scales.comp", ALIGNED=self.aligned, HALF=half)
+        kind = {"ALIGNED": self.aligned, "HALF": half, "FETCHED": self.fetched}
+        small = min(height, width) <= 2
+        around = ctx.programs.compute("feature_neighbours.comp", SMALL=small, LAST=last == 0, **kind)
+        scales = ctx.programs.compute("feature_scales.comp", **kind)
 
         def bind(binding: int, channel: int, channels: int) -> int:
             """Some neighbouring channels of the target; returns the index of the first one's texel 0."""
@@ -253,7 +256,7 @@ class _Job:
             moves = self.video or self.earlier > 1
             last_before = before + count - 1 if moves else before
             points.set(
-                u_before_first=self._rows(self.lumas, 2, max(before, 0), max(last_before, 0), row, stop)
+                u_before_first=self._read(self.lumas, 2, max(before, 0), max(last_before, 0), row, stop, self.floats)
                 + (before - max(before, 0)) * self.area,
                 u_before_stride=self.area if moves else 0,
                 u_no_motion=0 if self.earlier else 1,
@@ -269,8 +272,8 @@ class _Job:
         coarse = self.gaussians[min(1, last)]
         around.set(
             u_source=(
-                self._rows(self.luma, 1, image, image + count - 1, row - 2, stop + 2),
-                self._rows(coarse, 2, image, image + count - 1, row // 2 - 1, stop // 2 + 2),
+                self._read(self.luma, 1, image, image + count - 1, row - 2, stop + 2, self.floats),
+                self._read(coarse, 2, image, image + count - 1, row // 2 - 1, stop // 2 + 2),
             ),
             u_coarse_size=(coarse.width, coarse.height),
             u_first=(bind(0, 6, 3), bind(4, 12, 1), bind(5, after + 4, 1)),
@@ -278,7 +281,7 @@ class _Job:
         ).dispatch_groups(groups, -(-(stop - row) // _TILE), count)
 
         tops = [
-            self._rows(planes, level, image, image + count - 1, row >> level, (stop >> level) + 3) // 2
+            self._read(planes, level, image, image + count - 1, row >> level, (stop >> level) + 3, 2) // 2
             for level, planes in enumerate(self.levels, start=1)
         ]
         sizes = {f"u_size{level}": (p.width // 2, p.height) for level, p in enumerate(self.levels, start=1)}
@@ -294,6 +297,20 @@ class _Job:
         """Whether rows of a picture, which may be anywhere in a buffer of the caller's, begin at groups of four."""
         return self.aligned and source.offset % (4 * source.dtype.itemsize) == 0
 
+    def _as_texels(self, source: Planes) -> bool:
+        return source.dtype == torch.float32 and source.fetchable(self.ctx)
+
+    @property
+    def floats(self) -> int:
+        """That shaders load at once of a row of luma."""
+        return 4 if self.aligned else 1
+
+    def _read(self, planes: Planes, binding: int, first: int, last: int, begin: int, end: int, floats: int = 1) -> int:
+        """`_rows`, or all of the planes as a buffer texture."""
+        if self.fetched:
+            return planes.fetch(self.ctx, binding, floats) + first * planes.area
+        return self._rows(planes, binding, first, last, begin, end)
+
     def _rows(self, planes: Planes, binding: int, first: int, last: int, begin: int, end: int) -> int:
         """Bind rows `begin` to `end` - 1, as far as there are such, of planes; returns the index of the first plane's
         texel 0. Of several planes all from the first row to the last are bound."""
@@ -306,10 +323,14 @@ class _Job:
     def _bind_colours(
         self, source: Planes, channels: int, image: int, count: int, row: int, stop: int, program: Program
     ) -> None:
-        tops = [
-            self._rows(source, binding, image * channels + channel, (image + count - 1) * channels + channel, row, stop)
-            for channel, binding in enumerate((1, 6, 7) if channels > 2 else (1,))
-        ]
+        tops = []
+        for channel, binding in enumerate((1, 6, 7) if channels > 2 else (1,)):
+            first = image * channels + channel
+            if self._as_texels(source):
+                origin = source.fetch(self.ctx, binding, 4 if self._in_groups(source) else 1) + first * self.area
+            else:
+                origin = self._rows(source, binding, first, first + (count - 1) * channels, row, stop)
+            tops.append(origin)
         program.set(u_source_first=(*tops, 0, 0)[:3])
 
     def _make_luma(self, source: Planes, channels: int, target: Planes) -> None:
@@ -320,6 +341,7 @@ class _Job:
             FROM_BFLOAT16=source.dtype == torch.bfloat16,
             CHANNELS=channels,
             GROUPS=self._in_groups(source),
+            TEXELS=self._as_texels(source),
             ALIGNED=self.aligned,
         )
 
@@ -334,7 +356,7 @@ class _Job:
                 u_first_row=row,
                 u_target_first=self._rows(target, 0, image, image + count - 1, row, stop),
             ).dispatch_groups(-(-width // (4 * LOCAL_SIZE)), stop - row, count)
-        ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+        ctx.gl.MemoryBarrier(READ_BARRIERS)
 
     def _make_level(self, level: int) -> Planes:
         """A Gaussian level and the square of its band side by side: planes of twice its width."""
@@ -343,7 +365,7 @@ class _Job:
         coarse = fine if last else self.gaussians[level + 1]
         target = scratch_planes(ctx, (self.batch, fine.height, 2 * fine.width), torch.float32)
         aligned = fine.width % 4 == 0
-        program = ctx.programs.compute("feature_level.comp", LAST=last, ALIGNED=aligned)
+        program = ctx.programs.compute("feature_level.comp", LAST=last, ALIGNED=aligned, FETCHED=self.fetched)
         across, down = (64, 8) if aligned else (LOCAL_SIZE, 1)  # texels of a workgroup
 
         def fits(count: int, tall: int) -> bool:
@@ -357,9 +379,9 @@ class _Job:
                 u_rows=(row, stop),
                 u_first=(
                     self._rows(target, 0, image, end, row, stop) // 2,
-                    self._rows(fine, 1, image, end, row, stop),
-                    self._rows(coarse, 2, image, end, row // 2 - 1, stop // 2 + 2),
+                    self._read(fine, 1, image, end, row, stop, 4 if aligned else 1),
+                    self._read(coarse, 2, image, end, row // 2 - 1, stop // 2 + 2),
                 ),
             ).dispatch_groups(-(-fine.width // across), -(-(stop - row) // down), count)
-        ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+        ctx.gl.MemoryBarrier(READ_BARRIERS)
         return target

@@ -28,7 +28,7 @@ from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes, word_defines
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
-TILE = (64, 8)
+TILE = (128, 4)
 """(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
 
 IMAGES = 512
@@ -486,7 +486,7 @@ def _blocks(
         order = np.argsort(here, kind="stable")
         line, column = np.divmod(order, across)
         layer, line = np.divmod(line, below - above)
-        groups.append((layer << 23 | line + above << 10 | column, np.bincount(here).tolist()))
+        groups.append((layer << 23 | line + above << 9 | column, np.bincount(here).tolist()))
     tiles = np.concatenate([tiles for tiles, _ in groups]).astype(np.uint32).view(np.int32)
     bind_table(ctx, 2, ctx.private.lease(tiles.nbytes).write(torch.from_numpy(tiles)))
     done = 0

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.generators import Chain, reduce_by
@@ -14,7 +13,7 @@ from gpu_lod.halving import stored
 from gpu_lod.mipmap import empty
 from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
-from gpu_lod.transfer import Planes, parts, rows_of, scratch_planes
+from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_planes
 
 BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 
@@ -167,8 +166,9 @@ def reduce_level(ctx: Context, source: Planes, target: Planes, scratch: Planes |
     if ctx.software and scratch is None and _in_eights(source, target):
         _eights(ctx, source, target)
     else:
-        defines = {"SOURCE_WIDE": source.dtype != target.dtype}
-        reduce_by(ctx, "gaussian_level.comp", source, target, scratch, defines, above=2)
+        fetched = source.fetchable(ctx)
+        defines = {"SOURCE_WIDE": source.dtype != target.dtype, "FETCHED": fetched}
+        reduce_by(ctx, "gaussian_level.comp", source, target, scratch, defines, above=2, fetched=fetched)
 
 
 def _in_eights(source: Planes, target: Planes) -> bool:
@@ -188,14 +188,15 @@ def _eights(ctx: Context, source: Planes, target: Planes) -> None:
             ctx, 0, (count - 1) * target.area + tall * target.width
         )
 
-    program = ctx.programs.compute("gaussian_eights.comp")
+    fetched = source.fetchable(ctx)
+    program = ctx.programs.compute("gaussian_eights.comp", FETCHED=fetched)
     for plane, count, row, stop in parts(ctx, target.count, (0, target.height), fits, target.width, 2):
-        origin = source.bind(ctx, 1, *read(plane, count, row, stop)) + plane * source.area
+        origin = source.fetch(ctx, 1, 4) if fetched else source.bind(ctx, 1, *read(plane, count, row, stop))
         first = target.bind(ctx, 0, *rows_of(target, plane, count, row, stop)) + plane * target.area
         program.set(
             u_source_size=(source.width, source.height),
             u_size=(target.width, target.height),
             u_rows=(row, stop),
-            u_first=(origin, first),
+            u_first=(origin + plane * source.area, first),
         ).dispatch_groups(-(-target.width // 32), -(-(stop - row) // 8), count)
-    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+    ctx.gl.MemoryBarrier(READ_BARRIERS)

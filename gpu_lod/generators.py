@@ -27,6 +27,7 @@ from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Reduce, level_sizes
 from gpu_lod.texture import Texture
 from gpu_lod.transfer import (
+    READ_BARRIERS,
     Planes,
     check_texture_size,
     chunks,
@@ -194,11 +195,13 @@ def reduce_by(
     *,
     above: int,
     uniforms: Mapping[str, object] | None = None,
+    fetched: bool = False,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
 
     Args:
         above: rows of the source before row 2 y that row y rests on; it rests on none after row 2 y + 2.
+        fetched: the shader reads the source as a buffer texture.
     """
 
     def span(first: int, last: int) -> tuple[int, int]:
@@ -214,7 +217,7 @@ def reduce_by(
 
     for chunk in chunks(ctx, target, fits):
         last = chunk.first + chunk.elements - 1
-        origin = source.bind(ctx, 1, *span(chunk.first, last))
+        origin = source.fetch(ctx, 1) if fetched else source.bind(ctx, 1, *span(chunk.first, last))
         if scratch is not None:
             scratch.bind(ctx, 2, chunk.first, last)
         here = {
@@ -223,7 +226,7 @@ def reduce_by(
             **(uniforms or {}),
         }
         make_words(ctx, shader, target, chunk, uniforms=here, defines={"KEEP_WIDE": scratch is not None, **defines})
-    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+    ctx.gl.MemoryBarrier(READ_BARRIERS)
 
 
 def _reduction(reduce: Reduce) -> dict[str, int]:

@@ -9,7 +9,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
 
 # What the verbs use, and therefore all that needs saving: keep in step with texture.py, program.py and the verbs.
-TEXTURE_UNITS = 1
+TEXTURE_UNITS = 8
 IMAGE_UNITS = 1
 STORAGE_BINDINGS = 8
 _CAPABILITIES = (

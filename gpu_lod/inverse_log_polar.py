@@ -214,6 +214,7 @@ def _gl(
     with ctx.active(polar.device):
         source = planes_of(ctx, batched)
         target, result = new_planes(ctx, (batch, channels, height, width), polar.dtype)
+        fetched = source.fetchable(ctx)
         points = ctx.private.lease(batch * 8).write(fixation.float())
 
         def span(first: int, last: int) -> tuple[int, int]:
@@ -222,7 +223,7 @@ def _gl(
 
         for chunk in chunks(ctx, target, lambda first, last: source.span_fits(ctx, *span(first, last))):
             last = chunk.first + chunk.elements - 1
-            origin = source.bind(ctx, 1, *span(chunk.first, last))
+            origin = source.fetch(ctx, 1) if fetched else source.bind(ctx, 1, *span(chunk.first, last))
             bind_table(ctx, 2, points)
             uniforms = {
                 "u_map_size": (wedges, rings),
@@ -233,7 +234,7 @@ def _gl(
                 "u_box": (width / longer, height / longer),
                 "u_radii": (inner, r_max, scale),
             }
-            defines = {"CORTICAL": cortical, "BORDER_ZERO": zero}
+            defines = {"CORTICAL": cortical, "BORDER_ZERO": zero, "FETCHED": fetched}
             make_words(ctx, "inverse_log_polar.comp", target, chunk, uniforms=uniforms, defines=defines)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if polar.ndim == 4 else result[0]

@@ -7,7 +7,6 @@ from itertools import pairwise
 import torch
 
 from gpu_lod import checks, dispatch, operators
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
@@ -15,7 +14,17 @@ from gpu_lod.gaussian import choose, reduce_level
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
-from gpu_lod.transfer import Planes, chunks, make_words, packed_planes, planes_of, scratch_planes
+from gpu_lod.transfer import (
+    READ_BARRIERS,
+    Planes,
+    chunks,
+    make_words,
+    packed_planes,
+    parts,
+    planes_of,
+    rows_of,
+    scratch_planes,
+)
 
 
 @operators.verb
@@ -205,6 +214,11 @@ def _gl_collapse(ctx: Context, levels: tuple[torch.Tensor, ...]) -> torch.Tensor
 def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: int) -> None:
     """`target` = `fine` + `sign` times `coarse` at its size; sources are fp32 or of the target's dtype."""
 
+    fetched = fine.fetchable(ctx) and coarse.fetchable(ctx)
+    if fetched and _in_fours(fine, coarse, target):
+        _fours(ctx, fine, coarse, target, sign)
+        return
+
     def span(first: int, last: int) -> tuple[int, int]:
         """Elements of the coarse level that these elements rest on."""
         plane, row = divmod(first // fine.width, fine.height)
@@ -216,13 +230,42 @@ def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: in
         return coarse.span_fits(ctx, *span(first, last)) and fine.span_fits(ctx, first, last)
 
     wide = {name: source.dtype != target.dtype for name, source in (("FINE_WIDE", fine), ("COARSE_WIDE", coarse))}
-    defines = {**wide, "SIGN": f"{sign}.0"}
+    defines = {**wide, "SIGN": f"{sign}.0", "FETCHED": fetched}
     for chunk in chunks(ctx, target, fits):
         last = chunk.first + chunk.elements - 1
         uniforms = {
             "u_coarse_size": (coarse.width, coarse.height),
-            "u_fine_first": fine.bind(ctx, 1, chunk.first, last) + chunk.first,
-            "u_coarse_first": coarse.bind(ctx, 2, *span(chunk.first, last)) + chunk.plane * coarse.area,
+            "u_fine_first": (fine.fetch(ctx, 1) if fetched else fine.bind(ctx, 1, chunk.first, last)) + chunk.first,
+            "u_coarse_first": (coarse.fetch(ctx, 2) if fetched else coarse.bind(ctx, 2, *span(chunk.first, last)))
+            + chunk.plane * coarse.area,
         }
         make_words(ctx, "expand.comp", target, chunk, uniforms=uniforms, defines=defines)
-    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+    ctx.gl.MemoryBarrier(READ_BARRIERS)
+
+
+def _in_fours(fine: Planes, coarse: Planes, target: Planes) -> bool:
+    """Whether rows are whole groups of expand_fours.comp, in fp32."""
+    whole = fine.width % 4 == 0 and fine.offset % 16 == 0 and target.offset % 16 == 0
+    return whole and fine.dtype == coarse.dtype == target.dtype == torch.float32
+
+
+def _fours(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: int) -> None:
+    program = ctx.programs.compute("expand_fours.comp", SIGN=f"{sign}.0")
+    origins = fine.fetch(ctx, 1, 4), coarse.fetch(ctx, 2)
+
+    def fits(count: int, tall: int) -> bool:
+        return target.span_fits(ctx, 0, (count - 1) * target.area + tall * target.width)
+
+    for plane, count, row, stop in parts(ctx, target.count, (0, target.height), fits, target.width, 2):
+        first = target.bind(ctx, 0, *rows_of(target, plane, count, row, stop))
+        program.set(
+            u_size=(target.width, target.height),
+            u_coarse_size=(coarse.width, coarse.height),
+            u_rows=(row, stop),
+            u_first=(
+                first + plane * target.area,
+                origins[0] + plane * fine.area,
+                origins[1] + plane * coarse.area,
+            ),
+        ).dispatch_groups(-(-target.width // 64), -(-(stop - row) // 8), count)
+    ctx.gl.MemoryBarrier(READ_BARRIERS)

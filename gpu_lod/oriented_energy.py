@@ -392,10 +392,12 @@ def _energy_at(
     columns = 4 if half else columns  # an invocation writes whole words
     fours = width % 4 == 0 and source.offset % 16 == 0 and target.offset % (4 * target.dtype.itemsize) == 0
     assert not half or (fours and width >= LEAST_ROW)
+    aligned, fetched = columns == 4 and fours and width >= LEAST_ROW, source.fetchable(ctx)
     program = ctx.programs.compute(
         "oriented_energy.comp",
         COLUMNS=columns,
-        ALIGNED=columns == 4 and fours and width >= LEAST_ROW,
+        ALIGNED=aligned,
+        FETCHED=fetched,
         HALF=half,
         BFLOAT16=target.dtype == torch.bfloat16,
         RUN=run,
@@ -415,7 +417,7 @@ def _energy_at(
     for plane, count, row, end in parts(ctx, source.count, wanted, fits, width, run):
         begin = plane * area + max(row - REACH, 0) * width
         last = (plane + count - 1) * area + min(end + REACH, height) * width - 1
-        origin = source.bind(ctx, 1, begin, last) + plane * area
+        origin = source.fetch(ctx, 1, 4 if aligned else 1) if fetched else source.bind(ctx, 1, begin, last)
         firsts = [0] * 4
         for binding, k in zip((0, 2, 3, 4), angles, strict=False):
             top = (plane * apart + k) * target.area - wanted[0] * width
@@ -423,7 +425,7 @@ def _energy_at(
             firsts[k - angles[0]] = target.bind(ctx, binding, top + row * width, last) + top
         program.set(
             u_size=(width, height),
-            u_source_first=origin,
+            u_source_first=origin + plane * area,
             u_rows=(row, end),
             u_first=tuple(firsts),
             u_stride=apart * target.area if count > 1 else 0,  # else it may be beyond 31 bits

@@ -189,6 +189,13 @@ def enters(gl: GL) -> None:
         recording.stop("it works on another OpenGL context")
 
 
+def refers(glo: int) -> None:
+    """Say that commands refer to a buffer, by its GL name, in a way that they do not show."""
+    recording = current()
+    if recording is not None:
+        recording._bound.add(glo)
+
+
 def on_failure(mend: Callable[[], object]) -> None:
     """Say what mends the state that commands leave behind where not all of them are given."""
     recording = current()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gpu_lod import recording
 from gpu_lod.bridge import Buffer, Private, Shared
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
@@ -23,6 +24,17 @@ from gpu_lod.texture import Sampled, Texels, Texture
 ALIGNMENT = 256
 """Byte alignment of levels in a packed buffer: the largest offset alignment that OpenGL lets a driver ask for."""
 
+READ_BARRIERS = G.SHADER_STORAGE_BARRIER_BIT | G.TEXTURE_FETCH_BARRIER_BIT
+"""Between what shaders wrote to planes and shaders that bind or fetch them."""
+
+_TEXELS = {
+    (torch.float32, 1): G.R32F,
+    (torch.float32, 2): G.RG32F,
+    (torch.float32, 4): G.RGBA32F,
+    (torch.float16, 1): G.R16F,
+    (torch.bfloat16, 1): G.R16UI,  # the bits
+    (torch.uint8, 1): G.R8UI,  # counts
+}
 _CHUNK_WORDS = ALIGNMENT // 4
 
 
@@ -82,6 +94,19 @@ class Planes:
             )
         self.buffer.bind(binding, start, end - start)
         return (self.offset - start) // size
+
+    def fetchable(self, ctx: Context) -> bool:
+        """True if shaders had better read it as a buffer texture, and can."""
+        within = self.offset + self.nbytes <= self.dtype.itemsize * ctx.limits.texels
+        return ctx.software and self.buffer.views is not None and within
+
+    def fetch(self, ctx: Context, unit: int, together: int = 1) -> int:
+        """Bind the buffer to a texture unit, texels of so many elements: several of fp32 alone. Returns the index,
+        in elements, of element 0 of the planes."""
+        assert self.buffer.views is not None
+        recording.refers(self.buffer.glo)
+        self.buffer.views.bind(unit, _TEXELS[self.dtype, together])
+        return self.offset // self.dtype.itemsize
 
     def span_fits(self, ctx: Context, first: int, last: int) -> bool:
         """True if elements first..last fit one binding, alignment included."""

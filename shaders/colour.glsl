@@ -1,6 +1,7 @@
 // Four neighbours of an image, in [0, 1]; grey serves as all three colours, alpha is left out.
-// Needs words.glsl, pairs.glsl and CHANNELS.
-// GROUPS   rows are whole groups of four, and begin at one in their buffers: loads are of groups
+// Needs words.glsl, pairs.glsl, loads.glsl and CHANNELS.
+// GROUPS    rows are whole groups of four, and begin at one in their buffers: loads are of groups
+// TEXELS    fp32 colours are buffer textures
 #ifndef GROUPS
 #define GROUP uint
 #elif PER_WORD == 1
@@ -15,10 +16,18 @@ vec4 halves_in(uvec2 words) { return vec4(halves_in(words.x), halves_in(words.y)
 #define GROUP uint
 #define VALUES_IN(group) vec4((uvec4(group) >> uvec4(0, 8, 16, 24)) & 0xffu)
 #endif
+#ifdef TEXELS
+layout(binding = 1) uniform samplerBuffer b_red;
+#if CHANNELS > 2
+layout(binding = 6) uniform samplerBuffer b_green;
+layout(binding = 7) uniform samplerBuffer b_blue;
+#endif
+#else
 layout(std430, binding = 1) readonly buffer Red { GROUP b_red[]; };
 #if CHANNELS > 2
 layout(std430, binding = 6) readonly buffer Green { GROUP b_green[]; };
 layout(std430, binding = 7) readonly buffer Blue { GROUP b_blue[]; };
+#endif
 #endif
 
 uniform ivec3 u_source_first;  // index of texel 0 of the first image in each; negative if bound from a later row
@@ -29,8 +38,13 @@ uniform ivec3 u_source_first;  // index of texel 0 of the first image in each; n
 #define TO_UNIT 1.0
 #endif
 // `last`: how far the row's last texel is.
-#ifdef GROUPS
-#define FOUR(buffer_, at, last) (TO_UNIT * VALUES_IN(buffer_[(at) / 4]))
+#if defined(TEXELS) && defined(GROUPS)
+#define FOUR(buffer_, at, last) texelFetch(buffer_, (at) >> 2)
+#elif defined(TEXELS)
+#define FOUR(buffer_, at, last) vec4(texelFetch(buffer_, at).x, texelFetch(buffer_, (at) + min(1, last)).x, \
+    texelFetch(buffer_, (at) + min(2, last)).x, texelFetch(buffer_, (at) + min(3, last)).x)
+#elif defined(GROUPS)
+#define FOUR(buffer_, at, last) (TO_UNIT * VALUES_IN(buffer_[(at) >> 2]))
 #else
 #define FOUR(buffer_, at, last) (TO_UNIT * vec4( \
     to_float(ELEMENT(buffer_, uint(at))), to_float(ELEMENT(buffer_, uint((at) + min(1, last)))), \

@@ -2,6 +2,7 @@
 // A level of a pyramid plus, or minus, the next coarser one brought to its size.
 //
 // PER_WORD      elements in an output word (words.glsl); WHOLE_ROWS (place.glsl)
+// FETCHED       (words.glsl)
 // FINE_WIDE, COARSE_WIDE   that source is fp32 whatever PER_WORD says
 // SIGN          1.0 to rebuild (collapse), -1.0 to take away (Laplacian)
 #include "words.glsl"
@@ -10,22 +11,38 @@
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
-layout(std430, binding = 1) readonly buffer Fine { uint b_fine[]; };
-layout(std430, binding = 2) readonly buffer Coarse { uint b_coarse[]; };
 
 uniform ivec2 u_coarse_size;
 uniform int u_fine_first;    // index in b_fine of the chunk's first element
 uniform int u_coarse_first;  // index in b_coarse of texel 0 of that plane; negative if bound from a later row
 
+#if defined(FETCHED) && defined(FINE_WIDE)
+layout(binding = 1) uniform samplerBuffer b_fine;
+#define LOAD_FINE(index_) FETCH_WIDE(b_fine, index_)
+#elif defined(FETCHED)
+layout(binding = 1) uniform TEXELS_OF b_fine;
+#define LOAD_FINE(index_) FETCH(b_fine, index_)
+#else
+layout(std430, binding = 1) readonly buffer Fine { uint b_fine[]; };
 #ifdef FINE_WIDE
 #define LOAD_FINE(index_) uintBitsToFloat(b_fine[index_])
 #else
 #define LOAD_FINE(index_) to_float(ELEMENT(b_fine, index_))
 #endif
+#endif
+#if defined(FETCHED) && defined(COARSE_WIDE)
+layout(binding = 2) uniform samplerBuffer b_coarse;
+#define LOAD_COARSE(index_) FETCH_WIDE(b_coarse, index_)
+#elif defined(FETCHED)
+layout(binding = 2) uniform TEXELS_OF b_coarse;
+#define LOAD_COARSE(index_) FETCH(b_coarse, index_)
+#else
+layout(std430, binding = 2) readonly buffer Coarse { uint b_coarse[]; };
 #ifdef COARSE_WIDE
 #define LOAD_COARSE(index_) uintBitsToFloat(b_coarse[index_])
 #else
 #define LOAD_COARSE(index_) to_float(ELEMENT(b_coarse, index_))
+#endif
 #endif
 
 float expanded(int origin, ivec2 at) {

@@ -2,12 +2,23 @@
 // A level of a Gaussian pyramid beside the square of its Laplacian band, for feature_scales.comp to read both at once.
 //
 // LAST      there is no coarser level, and so no band: 0
+// FETCHED   loads.glsl: sources are buffer textures
 // ALIGNED   rows are whole groups of four: an invocation makes 4 x 2 texels, and stores pairs of floats as doubles
 #include "expansion.glsl"
 #include "pairs.glsl"
+#include "loads.glsl"
 
+#ifdef FETCHED
+layout(binding = 1) uniform samplerBuffer b_fine;
+layout(binding = 2) uniform samplerBuffer b_coarse;
+#else
+#ifdef ALIGNED
+layout(std430, binding = 1) readonly buffer Fine { dvec2 b_fine[]; };
+#else
 layout(std430, binding = 1) readonly buffer Fine { float b_fine[]; };
+#endif
 layout(std430, binding = 2) readonly buffer Coarse { float b_coarse[]; };
+#endif
 
 uniform ivec2 u_size;
 uniform ivec2 u_coarse_size;
@@ -17,24 +28,17 @@ uniform ivec3 u_first;  // index of texel 0 of the first plane: target, fine, co
 #ifdef ALIGNED
 layout(local_size_x = 16, local_size_y = 4) in;
 layout(std430, binding = 0) writeonly buffer Target { dvec4 b_target[]; };
-layout(std430, binding = 1) readonly buffer Fours { dvec2 b_fours[]; };
 
-// A row of the coarser level at four columns.
-vec4 widened(int origin, int x, int y) {
-    int n = u_coarse_size.x, i = x / 2, from = origin + y * n;
-    float a = b_coarse[from + (i == 0 ? 1 : i - 1)], b = b_coarse[from + i];
-    float c = b_coarse[from + i + 1], d = b_coarse[from + min(i + 2, n - 1)];
-    return vec4((a + c) * 0.125 + b * 0.75, (b + c) * 0.5, (b + d) * 0.125 + c * 0.75, (c + d) * 0.5);
-}
+#include "widened.glsl"
 
 void make(int at, vec4 coarse) {
-    vec4 value = four_of(b_fours[(u_first.y + at) / 4]);
+    vec4 value = LOAD4(b_fine, (u_first.y + at) >> 2);
 #ifdef LAST
     vec4 energy = vec4(0.0);
 #else
     vec4 band = value - coarse, energy = band * band;
 #endif
-    b_target[(u_first.x + at) / 4] = dvec4(
+    b_target[(u_first.x + at) >> 2] = dvec4(
         pair_of(value.x, energy.x), pair_of(value.y, energy.y), pair_of(value.z, energy.z), pair_of(value.w, energy.w));
 }
 
@@ -45,9 +49,9 @@ void main() {
 #ifdef LAST
     vec4 p = vec4(0.0), q = p, r = p;
 #else
-    int origin = u_first.z + plane * u_coarse_size.x * u_coarse_size.y, j = y / 2, end = u_coarse_size.y - 1;
-    vec4 p = widened(origin, x, j == 0 ? min(1, end) : j - 1), q = widened(origin, x, j);
-    vec4 r = widened(origin, x, min(j + 1, end));
+    int n = u_coarse_size.x, origin = u_first.z + plane * n * u_coarse_size.y, j = y >> 1, end = u_coarse_size.y - 1;
+    vec4 p = widened(origin + (j == 0 ? min(1, end) : j - 1) * n, x), q = widened(origin + j * n, x);
+    vec4 r = widened(origin + min(j + 1, end) * n, x);
 #endif
     make(at, (p + r) * 0.125 + q * 0.75);
     if (y + 1 < u_rows.y) make(at + u_size.x, (q + r) * 0.5);
@@ -61,7 +65,7 @@ void main() {
     if (x >= u_size.x) return;
     int y = u_rows.x + int(gl_GlobalInvocationID.y), plane = int(gl_GlobalInvocationID.z);
     int at = plane * u_size.x * u_size.y + y * u_size.x + x;
-    float value = b_fine[u_first.y + at], band = 0.0;
+    float value = LOAD1(b_fine, u_first.y + at), band = 0.0;
 #ifndef LAST
     ivec3 columns = taps(x, u_coarse_size.x), rows = taps(y, u_coarse_size.y);
     vec3 wx = weights(x), wy = weights(y);
@@ -70,7 +74,7 @@ void main() {
     for (int j = 0; j < 3; ++j) {
         int row = origin + rows[j] * u_coarse_size.x;
         float part = 0.0;
-        for (int i = 0; i < 3; ++i) part += wx[i] * b_coarse[row + columns[i]];
+        for (int i = 0; i < 3; ++i) part += wx[i] * LOAD1(b_coarse, row + columns[i]);
         sum += wy[j] * part;
     }
     band = value - sum;

@@ -1,7 +1,7 @@
 #version 430
 // The luma of images, in [0, 1]: Rec. 601's weights, or the grey channel as it is.
 //
-// PER_WORD (words.glsl), CHANNELS (alpha included), GROUPS (colour.glsl), ALIGNED (tile.glsl)
+// PER_WORD (words.glsl), CHANNELS (alpha included), GROUPS, TEXELS (colour.glsl), ALIGNED (tile.glsl)
 #include "words.glsl"
 #include "tile.glsl"
 #include "colour.glsl"

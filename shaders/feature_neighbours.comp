@@ -2,15 +2,20 @@
 // What a pixel's features say of its neighbourhood: Sobel's gradient, the absolute Laplacian band 0, the variance of 5 x 5.
 // An invocation makes a tile of 4 x 4 pixels from 8 x 8 lumas.
 //
-// ALIGNED, HALF   tile.glsl; rows of one group at least
+// ALIGNED, HALF, FETCHED   tile.glsl; rows of one group at least
 // SMALL     a side is shorter than the reach of two, so that the mirror's mirror is seen
 // LAST      there is no coarser level, and so no band: 0
 #include "tile.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer First { MADE b_first[]; };    // channels 6 to 8
+#ifdef FETCHED
+layout(binding = 1) uniform samplerBuffer b_luma;
+layout(binding = 2) uniform samplerBuffer b_coarse;    // the Gaussian pyramid's level 1
+#else
 layout(std430, binding = 1) readonly buffer Luma { READ b_luma[]; };
-layout(std430, binding = 2) readonly buffer Coarse { float b_coarse[]; };    // the Gaussian pyramid's level 1
+layout(std430, binding = 2) readonly buffer Coarse { float b_coarse[]; };
+#endif
 layout(std430, binding = 4) writeonly buffer Second { MADE b_second[]; };  // 12
 layout(std430, binding = 5) writeonly buffer Third { MADE b_third[]; };    // 37
 
@@ -40,14 +45,14 @@ struct Row {
 Row row(int origin, int x, int y, float near) {
     int from = origin + reflected(y, u_size.y) * u_size.x;
 #ifdef ALIGNED
-    int at = (from + x) / 4;
-    vec4 c = four_of(b_luma[at]);
-    vec2 l = two_of(b_luma[at - (x == 0 ? 0 : 1)].y), r = two_of(b_luma[at + (x + 4 == u_size.x ? 0 : 1)].x);
+    int at = (from + x) >> 2;
+    vec4 c = LOAD4(b_luma, at);
+    vec2 l = LOAD4(b_luma, at - (x == 0 ? 0 : 1)).zw, r = LOAD4(b_luma, at + (x + 4 == u_size.x ? 0 : 1)).xy;
     if (x == 0) l = c.zy;
     if (x + 4 == u_size.x) r = c.zy;
 #else
     // What lies beyond the mirror is read for neighbours outside the image alone.
-#define AT(i_) b_luma[from + max(reflected(x + (i_), u_size.x), 0)]
+#define AT(i_) LOAD1(b_luma, from + max(reflected(x + (i_), u_size.x), 0))
     vec2 l = vec2(AT(-2), AT(-1)), r = vec2(AT(4), AT(5));
     vec4 c = vec4(AT(0), AT(1), AT(2), AT(3));
 #endif
@@ -56,16 +61,14 @@ Row row(int origin, int x, int y, float near) {
     return Row(c, p1 - m1, m1 + 2.0 * c + p1, n2 + n1 + e + q1 + q2, n2 * n2 + n1 * n1 + e * e + q1 * q1 + q2 * q2);
 }
 
+#include "widened.glsl"
+
 // A row of the coarser level at the tile's four columns.
-vec4 widened(int origin, int x, int y) {
+vec4 coarse_row(int origin, int x, int y) {
 #ifdef LAST
     return vec4(0.0);
 #else
-    int n = u_coarse_size.x, i = x / 2;
-    int from = origin + (y < 0 ? min(1, u_coarse_size.y - 1) : min(y, u_coarse_size.y - 1)) * n;
-    float a = b_coarse[from + (i == 0 ? min(1, n - 1) : i - 1)], b = b_coarse[from + i];
-    float c = b_coarse[from + min(i + 1, n - 1)], d = b_coarse[from + min(i + 2, n - 1)];
-    return vec4((a + c) * 0.125 + b * 0.75, (b + c) * 0.5, (b + d) * 0.125 + c * 0.75, (c + d) * 0.5);
+    return widened(origin + (y < 0 ? min(1, u_coarse_size.y - 1) : min(y, u_coarse_size.y - 1)) * u_coarse_size.x, x);
 #endif
 }
 
@@ -95,14 +98,14 @@ void main() {
     int origin = u_source.x + image * u_size.x * u_size.y, at = image * u_stride.y + y * u_size.x + x;
     // Sums of squares are of differences to a value of the tile: those of the values would cancel.
 #ifdef ALIGNED
-    float near = two_of(b_luma[(origin + y * u_size.x + x) / 4].x).x;
+    float near = LOAD4(b_luma, (origin + y * u_size.x + x) >> 2).x;
 #else
-    float near = b_luma[origin + y * u_size.x + x];
+    float near = LOAD1(b_luma, origin + y * u_size.x + x);
 #endif
 #define ROW(i_) row(origin, x, min(y + i_, u_rows.y + 1), near)
-    int coarse = u_source.y + image * u_coarse_size.x * u_coarse_size.y, j = y / 2;
-    vec4 p = widened(coarse, x, j - 1), q = widened(coarse, x, j), r = widened(coarse, x, j + 1);
-    vec4 s = widened(coarse, x, min(j + 2, (u_rows.y - 1) / 2 + 1));
+    int coarse = u_source.y + image * u_coarse_size.x * u_coarse_size.y, j = y >> 1;
+    vec4 p = coarse_row(coarse, x, j - 1), q = coarse_row(coarse, x, j), r = coarse_row(coarse, x, j + 1);
+    vec4 s = coarse_row(coarse, x, min(j + 2, ((u_rows.y - 1) >> 1) + 1));
     Row a = ROW(-2), b = ROW(-1), c = ROW(0), d = ROW(1), e = ROW(2), f = ROW(3), g = ROW(4), h = ROW(5);
     make(x, y, at, (p + r) * 0.125 + q * 0.75, a, b, c, d, e);
     make(x, y + 1, at + u_size.x, (q + r) * 0.5, b, c, d, e, f);

@@ -1,7 +1,7 @@
 #version 430
 // What a pixel's features say of itself: colour, position, luma, motion, eccentricity, opponency.
 //
-// PER_WORD (words.glsl), CHANNELS, GROUPS (colour.glsl), ALIGNED, HALF (tile.glsl)
+// PER_WORD (words.glsl), CHANNELS, GROUPS, TEXELS (colour.glsl), ALIGNED, HALF, FETCHED (tile.glsl)
 // MOTION   there is an earlier luma
 #include "words.glsl"
 #include "tile.glsl"
@@ -9,7 +9,11 @@
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer First { MADE b_first[]; };    // channels 0 to 4
-layout(std430, binding = 2) readonly buffer Before { READ b_before[]; };   // luma of the earlier pictures
+#ifdef FETCHED
+layout(binding = 2) uniform samplerBuffer b_before;   // luma of the earlier pictures
+#else
+layout(std430, binding = 2) readonly buffer Before { READ b_before[]; };
+#endif
 layout(std430, binding = 3) readonly buffer Fixations { vec2 b_fixations[]; };
 layout(std430, binding = 4) writeonly buffer Second { MADE b_second[]; };  // 9 to 11
 layout(std430, binding = 5) writeonly buffer Third { MADE b_third[]; };    // 38, 39

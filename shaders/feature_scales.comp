@@ -2,16 +2,24 @@
 // What a pixel's features say of coarser scales: saliency, and the energies of Laplacian bands 1 to 4. Each level is read
 // bilinearly at x / 2^level; an invocation makes a tile of 4 x 4 pixels, which lies between the same samples of a level.
 //
-// ALIGNED, HALF   tile.glsl
+// ALIGNED, HALF, FETCHED   tile.glsl
 #include "tile.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer First { MADE b_first[]; };    // channel 5
-layout(std430, binding = 1) readonly buffer Level1 { double b_level1[]; };     // the Gaussian, and the band's square
+#ifdef FETCHED  // the Gaussian, and the band's square
+layout(binding = 1) uniform samplerBuffer b_level1;
+layout(binding = 2) uniform samplerBuffer b_level2;
+layout(binding = 3) uniform samplerBuffer b_level3;
+layout(binding = 4) uniform samplerBuffer b_level4;
+layout(binding = 5) uniform samplerBuffer b_level5;
+#else
+layout(std430, binding = 1) readonly buffer Level1 { double b_level1[]; };
 layout(std430, binding = 2) readonly buffer Level2 { double b_level2[]; };
 layout(std430, binding = 3) readonly buffer Level3 { double b_level3[]; };
 layout(std430, binding = 4) readonly buffer Level4 { double b_level4[]; };
 layout(std430, binding = 5) readonly buffer Level5 { double b_level5[]; };
+#endif
 layout(std430, binding = 6) writeonly buffer Second { MADE b_second[]; };  // 33 to 36
 
 uniform ivec2 u_size;
@@ -33,8 +41,8 @@ struct Tile { vec4 value[2], energy[2]; };
     { \
         ivec2 i = min(ivec2(x, y) >> level_, size_ - 1), j = min((ivec2(x, y) >> level_) + 1, size_ - 1); \
         int top = first_ + image * size_.x * size_.y + i.y * size_.x, bottom = top + (j.y - i.y) * size_.x; \
-        vec2 a = two_of(buffer_[top + i.x]), b = two_of(buffer_[top + j.x]); \
-        vec2 c = two_of(buffer_[bottom + i.x]), d = two_of(buffer_[bottom + j.x]); \
+        vec2 a = LOAD2(buffer_, top + i.x), b = LOAD2(buffer_, top + j.x); \
+        vec2 c = LOAD2(buffer_, bottom + i.x), d = LOAD2(buffer_, bottom + j.x); \
         vec4 f = (float(x & ((1 << level_) - 1)) + vec4(0.0, 1.0, 2.0, 3.0)) / float(1 << level_); \
         t.value[0] = a.x + (b.x - a.x) * f, t.value[1] = c.x + (d.x - c.x) * f; \
         t.energy[0] = a.y + (b.y - a.y) * f, t.energy[1] = c.y + (d.y - c.y) * f; \
@@ -45,9 +53,9 @@ struct Row { vec4 value, energy; };
 
 // Level 1 has a sample at every other pixel.
 Row row1(int image, int x, int y) {
-    int from = u_level.x + (image * u_size1.y + min(y, u_size1.y - 1)) * u_size1.x, i = x / 2, last = u_size1.x - 1;
-    vec2 a = two_of(b_level1[from + min(i, last)]), b = two_of(b_level1[from + min(i + 1, last)]);
-    vec2 c = two_of(b_level1[from + min(i + 2, last)]);
+    int from = u_level.x + (image * u_size1.y + min(y, u_size1.y - 1)) * u_size1.x, i = x >> 1, last = u_size1.x - 1;
+    vec2 a = LOAD2(b_level1, from + min(i, last)), b = LOAD2(b_level1, from + min(i + 1, last));
+    vec2 c = LOAD2(b_level1, from + min(i + 2, last));
     return Row(vec4(a.x, (a.x + b.x) * 0.5, b.x, (b.x + c.x) * 0.5), vec4(a.y, (a.y + b.y) * 0.5, b.y, (b.y + c.y) * 0.5));
 }
 
@@ -78,7 +86,7 @@ void main() {
     t4 = t;
     BETWEEN(b_level5, u_level5, u_size5, 5)
     t5 = t;
-    Row a = row1(image, x, y / 2), b = row1(image, x, y / 2 + 1), c = row1(image, x, y / 2 + 2);
+    Row a = row1(image, x, (y >> 1)), b = row1(image, x, (y >> 1) + 1), c = row1(image, x, (y >> 1) + 2);
     make(0, x, y, at, a.value, a.energy, t2, t3, t4, t5);
     make(1, x, y, at, (a.value + b.value) * 0.5, (a.energy + b.energy) * 0.5, t2, t3, t4, t5);
     make(2, x, y, at, b.value, b.energy, t2, t3, t4, t5);

@@ -12,8 +12,8 @@
 #include "foveate.glsl"
 #include "texels.glsl"
 
-layout(local_size_x = 16, local_size_y = 2) in;
-layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 64 x 8 pixels: layer << 23 | row << 10 | column
+layout(local_size_x = 32, local_size_y = 1) in;
+layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 128 x 4 pixels: layer << 23 | row << 9 | column
 uniform ivec4 u_first_stored;  // index in each binding of that channel of the texture's first image
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
 uniform int u_tiles;
@@ -75,12 +75,40 @@ Surface surface(int layer, int l, vec2 place) {
 
 float tent(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
 
+// Four neighbours of a row.
+void store_row(ivec2 at, ivec4 first, TEXEL a, TEXEL b, TEXEL c, TEXEL d) {
+    if (at.y >= u_size.y) return;
+    vec4 texel[4];
+    texel[0].SWIZZLE = a * TO_STORED;
+    texel[1].SWIZZLE = b * TO_STORED;
+    texel[2].SWIZZLE = c * TO_STORED;
+    texel[3].SWIZZLE = d * TO_STORED;
+    for (int k = 0; k < 4; k += AT_ONCE) {
+        if (at.x + k < u_size.x) {
+            ivec4 vector = first + k / AT_ONCE;
+            b_target0[vector.r] = PACKED(texel, k, r);
+#if CHANNELS > 1
+            b_target1[vector.g] = PACKED(texel, k, g);
+#endif
+#if CHANNELS > 2
+            b_target2[vector.b] = PACKED(texel, k, b);
+#endif
+#if CHANNELS > 3
+            b_target3[vector.a] = PACKED(texel, k, a);
+#endif
+        }
+    }
+}
+
+#define STORE_ROW(y) \
+    store_row(at + ivec2(0, y), target + y * row_vectors, sum[4 * y], sum[4 * y + 1], sum[4 * y + 2], sum[4 * y + 3]);
+
 void main() {
     int turn = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
     if (turn >= u_tiles) return;
     uint tile = b_tiles[u_first_tile + turn];
     int layer = u_first_layer + int(tile >> 23), image = u_first_image + layer;
-    ivec2 at = ivec2(tile << 6, tile >> 7) & ivec2(0xffc0, 0xfff8);
+    ivec2 at = ivec2(tile << 7, tile >> 7) & ivec2(0xff80, 0xfffc);
     at += 4 * ivec2(gl_LocalInvocationID.xy);
     if (at.x >= u_size.x || at.y >= u_size.y) return;
 
@@ -162,28 +190,11 @@ void main() {
         }
     } while (++l <= end);
 #endif
-    int row_vectors = u_size.x / AT_ONCE;
-    ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + at.x / AT_ONCE;
-    for (int y = 0; y < 4; ++y) {
-        vec4 texel[4];
-        for (int x = 0; x < 4; ++x) {
-            texel[x] = vec4(0.0);
-            texel[x].SWIZZLE = sum[4 * y + x] * TO_STORED;
-        }
-        for (int k = 0; k < 4; k += AT_ONCE) {
-            if (at.y + y < u_size.y && at.x + k < u_size.x) {
-                ivec4 vector = target + y * row_vectors + k / AT_ONCE;
-                b_target0[vector.r] = PACKED(texel, k, r);
-#if CHANNELS > 1
-                b_target1[vector.g] = PACKED(texel, k, g);
-#endif
-#if CHANNELS > 2
-                b_target2[vector.b] = PACKED(texel, k, b);
-#endif
-#if CHANNELS > 3
-                b_target3[vector.a] = PACKED(texel, k, a);
-#endif
-            }
-        }
-    }
+    int row_vectors = int(uint(u_size.x) / uint(AT_ONCE));
+    ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + int(uint(at.x) / uint(AT_ONCE));
+    // Not in a loop, which would keep the sums in memory where it is not unrolled.
+    STORE_ROW(0)
+    STORE_ROW(1)
+    STORE_ROW(2)
+    STORE_ROW(3)
 }

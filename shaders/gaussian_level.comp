@@ -3,13 +3,13 @@
 //
 // PER_WORD      elements in an output word (words.glsl); WHOLE_ROWS (place.glsl)
 // SOURCE_WIDE   the level above is fp32 whatever PER_WORD says
+// FETCHED       (words.glsl)
 // KEEP_WIDE     also write the level as fp32, so that the next one starts from unrounded values
 #include "words.glsl"
 #include "place.glsl"
 #include "binomial.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
-layout(std430, binding = 1) readonly buffer Source { uint b_source[]; };
 layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
 #ifdef KEEP_WIDE
 layout(std430, binding = 2) writeonly buffer Wide { float b_wide[]; };
@@ -18,10 +18,19 @@ layout(std430, binding = 2) writeonly buffer Wide { float b_wide[]; };
 uniform ivec2 u_source_size;
 uniform int u_source_first;  // index in b_source of texel 0 of that plane's source; negative if bound from a later row
 
+#if defined(FETCHED) && defined(SOURCE_WIDE)
+layout(binding = 1) uniform samplerBuffer b_source;
+#define LOAD(index_) FETCH_WIDE(b_source, index_)
+#elif defined(FETCHED)
+layout(binding = 1) uniform TEXELS_OF b_source;
+#define LOAD(index_) FETCH(b_source, index_)
+#else
+layout(std430, binding = 1) readonly buffer Source { uint b_source[]; };
 #ifdef SOURCE_WIDE
 #define LOAD(index_) uintBitsToFloat(b_source[index_])
 #else
 #define LOAD(index_) to_float(ELEMENT(b_source, index_))
+#endif
 #endif
 
 float smoothed(int origin, ivec2 at) {

@@ -2,7 +2,7 @@
 // A log-polar map back in the picture's frame: each pixel reads the map at its own ring and wedge, bilinear, buffer to
 // buffer. Wedges go round; inside the first ring and beyond the last the nearest ring is read.
 //
-// PER_WORD (words.glsl), WHOLE_ROWS (place.glsl)
+// PER_WORD, FETCHED (words.glsl), WHOLE_ROWS (place.glsl)
 // CORTICAL      rings are uniform in ln(1 + r / e0); without it in ln r
 // BORDER_ZERO   pixels farther than the last ring's outer edge are 0
 #include "words.glsl"
@@ -10,7 +10,13 @@
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
+#ifdef FETCHED
+layout(binding = 1) uniform TEXELS_OF b_source;
+#define LOAD(index_) FETCH(b_source, index_)
+#else
 layout(std430, binding = 1) readonly buffer Source { uint b_source[]; };
+#define LOAD(index_) to_float(ELEMENT(b_source, index_))
+#endif
 layout(std430, binding = 2) readonly buffer Fixations { vec2 b_fixations[]; };
 
 uniform ivec2 u_map_size;     // (wedges, rings)
@@ -41,8 +47,8 @@ float sampled(int origin, int plane, ivec2 at) {
     if (wedge0 < 0) wedge0 += u_map_size.x;
     if (wedge1 >= u_map_size.x) wedge1 -= u_map_size.x;
     int row0 = origin + ring0 * u_map_size.x, row1 = origin + ring1 * u_map_size.x;
-    float a = to_float(ELEMENT(b_source, uint(row0 + wedge0))), b = to_float(ELEMENT(b_source, uint(row0 + wedge1)));
-    float c = to_float(ELEMENT(b_source, uint(row1 + wedge0))), d = to_float(ELEMENT(b_source, uint(row1 + wedge1)));
+    float a = LOAD(uint(row0 + wedge0)), b = LOAD(uint(row0 + wedge1));
+    float c = LOAD(uint(row1 + wedge0)), d = LOAD(uint(row1 + wedge1));
     float inner = a + (b - a) * along, outer = c + (d - c) * along;
     return inner + (outer - inner) * across;
 }

@@ -3,6 +3,7 @@
 // filters each row it needs once, and no intermediate result goes through memory.
 //
 // COLUMNS        1, or 4: then all arithmetic is on four neighbours at once
+// FETCHED        loads.glsl: the source is a buffer texture
 // ALIGNED, HALF  with 4: tile.glsl; rows of two groups at least
 // RUN            4 or 8
 // ORIENTATIONS   angles in this dispatch, 1 to 4, each with a target of its own
@@ -11,9 +12,10 @@
 #include "tile.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
-layout(std430, binding = 1) readonly buffer Source { float b_source[]; };
-#ifdef ALIGNED
-layout(std430, binding = 1) readonly buffer Fours { dvec2 b_fours[]; };
+#ifdef FETCHED
+layout(binding = 1) uniform samplerBuffer b_source;
+#else
+layout(std430, binding = 1) readonly buffer Source { READ b_source[]; };
 #endif
 layout(std430, binding = 0) writeonly buffer Target0 { MADE b_target0[]; };
 layout(std430, binding = 2) writeonly buffer Target1 { MADE b_target1[]; };
@@ -52,14 +54,14 @@ Row row(int origin, int x, int y) {
     int from = origin + reflected(y, u_size.y) * u_size.x;
     V m4, m3, m2, m1, c, p1, p2, p3, p4;
 #ifdef ALIGNED
-    int at = (from + x) / 4;
+    int at = (from + x) >> 2;
     bool first = x == 0, last = x + 4 == u_size.x;
-    vec4 centre = four_of(b_fours[at]);
-    vec4 left = four_of(b_fours[at + (first ? 1 : -1)]), right = four_of(b_fours[at + (last ? -1 : 1)]);
+    vec4 centre = LOAD4(b_source, at);
+    vec4 left = LOAD4(b_source, at + (first ? 1 : -1)), right = LOAD4(b_source, at + (last ? -1 : 1));
     vec4 l = first ? vec4(left.x, centre.wzy) : left, r = last ? vec4(centre.zyx, right.w) : right;
 #elif COLUMNS == 4
     // What lies beyond the mirror is read for neighbours outside the image alone.
-#define AT(i_) b_source[from + max(reflected(x + (i_), u_size.x), 0)]
+#define AT(i_) LOAD1(b_source, from + max(reflected(x + (i_), u_size.x), 0))
     vec4 l = vec4(AT(-4), AT(-3), AT(-2), AT(-1)), centre = vec4(AT(0), AT(1), AT(2), AT(3));
     vec4 r = vec4(AT(4), AT(5), AT(6), AT(7));
 #endif
@@ -67,7 +69,7 @@ Row row(int origin, int x, int y) {
     m4 = l, m3 = vec4(l.yzw, centre.x), m2 = vec4(l.zw, centre.xy), m1 = vec4(l.w, centre.xyz), c = centre;
     p1 = vec4(centre.yzw, r.x), p2 = vec4(centre.zw, r.xy), p3 = vec4(centre.w, r.xyz), p4 = r;
 #else
-#define AT(i_) b_source[from + reflected(x + (i_), u_size.x)]
+#define AT(i_) LOAD1(b_source, from + reflected(x + (i_), u_size.x))
     m4 = AT(-4), m3 = AT(-3), m2 = AT(-2), m1 = AT(-1), c = AT(0), p1 = AT(1), p2 = AT(2), p3 = AT(3), p4 = AT(4);
 #endif
     V s1 = p1 + m1, s2 = p2 + m2, s3 = p3 + m3, s4 = p4 + m4;

@@ -1,26 +1,28 @@
 // Four neighbours of a row at once.
 // ALIGNED   rows are whole groups of four, and begin at one in their buffers: loads and stores are of groups
 // HALF      with ALIGNED: what is made is fp16
+// FETCHED   loads.glsl: sources are buffer textures
 // `at` is the index of the first of the four; x where it is in a row, width the row's length.
 #include "halves.glsl"
 #include "pairs.glsl"
+#include "loads.glsl"
 
 #ifdef ALIGNED
 #define READ dvec2
-#define LOAD(source, at, x, width) four_of(source[(at) / 4])
+#define LOAD(source, at, x, width) LOAD4(source, (at) >> 2)
 #ifdef HALF
 #define MADE double
 #define STORE(target, at, x, width, four) { \
     vec4 v_ = four; \
-    target[(at) / 4] = packDouble2x32(uvec2(pack_halves(v_.xy), pack_halves(v_.zw))); }
+    target[(at) >> 2] = packDouble2x32(uvec2(pack_halves(v_.xy), pack_halves(v_.zw))); }
 #else
 #define MADE dvec2
-#define STORE(target, at, x, width, four) target[(at) / 4] = pairs_of(four);
+#define STORE(target, at, x, width, four) target[(at) >> 2] = pairs_of(four);
 #endif
 #else
 #define READ float
-#define LOAD(source, at, x, width) vec4(source[at], source[(at) + min(1, (width) - 1 - (x))], \
-    source[(at) + min(2, (width) - 1 - (x))], source[(at) + min(3, (width) - 1 - (x))])
+#define LOAD(source, at, x, width) vec4(LOAD1(source, at), LOAD1(source, (at) + min(1, (width) - 1 - (x))), \
+    LOAD1(source, (at) + min(2, (width) - 1 - (x))), LOAD1(source, (at) + min(3, (width) - 1 - (x))))
 #define MADE float
 #define STORE(target, at, x, width, four) { \
     vec4 v_ = four; \

@@ -20,9 +20,11 @@ import gpu_lod as lod
 from gpu_lod import shaders
 from gpu_lod.bridge import HostBridge
 from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.views import Views
 from gpu_lod.program import LOCAL_SIZE, Program, Programs
 
 _BLOCK = re.compile(r"binding = (\d+)\)([\w ]*?) buffer \w+ \{ .*?(\w+)\[\]; \}")
+_FETCHED = re.compile(r"binding = (\d+)\) uniform \w+ (b_\w+);")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -52,6 +54,7 @@ class Memory:
         """Name and text of each program."""
         self._program = 0
         self._storage: dict[int, tuple[int, int, int]] = {}
+        self._fetched: dict[int, int] = {}
         self._copy: dict[int, int] = {}
         self._indirect = 0
         self._image, self._target = (0, 0), (0, 0)
@@ -61,7 +64,7 @@ class Memory:
 
     @contextmanager
     def following(self, ctx: lod.Context) -> Iterator[None]:
-        compute, render, end = Programs.compute, Programs.render, HostBridge.end
+        compute, render, end, bind = Programs.compute, Programs.render, HostBridge.end, Views.bind
 
         def noted(make: Callable[..., Program], **always: object) -> Callable[..., Program]:
             def call(programs: Programs, name: str, **defines: object) -> Program:
@@ -80,10 +83,15 @@ class Memory:
             self._writes = [write for write in self._writes if write.barriers != G.ALL_BARRIER_BITS]
             self._reads = []  # they are done
 
+        def fetched(views: Views, unit: int, internal_format: int) -> None:
+            self._fetched[unit] = views._glo
+            bind(views, unit, internal_format)
+
         with pytest.MonkeyPatch.context() as patch, ctx.gl.recording(self._note):
             patch.setattr(Programs, "compute", noted(compute, LOCAL_SIZE=LOCAL_SIZE))
             patch.setattr(Programs, "render", noted(render))
             patch.setattr(HostBridge, "end", at_end)
+            patch.setattr(Views, "bind", fetched)
             yield
 
     def _note(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -117,6 +125,11 @@ class Memory:
                 if "readonly" not in how:
                     self._before_writing(use, G.SHADER_STORAGE_BARRIER_BIT)
                     writes.append(use)
+        for unit, member in _FETCHED.findall(text):
+            if len(re.findall(rf"\b{member}\b", text)) > 1:
+                use = _Use("buffer", self._fetched[int(unit)], 0, 2**62, name)
+                self._before_reading(use, G.TEXTURE_FETCH_BARRIER_BIT)
+                reads.append(use)
         if "sampler2DArray" in text:
             use = _Use("texture", self._texture, 0, 99, name)
             self._before_reading(use, G.TEXTURE_FETCH_BARRIER_BIT)

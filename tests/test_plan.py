@@ -14,7 +14,9 @@ from images import noise
 from scripts import succeed
 
 import gpu_lod as lod
+from gpu_lod.copies import put
 from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError
+from gpu_lod.transfer import new_planes
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
 REPLAY = set(CALLS) - {"cull", "gather_patches"}
@@ -139,6 +141,22 @@ def test_what_cannot_be_repeated_is_run_again(function: Callable[..., torch.Tens
     for _ in range(2):
         image = noise(1, 1, 12, 9)
         assert torch.equal(planned(image), function(image))
+
+
+def test_what_torch_writes_after_shaders_fetch_it(ctx: lod.Context) -> None:
+    """The plan writes before all of its commands, so that it must not write to what one of them reads before."""
+    if not ctx.software:
+        pytest.skip("shaders of GPUs fetch nothing from buffers")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with ctx.active():
+            planes, values = new_planes(ctx, (1, 8, 8), torch.float32)
+            planes.fetch(ctx, 1)
+            put(ctx, values, x)
+        return lod.mipmap(x, generator="compute")[1]
+
+    planned = lod.plan(function, noise(1, 8, 8))
+    assert not planned.replays and "torch computes" in planned.reason
 
 
 def test_values_are_checked_at_every_call() -> None:
