@@ -15,7 +15,8 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.halving import stored
 from gpu_lod.log_polar import bilinear, ring_rule
 from gpu_lod.planewise import bands
-from gpu_lod.transfer import bind_table, chunks, make_words, new_planes, planes_of
+from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
+from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, planes_of, word_defines
 
 _BORDERS = ("clamp", "zero")
 _QUARTERED = 32
@@ -214,27 +215,86 @@ def _gl(
     with ctx.active(polar.device):
         source = planes_of(ctx, batched)
         target, result = new_planes(ctx, (batch, channels, height, width), polar.dtype)
-        fetched = source.fetchable(ctx)
         points = ctx.private.lease(batch * 8).write(fixation.float())
-
-        def span(first: int, last: int) -> tuple[int, int]:
-            """The whole maps of the planes that these elements are in."""
-            return first // target.area * source.area, (last // target.area + 1) * source.area - 1
-
-        for chunk in chunks(ctx, target, lambda first, last: source.span_fits(ctx, *span(first, last))):
-            last = chunk.first + chunk.elements - 1
-            origin = source.fetch(ctx, 1) if fetched else source.bind(ctx, 1, *span(chunk.first, last))
-            bind_table(ctx, 2, points)
-            uniforms = {
-                "u_map_size": (wedges, rings),
-                "u_source_first": origin + chunk.plane * source.area,
-                "u_first_plane": chunk.plane,
-                "u_channels": channels,
-                "u_pixel": (1 / width, 1 / height),
-                "u_box": (width / longer, height / longer),
-                "u_radii": (inner, r_max, scale),
-            }
-            defines = {"CORTICAL": cortical, "BORDER_ZERO": zero, "FETCHED": fetched}
-            make_words(ctx, "inverse_log_polar.comp", target, chunk, uniforms=uniforms, defines=defines)
+        bind_table(ctx, 2, points)
+        fetched = source.fetchable(ctx)
+        uniforms = {
+            "u_map_size": (wedges, rings),
+            "u_pixel": (1 / width, 1 / height),
+            "u_box": (width / longer, height / longer),
+            "u_radii": (inner, r_max, scale),
+        }
+        defines = {"CORTICAL": cortical, "BORDER_ZERO": zero, "FETCHED": fetched}
+        make = _fours if width % target.per_word == 0 and _together(ctx, source, target, channels) else _words
+        make(ctx, source, target, channels, uniforms, defines)
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if polar.ndim == 4 else result[0]
+
+
+def _together(ctx: Context, source: Planes, target: Planes, channels: int) -> int:
+    """Planes that fit the bindings at once: whole images, or some of one; 0 if rows must be cut."""
+    if max(target.height, -(-target.width // 4 // LOCAL_SIZE)) > MAX_GROUPS:
+        return 0
+    count = target.count
+    while count and not all(planes.span_fits(ctx, 0, count * planes.area - 1) for planes in (source, target)):
+        count //= 2
+    count = min(count, channels * MAX_GROUPS)
+    return count // channels * channels or count
+
+
+def _fours(
+    ctx: Context,
+    source: Planes,
+    target: Planes,
+    channels: int,
+    uniforms: dict[str, object],
+    defines: dict[str, object],
+) -> None:
+    """What the channels of an image share is made once."""
+    together = _together(ctx, source, target, channels)
+    planes = min(together, channels)
+    at_once = 4 if target.width % 4 == 0 else target.per_word
+    program = ctx.programs.compute(
+        "inverse_log_polar_fours.comp", **word_defines(target.dtype), AT_ONCE=at_once, **defines
+    )
+    for image in range(0, target.count // channels, together // planes):
+        images = min(together // planes, target.count // channels - image)
+        for channel in range(0, channels, planes):
+            first, made = image * channels + channel, min(planes, channels - channel)
+            last = first + images * made - 1
+            read = first * source.area, (last + 1) * source.area - 1
+            origin = source.fetch(ctx, 1) if defines["FETCHED"] else source.bind(ctx, 1, *read)
+            index = target.bind(ctx, 0, first * target.area, (last + 1) * target.area - 1)
+            program.set(
+                u_size=(target.width, target.height),
+                u_first=(origin + read[0], (index + first * target.area) // at_once),
+                u_planes=made,
+                u_first_image=image,
+                **uniforms,
+            )
+            program.dispatch_groups(-(-target.width // 4 // LOCAL_SIZE), target.height, images)
+
+
+def _words(
+    ctx: Context,
+    source: Planes,
+    target: Planes,
+    channels: int,
+    uniforms: dict[str, object],
+    defines: dict[str, object],
+) -> None:
+    """Any word by itself."""
+
+    def span(first: int, last: int) -> tuple[int, int]:
+        """The whole maps of the planes that these elements are in."""
+        return first // target.area * source.area, (last // target.area + 1) * source.area - 1
+
+    for chunk in chunks(ctx, target, lambda first, last: source.span_fits(ctx, *span(first, last))):
+        last = chunk.first + chunk.elements - 1
+        origin = source.fetch(ctx, 1) if defines["FETCHED"] else source.bind(ctx, 1, *span(chunk.first, last))
+        here = {
+            "u_source_first": origin + chunk.plane * source.area,
+            "u_first_plane": chunk.plane,
+            "u_channels": channels,
+        }
+        make_words(ctx, "inverse_log_polar.comp", target, chunk, uniforms=uniforms | here, defines=defines)

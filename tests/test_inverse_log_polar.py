@@ -83,11 +83,16 @@ def test_constants_stay(backend: Any) -> None:
     assert torch.allclose(image, torch.tensor(0.3), atol=1e-6)
 
 
-def test_work_is_split_to_fit_bindings(restored_limits: lod.Context) -> None:
-    polar, fixation = noise(3, 2, 8, 12), torch.rand(3, 2)
-    expected = lod.inverse_log_polar(polar, fixation, (70, 53), backend="gl")
-    restored_limits.limits.storage_bytes = 4096
-    assert torch.equal(lod.inverse_log_polar(polar, fixation, (70, 53), backend="gl"), expected)
+@pytest.mark.parametrize("width", [52, 53])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_work_is_split_to_fit_bindings(restored_limits: lod.Context, dtype: torch.dtype, width: int) -> None:
+    """Whole images, some channels of one, and parts of a channel."""
+    polar, fixation = noise(3, 5, 8, 12, dtype=dtype), torch.rand(3, 2)
+    expected = lod.inverse_log_polar(polar, fixation, (70, width), backend="gl")
+    for planes in (7, 2.5, 0.6):
+        restored_limits.limits.storage_bytes = int(planes * 70 * width * dtype.itemsize) + 512
+        found = lod.inverse_log_polar(polar, fixation, (70, width), backend="gl")
+        assert_matches(found, expected.double(), "trilinear", slack=1e-6, where=f"bindings of {planes} planes")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

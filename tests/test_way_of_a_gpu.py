@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda x, how: lod.log_polar(lod.mipmap(x, backend="torch"), FIXATION, 12, 24, backend=how),
     ),
     "inverse_log_polar": ("trilinear", lambda x, how: lod.inverse_log_polar(x, FIXATION, (21, 30), backend=how)),
+    "inverse_log_polar, words": ("trilinear", lambda x, how: lod.inverse_log_polar(x, FIXATION, (21, 32), backend=how)),
     "foveate": ("trilinear", lambda x, how: lod.foveate(x, FIXATION, 0.1, backend=how)),
     "gather_patches": ("trilinear", lambda x, how: lod.gather_patches(x, SITES, 7, backend=how)),
     "gather_patches, words": ("trilinear", lambda x, how: lod.gather_patches(x, SITES, 16, "zero", backend=how)),
