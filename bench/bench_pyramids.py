@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
+from typing import Any
 
 import peers
 import torch
@@ -70,15 +72,22 @@ def rows(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def inverse(seconds: float, side: int = 1024) -> Iterator[Row]:
-    """A map of 256 x 512 to a square picture."""
-    for batch in (1, 8):
-        polar = lod.log_polar(picture(side, side, batch=batch), (0.4, 0.6), 256, 512)
-        sides: dict[str, Callable[[], object]] = {
-            name: partial(lod.inverse_log_polar, polar, (0.4, 0.6), (side, side), backend=backend)
-            for name, backend in (("auto", "auto"), ("gl compute", "gl"), ("torch grid_sample", "torch"))
-        }
-        yield Row(
-            "inverse_log_polar", "end to end", side, side, batch, 3, "float32", "warm",
-            polar.nbytes + batch * 3 * side * side * 4, race(sides, seconds=seconds), note="from a map of 256 x 512",
-        )  # fmt: skip
+def inverse(sizes: list[tuple[int, int, int]], dtypes: list[torch.dtype], seconds: float) -> Iterator[Row]:
+    """A map of 256 x 512 to a picture, about a new fixation every call."""
+    for height, width, batch in sizes:
+        for dtype in dtypes:
+            image = picture(height, width, batch=batch, dtype=dtype)
+            polar = lod.log_polar(image, (0.4, 0.6), 256, 512)
+            points = cycle(torch.rand(64, batch, 2).unbind())
+
+            def back(backend: Any, polar: Any = polar, points: Any = points, size: Any = (height, width)) -> object:
+                return lod.inverse_log_polar(polar, next(points), size, backend=backend)
+
+            sides: dict[str, Callable[[], object]] = {
+                name: partial(back, backend)
+                for name, backend in (("auto", "auto"), ("gl compute", "gl"), ("torch grid_sample", "torch"))
+            }
+            yield Row(
+                "inverse_log_polar", "end to end", height, width, batch, 3, str(dtype)[6:], "warm",
+                polar.nbytes + image.nbytes, race(sides, seconds=seconds), note="from a map of 256 x 512",
+            )  # fmt: skip

@@ -76,6 +76,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
         sizes, square, held, sides, features = [*SIDES, *BATCHES], SQUARE, HELD, [1024, 2048], FEATURES
     main = [(side, side, 1) for side in sides]
     cold, few = ["cold"], list(dict.fromkeys([sizes[0], *square, *sizes[-2:]]))
+    odd = [size for size in sizes if size[1] % 4]
     extra = [size for size in held[:1] if size not in sizes]
     all_sizes = list(dict.fromkeys([*sizes, *main]))
     one, small = square[0][0], SMALL[:1] if quick else SMALL
@@ -101,11 +102,14 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
         ],
         "pyramids": [
             bench_pyramids.rows(few, seconds),
-            bench_pyramids.inverse(seconds, one),
+            bench_pyramids.inverse(list(dict.fromkeys([*few, *odd])), F32, seconds),
+            bench_pyramids.inverse(square, small, seconds),
+            bench_pyramids.inverse(odd, small[:1], seconds),
         ],
         "samplers": [
             bench_samplers.foveate(all_sizes, F32, seconds),
             bench_samplers.foveate(square, small, seconds),
+            bench_samplers.foveate(odd, small, seconds),
             bench_samplers.foveate(main, F32, seconds, cache="cold"),
             bench_samplers.foveate_once([*few, *main[1:]], F32, seconds),
             bench_samplers.foveate_once(square, small, seconds),

@@ -25,7 +25,8 @@ from gpu_lod.planewise import bands
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
-from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes, word_defines
+from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, word_defines
+from gpu_lod.whole_rows import new_rows
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
 TILE = (128, 4)
@@ -391,7 +392,7 @@ def _gl(
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
     with ctx.active(pyramid.device):
         textures = pyramid.textures(ctx, filtered=anisotropy > 1)
-        target, result = new_planes(ctx, (batch, channels, height, width), dtype)
+        target, result, done = new_rows(ctx, (batch, channels, height, width), dtype)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
         for first, texture in textures:
@@ -402,10 +403,12 @@ def _gl(
             how = defines | ctx.textures.reading(texture)
             if anisotropy > 1:
                 _anisotropic(ctx, part, here | {"u_anisotropy": anisotropy}, defines)
-            elif ctx.software and width % part.per_word == 0 and (ranges := list(_ranges(ctx, part, channels))):
-                _blocks(ctx, part, ranges, fixation[first : first + count], len(pyramid), (e0, bias), here, how)
+            elif ctx.software and part.width % part.per_word == 0 and (ranges := list(_ranges(ctx, part, channels))):
+                size = height, width
+                _blocks(ctx, part, ranges, fixation[first : first + count], size, len(pyramid), (e0, bias), here, how)
             else:
                 _pixels(ctx, part, here, how)
+        done()
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if pyramid.batched else result[0]
 
@@ -462,13 +465,18 @@ def _blocks(
     target: Planes,
     ranges: list[tuple[slice, slice]],
     fixation: torch.Tensor,
+    size: tuple[int, int],
     levels: int,
     rule: tuple[float, float],
     uniforms: dict[str, Any],
     defines: dict[str, Any],
 ) -> None:
-    """Filtered by the shader itself. A dispatch for each kind of tile: blocks of coarser levels touch fewer texels."""
-    size = target.height, target.width
+    """Filtered by the shader itself. A dispatch for each kind of tile: blocks of coarser levels touch fewer texels.
+
+    Args:
+        target: planes whose rows are as long as the image's, or longer.
+        size: (height, width) of the image.
+    """
     # Where texels cover whole blocks, their centres lie between blocks from level 3 on, and two of a side do.
     last = max(_highest((x, y), size, *rule, levels - 1) for x, y in fixation.tolist())
     whole = all(n % (1 << last) == 0 for n in size)

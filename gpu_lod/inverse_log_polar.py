@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,8 @@ from gpu_lod.halving import stored
 from gpu_lod.log_polar import bilinear, ring_rule
 from gpu_lod.planewise import bands
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
-from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, planes_of, word_defines
+from gpu_lod.transfer import Planes, bind_table, chunks, make_words, planes_of, word_defines
+from gpu_lod.whole_rows import new_rows
 
 _BORDERS = ("clamp", "zero")
 _QUARTERED = 32
@@ -214,7 +216,7 @@ def _gl(
     scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
     with ctx.active(polar.device):
         source = planes_of(ctx, batched)
-        target, result = new_planes(ctx, (batch, channels, height, width), polar.dtype)
+        target, result, done = new_rows(ctx, (batch, channels, height, width), polar.dtype)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 2, points)
         fetched = source.fetchable(ctx)
@@ -225,8 +227,9 @@ def _gl(
             "u_radii": (inner, r_max, scale),
         }
         defines = {"CORTICAL": cortical, "BORDER_ZERO": zero, "FETCHED": fetched}
-        make = _fours if width % target.per_word == 0 and _together(ctx, source, target, channels) else _words
+        make = _fours if target.width % target.per_word == 0 and _together(ctx, source, target, channels) else _words
         make(ctx, source, target, channels, uniforms, defines)
+        done()
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if polar.ndim == 4 else result[0]
 
@@ -247,8 +250,8 @@ def _fours(
     source: Planes,
     target: Planes,
     channels: int,
-    uniforms: dict[str, object],
-    defines: dict[str, object],
+    uniforms: Mapping[str, object],
+    defines: Mapping[str, object],
 ) -> None:
     """What the channels of an image share is made once."""
     together = _together(ctx, source, target, channels)
@@ -280,8 +283,8 @@ def _words(
     source: Planes,
     target: Planes,
     channels: int,
-    uniforms: dict[str, object],
-    defines: dict[str, object],
+    uniforms: Mapping[str, object],
+    defines: Mapping[str, object],
 ) -> None:
     """Any word by itself."""
 

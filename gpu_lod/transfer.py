@@ -108,6 +108,13 @@ class Planes:
         self.buffer.views.bind(unit, _TEXELS[self.dtype, together])
         return self.offset // self.dtype.itemsize
 
+    def fetch_words(self, ctx: Context, unit: int) -> int:
+        """The same as words of 32 bits. Returns the index of the first of them."""
+        assert self.buffer.views is not None
+        recording.refers(self.buffer.glo)
+        self.buffer.views.bind(unit, G.R32UI)
+        return self.offset // 4
+
     def span_fits(self, ctx: Context, first: int, last: int) -> bool:
         """True if elements first..last fit one binding, alignment included."""
         return (last - first + 1) * self.dtype.itemsize + 2 * ALIGNMENT <= ctx.limits.storage_bytes
