@@ -249,7 +249,7 @@ class Context(Sharing):
         self.version = mgl.version_code
         self.vendor = self.gl.string(G.VENDOR)
         self.driver = self.gl.string(G.VERSION)
-        self.programs = Programs(mgl, self.gl)
+        self.programs = Programs(mgl, self.gl, self.tuning.pairs)
         return self
 
     def __repr__(self) -> str:

@@ -300,4 +300,4 @@ def _words(
             "u_first_plane": chunk.plane,
             "u_channels": channels,
         }
-        make_words(ctx, "inverse_log_polar.comp", target, chunk, uniforms=uniforms | here, defines=defines)
+        make_words(ctx, "inverse_log_polar.comp", target, chunk, uniforms={**uniforms, **here}, defines=defines)

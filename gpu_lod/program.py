@@ -73,10 +73,15 @@ class Program:
 
 
 class Programs:
-    """Compiles on first use and keeps the result."""
+    """Compiles on first use and keeps the result.
 
-    def __init__(self, mgl: moderngl.Context, gl: GL) -> None:
+    Args:
+        pairs: `Tuning.pairs`.
+    """
+
+    def __init__(self, mgl: moderngl.Context, gl: GL, pairs: bool = False) -> None:
         self._mgl = mgl
+        self.pairs = pairs
         self._gl = gl
         self._cache: dict[tuple[object, ...], Program] = {}
         self._vertex_array = 0
@@ -87,11 +92,12 @@ class Programs:
         Raises:
             ShaderError: it does not compile; the message has file, line and what the driver said.
         """
-        key = (name, *defines.items())
+        key = (name, self.pairs, *defines.items())
         program = self._cache.get(key)
         if program is None:
+            always = {"LOCAL_SIZE": LOCAL_SIZE, "PAIRS": self.pairs}
             program = self._cache[key] = self._compile(
-                {"compute_shader": shaders.source(name, **{"LOCAL_SIZE": LOCAL_SIZE, **defines})}
+                {"compute_shader": shaders.source(name, **{**always, **defines})}
             )
         return program
 

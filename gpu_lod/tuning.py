@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -17,11 +19,15 @@ class Tuning:
     """Whether it uses subgroups where the device has them."""
     registers: int
     """Invocations in a workgroup of the registers generator."""
+    pairs: bool
+    """Whether storage buffers hold floats in pairs, as doubles (shaders/pairs.glsl)."""
 
 
 def tuning(*, software: bool) -> Tuning:
     """What measured fastest; for hardware renderers, what vendors recommend (see docs/cost_model.md)."""
     if software:
         # A software renderer runs a workgroup as one loop over vectors of 8, and barriers save and restore all of it.
-        return Tuning(generator="registers", single_pass=(8, 1), subgroups=False, registers=64)
-    return Tuning(generator="single-pass", single_pass=(32, 8), subgroups=True, registers=64)
+        # It stores doubles in the time of floats, but for LLVM's code of vectors of doubles with AVX-512: twice that.
+        pairs = torch.backends.cpu.get_cpu_capability() != "AVX512"
+        return Tuning(generator="registers", single_pass=(8, 1), subgroups=False, registers=64, pairs=pairs)
+    return Tuning(generator="single-pass", single_pass=(32, 8), subgroups=True, registers=64, pairs=False)

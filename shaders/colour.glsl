@@ -5,13 +5,13 @@
 #ifndef GROUPS
 #define GROUP uint
 #elif PER_WORD == 1
-#define GROUP dvec2
+#define GROUP FOUR_FLOATS
 #define VALUES_IN(group) four_of(group)
 #elif PER_WORD == 2
-#define GROUP double
+#define GROUP TWO_WORDS
 vec2 halves_in(uint word) { return vec2(to_float(word & 0xffffu), to_float(word >> 16)); }
 vec4 halves_in(uvec2 words) { return vec4(halves_in(words.x), halves_in(words.y)); }
-#define VALUES_IN(group) halves_in(unpackDouble2x32(group))
+#define VALUES_IN(group) halves_in(words_of(group))
 #else
 #define GROUP uint
 #define VALUES_IN(group) vec4((uvec4(group) >> uvec4(0, 8, 16, 24)) & 0xffu)

@@ -8,7 +8,7 @@
 #include "loads.glsl"
 
 layout(local_size_x = 16, local_size_y = 4) in;
-layout(std430, binding = 0) writeonly buffer Target { dvec2 b_target[]; };
+layout(std430, binding = 0) writeonly buffer Target { FOUR_FLOATS b_target[]; };
 layout(binding = 1) uniform samplerBuffer b_fine;
 layout(binding = 2) uniform samplerBuffer b_coarse;
 
@@ -19,7 +19,7 @@ uniform ivec3 u_first;  // index of texel 0 of the first plane: target, fine, co
 #include "widened.glsl"
 
 void make(int at, vec4 coarse) {
-    b_target[(u_first.x + at) >> 2] = pairs_of(LOAD4(b_fine, (u_first.y + at) >> 2) + SIGN * coarse);
+    b_target[(u_first.x + at) >> 2] = as_four(LOAD4(b_fine, (u_first.y + at) >> 2) + SIGN * coarse);
 }
 
 void main() {

@@ -3,7 +3,7 @@
 //
 // LAST      there is no coarser level, and so no band: 0
 // FETCHED   loads.glsl: sources are buffer textures
-// ALIGNED   rows are whole groups of four: an invocation makes 4 x 2 texels, and stores pairs of floats as doubles
+// ALIGNED   rows are whole groups of four: an invocation makes 4 x 2 texels
 #include "expansion.glsl"
 #include "pairs.glsl"
 #include "loads.glsl"
@@ -13,7 +13,7 @@ layout(binding = 1) uniform samplerBuffer b_fine;
 layout(binding = 2) uniform samplerBuffer b_coarse;
 #else
 #ifdef ALIGNED
-layout(std430, binding = 1) readonly buffer Fine { dvec2 b_fine[]; };
+layout(std430, binding = 1) readonly buffer Fine { FOUR_FLOATS b_fine[]; };
 #else
 layout(std430, binding = 1) readonly buffer Fine { float b_fine[]; };
 #endif
@@ -27,7 +27,7 @@ uniform ivec3 u_first;  // index of texel 0 of the first plane: target, fine, co
 
 #ifdef ALIGNED
 layout(local_size_x = 16, local_size_y = 4) in;
-layout(std430, binding = 0) writeonly buffer Target { dvec4 b_target[]; };
+layout(std430, binding = 0) writeonly buffer Target { FOUR_FLOATS b_target[]; };
 
 #include "widened.glsl"
 
@@ -38,8 +38,9 @@ void make(int at, vec4 coarse) {
 #else
     vec4 band = value - coarse, energy = band * band;
 #endif
-    b_target[(u_first.x + at) >> 2] = dvec4(
-        pair_of(value.x, energy.x), pair_of(value.y, energy.y), pair_of(value.z, energy.z), pair_of(value.w, energy.w));
+    int to = (u_first.x + at) >> 1;
+    b_target[to] = as_four(vec4(value.x, energy.x, value.y, energy.y));
+    b_target[to + 1] = as_four(vec4(value.z, energy.z, value.w, energy.w));
 }
 
 void main() {

@@ -14,11 +14,11 @@ layout(binding = 3) uniform samplerBuffer b_level3;
 layout(binding = 4) uniform samplerBuffer b_level4;
 layout(binding = 5) uniform samplerBuffer b_level5;
 #else
-layout(std430, binding = 1) readonly buffer Level1 { double b_level1[]; };
-layout(std430, binding = 2) readonly buffer Level2 { double b_level2[]; };
-layout(std430, binding = 3) readonly buffer Level3 { double b_level3[]; };
-layout(std430, binding = 4) readonly buffer Level4 { double b_level4[]; };
-layout(std430, binding = 5) readonly buffer Level5 { double b_level5[]; };
+layout(std430, binding = 1) readonly buffer Level1 { TWO_FLOATS b_level1[]; };
+layout(std430, binding = 2) readonly buffer Level2 { TWO_FLOATS b_level2[]; };
+layout(std430, binding = 3) readonly buffer Level3 { TWO_FLOATS b_level3[]; };
+layout(std430, binding = 4) readonly buffer Level4 { TWO_FLOATS b_level4[]; };
+layout(std430, binding = 5) readonly buffer Level5 { TWO_FLOATS b_level5[]; };
 #endif
 layout(std430, binding = 6) writeonly buffer Second { MADE b_second[]; };  // 33 to 36
 

@@ -1,6 +1,6 @@
 #version 430
 // gaussian_level.comp for software renderers, fp32 to fp32 where rows are whole groups of eight: an invocation makes 4 x 2
-// samples, and loads and stores pairs of floats as doubles, as an element of 64 bits takes the time of one of 32.
+// samples.
 //
 // FETCHED   loads.glsl: the source is a buffer texture
 #include "binomial.glsl"
@@ -11,9 +11,9 @@ layout(local_size_x = 8, local_size_y = 4) in;
 #ifdef FETCHED
 layout(binding = 1) uniform samplerBuffer b_source;
 #else
-layout(std430, binding = 1) readonly buffer Source { dvec2 b_source[]; };
+layout(std430, binding = 1) readonly buffer Source { FOUR_FLOATS b_source[]; };
 #endif
-layout(std430, binding = 0) writeonly buffer Target { dvec2 b_target[]; };
+layout(std430, binding = 0) writeonly buffer Target { FOUR_FLOATS b_target[]; };
 
 uniform ivec2 u_source_size;
 uniform ivec2 u_size;
@@ -43,9 +43,9 @@ void main() {
     vec4 rows[7];
     for (int i = 0; i < 7; ++i) rows[i] = across(origin, x, 2 * y + i - 2);
     int at = u_first.y + (plane * u_size.y + y) * u_size.x + 4 * x;
-    b_target[at >> 2] = pairs_of((rows[0] + rows[4]) * 0.0625 + (rows[1] + rows[3]) * 0.25 + rows[2] * 0.375);
+    b_target[at >> 2] = as_four((rows[0] + rows[4]) * 0.0625 + (rows[1] + rows[3]) * 0.25 + rows[2] * 0.375);
     if (y + 1 < u_rows.y) {
         vec4 below = (rows[2] + rows[6]) * 0.0625 + (rows[3] + rows[5]) * 0.25 + rows[4] * 0.375;
-        b_target[(at + u_size.x) >> 2] = pairs_of(below);
+        b_target[(at + u_size.x) >> 2] = as_four(below);
     }
 }

@@ -3,9 +3,11 @@
 // them, and belongs to the row that its first element is in.
 //
 // PER_WORD   elements in a word, 2 or 4; rows are at least two words long
+#include "pairs.glsl"
+
 layout(local_size_x = LOCAL_SIZE) in;
 layout(binding = 1) uniform usamplerBuffer b_source;  // words
-layout(std430, binding = 0) writeonly buffer Target { double b_target[]; };
+layout(std430, binding = 0) writeonly buffer Target { TWO_WORDS b_target[]; };
 
 uniform int u_width;         // of a row
 uniform int u_source_first;  // word that the first row begins with
@@ -30,5 +32,5 @@ void main() {
     int row = int(gl_GlobalInvocationID.y);
     uint begin = uint(row) * uint(u_width), group = (begin + GROUP - 1u) / GROUP + gl_GlobalInvocationID.x;
     int x = int(group * GROUP - begin);
-    if (x < u_width) b_target[group] = packDouble2x32(uvec2(word_at(row, x), word_at(row, x + PER_WORD)));
+    if (x < u_width) b_target[group] = as_words(word_at(row, x), word_at(row, x + PER_WORD));
 }

@@ -8,16 +8,16 @@
 #include "loads.glsl"
 
 #ifdef ALIGNED
-#define READ dvec2
+#define READ FOUR_FLOATS
 #define LOAD(source, at, x, width) LOAD4(source, (at) >> 2)
 #ifdef HALF
-#define MADE double
+#define MADE TWO_WORDS
 #define STORE(target, at, x, width, four) { \
     vec4 v_ = four; \
-    target[(at) >> 2] = packDouble2x32(uvec2(pack_halves(v_.xy), pack_halves(v_.zw))); }
+    target[(at) >> 2] = as_words(pack_halves(v_.xy), pack_halves(v_.zw)); }
 #else
-#define MADE dvec2
-#define STORE(target, at, x, width, four) target[(at) >> 2] = pairs_of(four);
+#define MADE FOUR_FLOATS
+#define STORE(target, at, x, width, four) target[(at) >> 2] = as_four(four);
 #endif
 #else
 #define READ float

@@ -24,6 +24,7 @@ def followed(request: pytest.FixtureRequest, ctx: lod.Context, monkeypatch: pyte
     if request.param == "hardware":
         monkeypatch.setattr(Sharing, "software", False)
         monkeypatch.setattr(ctx, "tuning", tuning(software=False))
+        monkeypatch.setattr(ctx.programs, "pairs", ctx.tuning.pairs)
     memory = Memory()
     with memory.following(ctx):
         yield memory

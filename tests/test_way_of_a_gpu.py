@@ -65,6 +65,7 @@ def hardware(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> lod.Context:
     """The context, taken for that of a GPU."""
     monkeypatch.setattr(Sharing, "software", False)
     monkeypatch.setattr(ctx, "tuning", tuning(software=False))
+    monkeypatch.setattr(ctx.programs, "pairs", ctx.tuning.pairs)
     monkeypatch.setattr(ctx.textures, "_software", False)
     return ctx
 
