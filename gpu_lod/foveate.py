@@ -89,6 +89,7 @@ def foveate(
     """
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     chosen = _choose(src, fixation, e0, bias, anisotropy, backend)
+    built = isinstance(src, Pyramid)
     image = src.levels[0] if isinstance(src, Pyramid) else src
     cuda = chosen.backend == "cuda"
     points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1, wait=not cuda)
@@ -106,7 +107,8 @@ def foveate(
     if isinstance(source, Pyramid) and cuda:
         sample = partial(samplers.foveate, source.cuda_textures(), points, *rule)
     else:
-        sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, *rule)
+        ctx = source.texture_context() or context_for(*source.levels)
+        sample = partial(_gl, ctx, source, points, *rule, spare=built)
     return texture_chain.run(source, sample, lambda levels: reference(levels, points, *rule))
 
 
@@ -374,8 +376,19 @@ def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor,
 
 
 def _gl(
-    ctx: Context, pyramid: Source, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float
+    ctx: Context,
+    pyramid: Source,
+    fixation: torch.Tensor,
+    e0: float,
+    bias: float,
+    anisotropy: float,
+    *,
+    spare: bool,
 ) -> torch.Tensor:
+    """
+    Args:
+        spare: there is memory for a second result: of an image the texture takes all but one.
+    """
     height, width = pyramid.size
     longer = max(height, width)
     channels, batch = pyramid.channels, pyramid.batch
@@ -392,7 +405,7 @@ def _gl(
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
     with ctx.active(pyramid.device):
         textures = pyramid.textures(ctx, filtered=anisotropy > 1)
-        target, result, done = new_rows(ctx, (batch, channels, height, width), dtype)
+        target, result, done = new_rows(ctx, (batch, channels, height, width), dtype, longer=spare)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
         for first, texture in textures:

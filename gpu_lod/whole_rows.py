@@ -17,22 +17,25 @@ _ROWS = 256
 
 
 def new_rows(
-    ctx: Context, shape: tuple[int, ...], dtype: torch.dtype
+    ctx: Context, shape: tuple[int, ...], dtype: torch.dtype, *, longer: bool = True
 ) -> tuple[Planes, torch.Tensor, Callable[[], None]]:
     """Planes to write, the tensor [..., height, width] that they become, and what is to be called in between.
 
     Where rows are no whole words, each word would have to be made by itself, element by element, as it may lie over the
     end of a row or of a plane. A software renderer makes rows that are longer in a fraction of that time, and copies
     them. Elements beyond the width may have any value.
+
+    Args:
+        longer: there is memory for both at once.
     """
     height, width = shape[-2:]
     target, result = new_planes(ctx, shape, dtype)
     per_word = target.per_word
-    if ctx.software and width % per_word and width >= 2 * per_word:
-        longer = scratch_planes(ctx, (target.count, height, -(-width // 4) * 4), dtype)
+    if longer and ctx.software and width % per_word and width >= 2 * per_word:
+        made = scratch_planes(ctx, (target.count, height, -(-width // 4) * 4), dtype)
         step = min(MAX_GROUPS, (ctx.limits.storage_bytes - 2 * ALIGNMENT) // (width * dtype.itemsize)) // _ROWS * _ROWS
-        if longer.fetchable(ctx) and step:
-            return longer, result, partial(_narrower, ctx, longer, target, step)
+        if made.fetchable(ctx) and step:
+            return made, result, partial(_narrower, ctx, made, target, step)
     return target, result, lambda: None
 
 
