@@ -428,6 +428,7 @@ def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, Any],
             chunk,
             shared_channels=channels,
             rows_at_once=rings_at_once,
+            at_once=4 if ctx.software else target.per_word,
             uniforms={"u_first_plane": chunk.plane, **uniforms},
             defines={"CHANNELS": channels, "RINGS_AT_ONCE": rings_at_once, **common},
         )

@@ -299,6 +299,7 @@ def make_words(
     *,
     shared_channels: int = 1,
     rows_at_once: int = 1,
+    at_once: int | None = None,
     uniforms: Mapping[str, object],
     defines: Mapping[str, object],
 ) -> None:
@@ -306,6 +307,8 @@ def make_words(
 
     Args:
         shared_channels, rows_at_once: planes and rows that one invocation writes where rows are whole words.
+        at_once: elements of a row that one invocation writes where rows are whole vectors of so many; the shader has
+            at_once.glsl. None is a word's.
     """
     index = target.bind(ctx, 0, chunk.first, chunk.first + chunk.elements - 1)
     assert index == -chunk.first, "chunks start at aligned words of aligned planes"
@@ -317,10 +320,18 @@ def make_words(
         and planes * shared_channels * target.area == chunk.elements
         and max(planes, target.height) <= MAX_GROUPS
     )
-    program = ctx.programs.compute(shader, WHOLE_ROWS=whole, **word_defines(target.dtype), **defines)
+    how: dict[str, object] = {"WHOLE_ROWS": whole}
+    vector, local = target.per_word, LOCAL_SIZE
+    if at_once is not None:
+        if whole and target.width % at_once == 0:
+            vector = at_once
+            # No more than a row has: a software renderer runs the rest all the same, eight at a time.
+            local = min(LOCAL_SIZE, -(-target.width // vector // 8) * 8)
+        how |= {"AT_ONCE": vector, "LOCAL_SIZE": local}
+    program = ctx.programs.compute(shader, **how, **word_defines(target.dtype), **defines)
     program.set(u_target_size=(target.width, target.height), **uniforms)
     if whole:
-        groups = -(-target.width // target.per_word // LOCAL_SIZE), -(-target.height // rows_at_once), planes
+        groups = -(-target.width // vector // local), -(-target.height // rows_at_once), planes
         program.dispatch_groups(*groups)
     else:
         program.set(u_words=chunk.words, u_elements=chunk.elements, u_start=chunk.start).dispatch(chunk.words)

@@ -1,14 +1,15 @@
 #version 430
 // Log-polar map straight into a planar tensor: rows are rings, columns wedges.
-// PER_WORD (words.glsl), CHANNELS
-// WHOLE_ROWS      (place.glsl) an invocation makes the same word of every channel, so that one fetch serves them all
+// PER_WORD (words.glsl), AT_ONCE (at_once.glsl), CHANNELS
+// WHOLE_ROWS      (place.glsl) an invocation makes the same vector of every channel, so that one fetch serves them all
 // RINGS_AT_ONCE   with WHOLE_ROWS: neighbouring rings that an invocation makes
 #include "words.glsl"
+#include "at_once.glsl"
 #include "place.glsl"
 #include "log_polar.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
-layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
+layout(std430, binding = 0) writeonly buffer Target { STORED b_target[]; };
 uniform int u_first_plane;  // plane of the chunk's first element, counted from the texture's first layer
 
 #if PER_WORD == 4
@@ -18,30 +19,14 @@ uniform int u_first_plane;  // plane of the chunk's first element, counted from 
 #endif
 
 #ifdef WHOLE_ROWS
-// The same channel of the samples of one word.
-#if PER_WORD == 1
-#define GATHER(c) texel0.c
-#elif PER_WORD == 2
-#define GATHER(c) vec2(texel0.c, texel1.c)
-#else
-#define GATHER(c) (vec4(texel0.c, texel1.c, texel2.c, texel3.c) * TO_STORED)
-#endif
-
 void main() {
-    int wedge = int(gl_GlobalInvocationID.x) * PER_WORD;
+    int wedge = int(gl_GlobalInvocationID.x) * AT_ONCE;
     if (wedge >= u_target_size.x) return;
     int image = int(gl_WorkGroupID.z) + u_first_plane / CHANNELS;
-    uint row_words = uint(u_target_size.x / PER_WORD);
-    uint plane_words = row_words * uint(u_target_size.y);
+    uint row_vectors = uint(u_target_size.x) / uint(AT_ONCE), plane_vectors = row_vectors * uint(u_target_size.y);
     vec2 centre = fixation_of(image);
-    vec2 direction0 = b_wedges[wedge];
-#if PER_WORD > 1
-    vec2 direction1 = b_wedges[wedge + 1];
-#endif
-#if PER_WORD > 2
-    vec2 direction2 = b_wedges[wedge + 2];
-    vec2 direction3 = b_wedges[wedge + 3];
-#endif
+    vec2 direction[AT_ONCE];
+    for (int k = 0; k < AT_ONCE; ++k) direction[k] = b_wedges[wedge + k];
     // Even groups first, then odd ones: outer rings blend two levels and cost more than inner ones, and a software renderer
     // deals out workgroups in one long run a thread.
     int half_way = int(gl_NumWorkGroups.y + 1u) / 2;
@@ -51,24 +36,18 @@ void main() {
         int ring = group * RINGS_AT_ONCE + i;
         if (ring >= u_target_size.y) return;
         vec2 radius_level = b_rings[ring];
-        vec4 texel0 = log_polar(image, centre, radius_level, direction0);
-#if PER_WORD > 1
-        vec4 texel1 = log_polar(image, centre, radius_level, direction1);
-#endif
-#if PER_WORD > 2
-        vec4 texel2 = log_polar(image, centre, radius_level, direction2);
-        vec4 texel3 = log_polar(image, centre, radius_level, direction3);
-#endif
-        uint target = gl_WorkGroupID.z * uint(CHANNELS) * plane_words + uint(ring) * row_words + gl_GlobalInvocationID.x;
-        b_target[target] = pack(GATHER(r));
+        vec4 texel[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; ++k) texel[k] = log_polar(image, centre, radius_level, direction[k]) * TO_STORED;
+        uint target = gl_WorkGroupID.z * uint(CHANNELS) * plane_vectors + uint(ring) * row_vectors + gl_GlobalInvocationID.x;
+        b_target[target] = PACKED(texel, 0, r);
 #if CHANNELS > 1
-        b_target[target + plane_words] = pack(GATHER(g));
+        b_target[target + plane_vectors] = PACKED(texel, 0, g);
 #endif
 #if CHANNELS > 2
-        b_target[target + 2u * plane_words] = pack(GATHER(b));
+        b_target[target + 2u * plane_vectors] = PACKED(texel, 0, b);
 #endif
 #if CHANNELS > 3
-        b_target[target + 3u * plane_words] = pack(GATHER(a));
+        b_target[target + 3u * plane_vectors] = PACKED(texel, 0, a);
 #endif
     }
 }

@@ -16,6 +16,7 @@ from gpu_lod.tuning import tuning
 AT = (0.4, 0.6)
 VERBS: dict[str, Callable[[torch.Tensor], Any]] = {
     "foveate": lambda x: lod.foveate(x, AT, backend="gl"),
+    "log_polar": lambda x: lod.log_polar(x, AT, 12, 20, backend="gl"),
     "inverse_log_polar": lambda x: lod.inverse_log_polar(x, AT, (20, 36), backend="gl"),
     "gather_patches": lambda x: lod.gather_patches(x, torch.rand(9, 3), 16, backend="gl"),
     "gaussian": lambda x: lod.gaussian(x, 3, backend="gl"),
