@@ -87,6 +87,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
+def unseeded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, and no times come with the package: those of a machine like this one may say anything."""
+    monkeypatch.setattr(calibration, "_of_package", list)
+    return cache
+
+
+@pytest.fixture
 def restored_limits(ctx: lod.Context) -> Iterator[lod.Context]:
     """The context, whose limits the test may lower."""
     before = vars(ctx.limits).copy()

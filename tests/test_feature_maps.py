@@ -501,7 +501,7 @@ def test_bad_input(arguments: dict[str, Any], words: str) -> None:
 
 
 def test_auto_takes_the_shaders_where_they_were_measured(
-    ctx: lod.Context, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ctx: lod.Context, unseeded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = noise(1, 1024, 1024)
     fastest("gl", lod.feature_maps, image)

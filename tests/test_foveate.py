@@ -397,7 +397,7 @@ def test_auto_stays_out_of_traces_and_contexts_of_others(cache: Path, monkeypatc
     assert torch.equal(lod.foveate(image * 0.5, (0.3, 0.4)), expected)
 
 
-def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor, cache: Path) -> None:
+def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor, unseeded: Path) -> None:
     pyramid = lod.mipmap(photo)
     fastest("gl", lod.foveate, lod.mipmap(photo).upload(), (0.5, 0.5))
     assert lod.explain(lod.foveate, photo, (0.5, 0.5)).backend == "torch"
