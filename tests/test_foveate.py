@@ -350,7 +350,7 @@ def test_wrong_sources() -> None:
         lod.foveate(noise(5, 8, 8), (0.5, 0.5))
 
 
-def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: lod.Context, cache: Path) -> None:
+def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: lod.Context, unseeded: Path) -> None:
     """Of a pyramid, and of an image, whose chain torch makes: as fast as chains are made."""
     image = photo.float() / 255
     for source in (photo, image):

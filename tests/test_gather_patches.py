@@ -395,7 +395,7 @@ def test_sites_changed_before_backward_change_nothing() -> None:
         assert torch.equal(gradient(backend, change=True), gradient(backend, change=False))
 
 
-def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor, cache: Path) -> None:
+def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor, unseeded: Path) -> None:
     pyramid = lod.mipmap(photo)
     sites = lod.cortical_sites((0.5, 0.5), 273, (512, 512))
     fastest("gl", lod.gather_patches, lod.mipmap(photo).upload(), sites)

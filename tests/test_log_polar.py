@@ -201,7 +201,7 @@ def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> Non
         check(restored_limits, pyramid, torch.rand(600, 2), 3, 5, way)
 
 
-def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor, cache: Path) -> None:
+def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor, unseeded: Path) -> None:
     pyramid = lod.mipmap(photo)
     fastest("gl fragment", lod.log_polar, lod.mipmap(photo).upload(), (0.5, 0.5), 256, 512)
     assert lod.explain(lod.log_polar, pyramid, (0.5, 0.5), 256, 512).backend == "torch"

@@ -131,7 +131,7 @@ def test_boxes_far_outside() -> None:
         assert lod.region_max(hz, boxes, backend=way)[0].tolist() == expected
 
 
-def test_auto_uses_the_texture_once_it_is_there(cache: Path) -> None:
+def test_auto_uses_the_texture_once_it_is_there(unseeded: Path) -> None:
     hz = lod.hiz(noise(1, 40, 50))
     boxes = random_boxes(20)
     fastest("gl", lod.region_max, lod.hiz(hz[0]).upload(), boxes)
