@@ -110,7 +110,8 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         return [Question(verb, state, 0, dtype, planes, planes * (area + BOX * int(boxes[1])))]
     if verb == "feature_maps":
         state = "ragged rows" if width % 4 else ""
-        return [Question(verb, state, 0, note.rpartition(" ")[2], batch, batch * area)]
+        made = dtype if together else note.rpartition(" ")[2]  # the maps' own dtype
+        return [Question(verb, state, 0, made, batch, batch * area)]
     if verb == "inverse_log_polar":
         return sampler(area)
     if verb == "foveate" and "torch has kept" not in note and not note.endswith(ANISOTROPIC) and note != IMAGE:

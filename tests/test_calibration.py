@@ -620,6 +620,7 @@ def test_the_package_holds_seeds_that_are_tables() -> None:
     assert len(seeds) >= 2 and all(seed.entries and seed.path is None for seed in seeds)
     known = {verb.__name__ for verb in dispatch._choosers}
     for one in itertools.chain.from_iterable(seed.entries for seed in seeds):
+        assert one.question.dtype in ("uint8", "float16", "bfloat16", "float32"), one
         assert one.question.verb in known and {*one.ways} <= {*dispatch.ways(one.question.verb)} and "torch" in one.ways
 
 
