@@ -27,7 +27,7 @@ POOLING, ROWS_THEN_COLUMNS = 5 / 3, 3.0
 POLYPHASE = 4.0
 """Of what an axis with an odd side reads: three operations on halves."""
 COPIED_IN = 2.0
-"""What an input in GL memory saves of them."""
+"""What an input that shaders can read where it is saves of them."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,12 @@ def _first(*names: str) -> Callable[[Row], str | None]:
     return lambda row: next((name for name in names if name in row["sides"]), None)
 
 
-def ways_of(rows: Sequence[Row]) -> Iterator[Way]:
-    """Of chains every generator that was measured; of samplers their one way on each backend."""
+def ways_of(rows: Sequence[Row], *, borrowed: bool = False) -> Iterator[Way]:
+    """Of chains every generator that was measured; of samplers their one way on each backend.
+
+    Args:
+        borrowed: shaders read ordinary tensors where they are.
+    """
     halving = _first("torch polyphase", "torch interpolate bilinear")
     yield Way("mipmap", "torch polyphase or bilinear", halving, _halving_bytes, "byte")
     extremes = _named("torch rows then columns")
@@ -148,8 +152,8 @@ def ways_of(rows: Sequence[Row]) -> Iterator[Way]:
         chains = [row for row in rows if row["verb"] == verb and _is_main(row)]
         generators = dict.fromkeys(side for row in chains for side in row["sides"] if kind_of(side) == "gl")
         for side in generators:
-            for part, saved in (("end to end", 0.0), ("zero-copy in", COPIED_IN)):
-                name = f"{side}{', GL memory' if saved else ''}"
+            for part, saved in (("end to end", COPIED_IN if borrowed else 0.0), ("zero-copy in", COPIED_IN)):
+                name = f"{side}{', GL memory' if part == 'zero-copy in' else ''}"
                 yield Way(verb, name, _named(side), partial(_generator_bytes, side, saved), "byte", part)
 
     def samples(a_picture: Callable[[Row], float]) -> Callable[[Row], float]:
@@ -188,8 +192,8 @@ def _constants(points: list[Point]) -> tuple[float, float, float]:
     return fixed, level, unit
 
 
-def fits(rows: Sequence[Row]) -> list[Fit]:
-    made = [fit(way, way.points(rows)) for way in ways_of(rows)]
+def fits(rows: Sequence[Row], *, borrowed: bool = False) -> list[Fit]:
+    made = [fit(way, way.points(rows)) for way in ways_of(rows, borrowed=borrowed)]
     found = [one for one in made if one is not None]
     order = list(dict.fromkeys(one.way.verb for one in found))
     return sorted(found, key=lambda one: order.index(one.way.verb))

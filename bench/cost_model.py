@@ -31,7 +31,7 @@ MARKS = "<!-- tables: python bench/cost_model.py --doc -->", "<!-- end of tables
 def tables(path: Path) -> str:
     """All that the doc says of a result file."""
     data = load(path)
-    found = fits(data["rows"])
+    found = fits(data["rows"], borrowed=data.get("borrowed", False))
     title = f"### {machine(data)}, {data['date']}"
     if not found:
         return f"{title}\n\nToo few rows for a fit."

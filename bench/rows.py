@@ -180,6 +180,7 @@ def save(rows: list[Row], path: Path | None = None) -> Path:
         "device": ctx.renderer,
         "software": ctx.software,
         "driver": ctx.driver,
+        "borrowed": ctx.host.borrows,
         **common(),
         "copy_gb_per_s": round(bandwidth / 1e9, 2),
         "absent": dict(sorted(ABSENT.items())),

@@ -71,6 +71,10 @@ class Bridge(Protocol):
     def find(self, tensor: torch.Tensor) -> tuple[Buffer, int] | None:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
 
+    def borrow(self, tensor: torch.Tensor) -> tuple[Buffer, int, object] | None:
+        """The memory of an ordinary tensor as a buffer to be read, the byte offset of its first element in it, and what
+        keeps both; or None where it must be copied."""
+
     def begin(self) -> None:
         """Before a verb's first GL command: take back dead buffers."""
 

@@ -2,7 +2,8 @@
 
 A buffer has immutable storage that stays mapped, persistently and coherently, for its whole life. The tensor's memory
 *is* the mapping: what a shader writes is what torch reads, and the other way round, with no copy in either direction.
-On a software renderer that memory is ordinary RAM; on a GPU it is memory that the driver chose for host access.
+On a software renderer that memory is ordinary RAM; on a GPU it is memory that the driver chose for host access. A
+software renderer may also borrow the memory of ordinary tensors (borrowed.py).
 
 Ownership: the bridge guarantees that after `end()` all GL writes are visible to the host, and the verbs
 guarantee that no GL work is in flight while torch holds a buffer.
@@ -21,6 +22,7 @@ import torch
 from gpu_lod.errors import OutOfMemoryError, UnsupportedError
 
 from . import gl as G
+from .borrowed import Borrowed, BorrowedBuffer, Borrower
 from .gl import GL
 from .pool import Lease, Pool, Returns, hold, size_class, storage_start
 from .views import Views
@@ -107,8 +109,9 @@ class HostBridge:
     device = torch.device("cpu")
     coherent = True
 
-    def __init__(self, gl: GL, max_idle_bytes: int = 512 * 2**20) -> None:
+    def __init__(self, gl: GL, max_idle_bytes: int = 512 * 2**20, *, borrows: bool = False) -> None:
         self._gl = gl
+        self._borrower = Borrower(gl, able=borrows)
         self.pool: Pool[MappedBuffer] = Pool(max_idle_bytes)
         self._by_address: dict[int, MappedBuffer] = {}
 
@@ -143,6 +146,15 @@ class HostBridge:
         hold(tensor)
         return buffer, tensor.data_ptr() - start
 
+    @property
+    def borrows(self) -> bool:
+        """True if shaders may read ordinary tensors where they are."""
+        return self._borrower.able
+
+    def borrow(self, tensor: torch.Tensor) -> tuple[BorrowedBuffer, int, Borrowed] | None:
+        """A buffer over the memory of an ordinary tensor, to be read only; see `Borrower.borrow`."""
+        return self._borrower.borrow(tensor)
+
     def begin(self) -> None:
         """Nothing to hand over: coherent mappings show host writes to commands submitted after them."""
         self.drain()
@@ -152,6 +164,7 @@ class HostBridge:
         # All bits: what goes back to the pools is next written to by whatever command the next verb begins with.
         self._gl.MemoryBarrier(G.ALL_BARRIER_BITS)
         self._gl.Finish()
+        self._borrower.end()
 
     def taken(self) -> list[Any]:
         return []
@@ -161,7 +174,8 @@ class HostBridge:
 
     def drain(self) -> None:
         self.pool.drain()
+        self._borrower.drain()
 
     def trim(self) -> None:
-        self.pool.drain()
+        self.drain()
         self.pool.trim()

@@ -282,6 +282,9 @@ class InteropBridge:
         hold(tensor)
         return buffer, tensor.data_ptr() - start
 
+    def borrow(self, tensor: torch.Tensor) -> None:
+        """None: GL reads no memory of CUDA's that is not registered."""
+
     def drain(self) -> None:
         """Take back the buffers whose tensors have died, each behind the work that may still use it."""
         # Counted first: what dies on another thread from now on may have been used after the event.

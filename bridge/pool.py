@@ -32,7 +32,8 @@ class Pooled(Protocol):
         """Delete the GL object; called only with its context current."""
 
 
-T = TypeVar("T", bound=Pooled)
+T = TypeVar("T")
+P = TypeVar("P", bound=Pooled)
 
 _holding = threading.local()
 
@@ -118,18 +119,18 @@ class Lease(Loan[T]):
         hold(self)
 
 
-class Pool(Generic[T]):
+class Pool(Generic[P]):
     """Idle objects by size class, the least recently used deleted first when they hold more than `max_idle_bytes`."""
 
     def __init__(self, max_idle_bytes: int) -> None:
         self.max_idle_bytes = max_idle_bytes
         self.leased = 0
         self.idle_bytes = 0
-        self._idle: OrderedDict[Hashable, list[T]] = OrderedDict()
-        self.returned: Returns[T] = Returns()
+        self._idle: OrderedDict[Hashable, list[P]] = OrderedDict()
+        self.returned: Returns[P] = Returns()
         """Where leases put their objects; `drain` empties it."""
 
-    def take(self, key: Hashable, make: Callable[[], T]) -> T:
+    def take(self, key: Hashable, make: Callable[[], P]) -> P:
         """An idle object of size class `key`, or a new one from `make()`. The caller wraps it in a `Lease` at once."""
         bucket = self._idle.get(key)
         if bucket:
@@ -146,7 +147,7 @@ class Pool(Generic[T]):
         """Take back what finalizers queued. The context must be current and its earlier work on them finished."""
         self.take_back(self.returned.take())
 
-    def take_back(self, items: list[T]) -> None:
+    def take_back(self, items: list[P]) -> None:
         """Make returned objects idle."""
         for item in items:
             self.leased -= 1

@@ -33,6 +33,7 @@ from gpu_lod.transfer import (
     chunks,
     layer_groups,
     make_words,
+    memory_of,
     new_planes,
     packed_planes,
     planes_of,
@@ -51,7 +52,8 @@ class Chain:
     """The levels of a chain in GL memory, as planes and as tensors [B, C, h, w].
 
     Args:
-        strided: an image in GL memory is level 0 as it stands, whatever its strides; only `source` may then be read.
+        strided: an image that GL can read is level 0 as it stands, whatever its strides; only `source` may then be
+            read.
     """
 
     def __init__(
@@ -59,18 +61,18 @@ class Chain:
     ) -> None:
         batch, channels, height, width = image.shape
         dtype = image.dtype
-        found = ctx.bridge.find(image) if strided or image.is_contiguous() else None
+        found = memory_of(ctx, image) if strided or image.is_contiguous() else None
         self.channels = channels
         if found is None:
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes, dtype)
-            put(ctx, self.tensors[0], image)  # the one copy that an ordinary tensor needs
+            put(ctx, self.tensors[0], image)
             self.source = single_pass.Source.of_planes(self.planes[0], channels)
-        else:  # the image is in GL memory already: it is level 0 as it stands
-            found[0].take()
+        else:  # the image is level 0 as it stands
+            buffer, offset, owner = found
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes[1:], dtype)
-            self.planes.insert(0, Planes(found[0], found[1], batch * channels, height, width, dtype, image))
+            self.planes.insert(0, Planes(buffer, offset, batch * channels, height, width, dtype, owner))
             self.tensors.insert(0, image)
-            self.source = single_pass.Source(*found, tuple(image.shape), image.stride(), dtype, image)
+            self.source = single_pass.Source(buffer, offset, tuple(image.shape), image.stride(), dtype, owner)
 
 
 def build(
@@ -110,12 +112,12 @@ def build_converted(ctx: Context, image: torch.Tensor, levels: int, values: Conv
     if levels == 1:  # no chain to make
         (_, top) = new_planes(ctx, tuple(image.shape), dtype)
         return [top.copy_(values.apply(image))]
-    found = ctx.bridge.find(image)
+    found = memory_of(ctx, image)
     if found is None:
         source = single_pass.Source.of_planes(planes_of(ctx, image), channels)
     else:
-        found[0].take()
-        source = single_pass.Source(*found, tuple(image.shape), image.stride(), image.dtype, image)
+        buffer, offset, owner = found
+        source = single_pass.Source(buffer, offset, tuple(image.shape), image.stride(), image.dtype, owner)
     planes, tensors = packed_planes(ctx, batch, channels, level_sizes(height, width, levels), dtype)
     scale = values.scale or (1.0,) * channels
     single_pass.reduce_chain(ctx, source, planes, channels, "mean", (scale, values.offset))

@@ -171,7 +171,7 @@ class Pyramid:
     # -- in GL memory ---------------------------------------------------------------------------------------------
 
     def planes(self, ctx: Context, level: int) -> Planes:
-        """A level in GL memory. A level in ordinary memory is copied there once and kept."""
+        """A level in GL memory. What GL cannot read where it is gets copied once, and kept."""
         self.check_unchanged()
         key = ("planes", level, id(ctx))
         if key not in self._cache:

@@ -13,6 +13,7 @@ import torch
 from gpu_lod import recording
 from gpu_lod.bridge import Bridge, HostBridge, InteropBridge, Pool, PrivatePool, egl
 from gpu_lod.bridge import gl as G
+from gpu_lod.bridge.borrowed import EXTENSION
 from gpu_lod.bridge.cuda import CudaDriver, check_available
 from gpu_lod.bridge.gl import GL
 from gpu_lod.bridge.interop import Driver
@@ -104,11 +105,11 @@ class Sharing(Turns):
 
     def _start_sharing(self, gl: GL, extensions: Set[str]) -> None:
         self.gl = gl
-        self.host = self.bridge = HostBridge(gl)
+        self.renderer = gl.string(G.RENDERER)
+        self.host = self.bridge = HostBridge(gl, borrows=self.software and EXTENSION in extensions)
         self.interop = None
         self._interop_by = "cuda"
         self.private = PrivatePool(gl)
-        self.renderer = gl.string(G.RENDERER)
         self.textures = TexturePool(gl, self.software)
         self.constants = Constants()
         self.limits = Limits(

@@ -124,10 +124,21 @@ class Planes:
         return replace(self, offset=self.offset + first * self.area * self.dtype.itemsize, count=count)
 
 
-def planes_of(ctx: Context, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Planes:
-    """The planes of a tensor [..., H, W]: its own memory if that is a GL buffer, else a copy.
+def memory_of(ctx: Context, tensor: torch.Tensor) -> tuple[Buffer, int, object] | None:
+    """The buffer that is the tensor's own memory, to be read, the byte offset of its first element, and what must stay
+    alive meanwhile; or None where it must be copied."""
+    found = ctx.bridge.find(tensor)
+    if found is not None:
+        found[0].take()
+        return *found, tensor
+    # A recording is repeated on other values, which come by way of memory that GL owns.
+    return ctx.bridge.borrow(tensor) if recording.current() is None else None
 
-    An ordinary tensor is copied once, whatever its strides and dtype.
+
+def planes_of(ctx: Context, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Planes:
+    """The planes of a tensor [..., H, W]: its own memory if GL can read that, else a copy.
+
+    A copy is made once, whatever the tensor's strides and dtype.
 
     Args:
         dtype: of the planes; None is the tensor's.
@@ -135,10 +146,10 @@ def planes_of(ctx: Context, tensor: torch.Tensor, dtype: torch.dtype | None = No
     height, width = tensor.shape[-2:]
     count = tensor.numel() // (height * width)
     dtype = dtype or tensor.dtype
-    found = ctx.bridge.find(tensor) if dtype == tensor.dtype and tensor.is_contiguous() else None
+    found = memory_of(ctx, tensor) if dtype == tensor.dtype and tensor.is_contiguous() else None
     if found is not None:
-        found[0].take()
-        return Planes(found[0], found[1], count, height, width, dtype, tensor)
+        buffer, offset, owner = found
+        return Planes(buffer, offset, count, height, width, dtype, owner)
     lease = ctx.bridge.lease(tensor.numel() * dtype.itemsize)
     put(ctx, lease.tensor(dtype, tuple(tensor.shape)), tensor)
     return Planes(lease.item, 0, count, height, width, dtype, lease)

@@ -44,7 +44,7 @@ def test_the_doc_shows_the_result_files() -> None:
 @pytest.mark.parametrize("path", report.result_files(), ids=lambda path: path.name)
 def test_the_model_is_as_good_as_the_doc_says(path: Path) -> None:
     data = load(path)
-    found = cost_fit.fits(data["rows"])
+    found = cost_fit.fits(data["rows"], borrowed=data.get("borrowed", False))
     # Runs on CUDA tensors measure foveation and patches at too few sizes for a fit.
     samplers = {"log_polar", "foveate", "gather_patches"} if data.get("tensors") != "cuda" else set()
     assert {one.way.verb for one in found} >= {"mipmap", "hiz"} | samplers
@@ -62,6 +62,8 @@ def test_the_fit_finds_the_constants_that_are_there() -> None:
     fixed, level, unit = found.constants
     assert (fixed, level, 1e-6 / unit) == pytest.approx((0.5, 0.02, 10.0), rel=1e-6)
     assert found.median_error < 1e-9 and found.left_out is not None and found.left_out < 1e-9
+    [less] = cost_fit.fits(rows_of("mipmap", "gl compute", ms), borrowed=True)  # nothing was copied in
+    assert 1e-6 / less.constants[2] == pytest.approx(10.0 * (11 / 3 - 2) / (11 / 3), rel=1e-6)
     shifted = rows_of("mipmap", "gl compute", lambda *size: 2 * ms(*size))
     assert cost_fit.fits(shifted)[0].constants == pytest.approx([2 * value for value in found.constants], rel=1e-6)
 

@@ -125,5 +125,6 @@ def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.d
         ctx.trim()
         made.clear()
         out = run[verb]().nbytes
-    assert sum(made) > out
+    # inverse_log_polar reads the image where it is, unless rows must become longer.
+    assert sum(made) >= out if verb == "inverse_log_polar" else sum(made) > out
     assert sum(made) - out <= 2 * out + 1.8 * image.nbytes

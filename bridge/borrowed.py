@@ -1,0 +1,103 @@
+"""Ordinary CPU tensors as GL buffers: their own memory, neither copied nor owned.
+
+A driver that works on the host's memory can take any of it for a buffer's storage, whatever its alignment: llvmpipe
+does, in 3 us. Other drivers ask for whole pages, and a GPU would read them over its bus.
+
+Source: GL_AMD_pinned_memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import gl as G
+from .gl import GL
+from .pool import Loan, Returns, hold
+from .views import Views
+
+EXTENSION = "GL_AMD_pinned_memory"
+_ALIGNMENT = 64
+"""Bytes that a buffer's address and size are multiples of. So its texels are aligned, all of the tensor is in whole
+ones, and what it holds besides lies in the same pages."""
+_MOST = 2**32 - _ALIGNMENT
+"""Bytes, as Mesa counts them in 32 bits."""
+
+
+class BorrowedBuffer:
+    """A GL buffer object over memory of somebody else's."""
+
+    __slots__ = ("_gl", "glo", "views")
+
+    def __init__(self, gl: GL, glo: int) -> None:
+        self._gl = gl
+        self.glo = glo
+        self.views = Views(gl, glo)
+
+    def take(self) -> None:
+        """Nothing to hand over."""
+
+    def bind(self, binding: int, start: int, size: int) -> None:
+        """Bind a range to a storage-buffer binding."""
+        self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
+
+    def delete(self) -> None:
+        self.views.delete()
+        self._gl.delete("Buffers", self.glo)
+
+
+class Borrowed(Loan[BorrowedBuffer]):
+    """Keeps the tensor whose memory the buffer is."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, item: BorrowedBuffer, returned: Returns[BorrowedBuffer], tensor: torch.Tensor) -> None:
+        super().__init__(item, returned)
+        self.tensor = tensor
+        hold(self)
+
+
+class Borrower:
+    """Makes such buffers in one context, and deletes them when nothing refers to them any more."""
+
+    def __init__(self, gl: GL, *, able: bool) -> None:
+        self._gl = gl
+        self.able = able
+        self._returned: Returns[BorrowedBuffer] = Returns()
+        self._lent: list[Borrowed] = []
+
+    def borrow(self, tensor: torch.Tensor) -> tuple[BorrowedBuffer, int, Borrowed] | None:
+        """A buffer over the memory of a CPU tensor of any strides, the byte offset of its first element in it, and what
+        keeps both; None where that cannot be had. The memory is not let go of before the running verb ends."""
+        size = tensor.element_size()
+        address = tensor.data_ptr()
+        if not self.able or not address or address % size or tensor.is_neg():
+            return None
+        offset = address % _ALIGNMENT
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = -(-(offset + (last + 1) * size) // _ALIGNMENT) * _ALIGNMENT
+        if nbytes > _MOST:
+            return None
+        gl = self._gl
+        gl.check("an earlier command of this call")
+        glo = gl.gen("Buffers")
+        gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, glo)
+        gl.BufferData(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, nbytes, address - offset, G.STREAM_DRAW)
+        refused = gl.GetError() != G.NO_ERROR
+        gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, 0)
+        if refused:
+            gl.clear_errors()
+            gl.delete("Buffers", glo)
+            self.able = False
+            return None
+        loan = Borrowed(BorrowedBuffer(gl, glo), self._returned, tensor)
+        self._lent.append(loan)
+        return loan.item, offset, loan
+
+    def end(self) -> None:
+        """After all GL work on them is done."""
+        self._lent.clear()
+
+    def drain(self) -> None:
+        """Delete the buffers of dead loans. The context must be current."""
+        for buffer in self._returned.take():
+            buffer.delete()
