@@ -13,7 +13,8 @@ import typer
 import gpu_lod as lod
 from gpu_lod import images, printing
 from gpu_lod.context import context_for
-from gpu_lod.saliency import PATCH, luma, patches, saliency
+from gpu_lod.patch_grid import pooled
+from gpu_lod.saliency import PATCH, luma, saliency
 
 app = typer.Typer(
     add_completion=False,
@@ -217,7 +218,7 @@ def hiz(
     path = _path(image, "hiz", output)
     with _on(device), printing.busy("hiz"):
         picture = images.load(image)
-        values = luma(picture) if of == "luma" else patches(saliency(picture))
+        values = luma(picture) if of == "luma" else pooled(saliency(picture), PATCH)
         arguments: dict[str, Any] = {"reduce": reduce, "generator": generator, "backend": _backend(backend, device)}
         choice = lod.explain(lod.hiz, values, **arguments)
         pyramid = lod.hiz(values, **arguments)

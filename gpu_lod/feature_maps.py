@@ -44,8 +44,8 @@ COUNT = 40
 SEMANTIC = 16
 DTYPES = (torch.float16, torch.float32)
 
-_LUMA = (0.299, 0.587, 0.114)
-_PAIRS = ((1, 3), (2, 4), (3, 5))
+LUMA = (0.299, 0.587, 0.114)
+PAIRS = ((1, 3), (2, 4), (3, 5))
 """Centre and surround of the saliency, levels of the Gaussian pyramid."""
 BANDS = 4
 AT_ONCE = 2**20
@@ -318,8 +318,8 @@ def _unit(x: torch.Tensor, work: torch.dtype) -> list[torch.Tensor]:
 def _luma(colours: list[torch.Tensor]) -> torch.Tensor:
     if colours[0] is colours[1]:
         return colours[0]
-    result = colours[0] * _LUMA[0]
-    for colour, weight in zip(colours[1:], _LUMA[1:], strict=True):
+    result = colours[0] * LUMA[0]
+    for colour, weight in zip(colours[1:], LUMA[1:], strict=True):
         result = torch.add(result, colour, alpha=weight)
     return result
 
@@ -391,18 +391,20 @@ def _centre_surround(levels: list[torch.Tensor], height: int, width: int) -> tor
     Samples of a level are among those of every finer one, so that the surround is read at the centre's samples first,
     and only the difference of both at the pixels.
     """
-    last = len(levels) - 1
-    parts = []
-    for centre, surround in _PAIRS:
-        fine, coarse = levels[min(centre, last)], levels[min(surround, last)]
-        difference = fine - _read(coarse, surround - centre, *fine.shape[-2:])
-        parts.append(_read(difference, centre, height, width))
+    parts = [_read(difference(levels, *pair), pair[0], height, width) for pair in PAIRS]
     if needs_grad(*parts) or any(map(checks.transformed, parts)):
         return (parts[0].abs() + parts[1].abs() + parts[2].abs()) / len(parts)
     total = parts[0].abs_()  # in place: fresh megabytes cost more than the sums
     for part in parts[1:]:
         total.add_(part.abs_())
     return total.div_(len(parts))
+
+
+def difference(levels: list[torch.Tensor], centre: int, surround: int) -> torch.Tensor:
+    """G_c - G_s at the samples of G_c, of the levels of a Gaussian pyramid; the last stands for those beyond it."""
+    last = len(levels) - 1
+    fine, coarse = levels[min(centre, last)], levels[min(surround, last)]
+    return fine - _read(coarse, surround - centre, *fine.shape[-2:])
 
 
 def _read(samples: torch.Tensor, level: int, height: int, width: int) -> torch.Tensor:

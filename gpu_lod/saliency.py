@@ -59,19 +59,3 @@ def saliency(image: torch.Tensor, kind: Kind = "centre-surround") -> torch.Tenso
         found = torch.stack([(enlarged(c) - enlarged(s)).abs() for c, s in _SCALES]).sum(0).mean(0, keepdim=True)
     largest = found.max()
     return found / largest if largest > 0 else found
-
-
-def patch_starts(n: int, patch: int = PATCH) -> list[int]:
-    """Where the patches along a side of n pixels begin; the last is shifted inward until flush with the edge."""
-    return [min(i * patch, max(n - patch, 0)) for i in range(-(-n // patch))]
-
-
-def patches(values: torch.Tensor, patch: int = PATCH) -> torch.Tensor:
-    """Mean over each patch: [..., H, W] to [..., ceil(H / patch), ceil(W / patch)]."""
-    for dim in (-2, -1):
-        n = values.shape[dim]
-        side = min(patch, n)
-        starts = torch.tensor(patch_starts(n, patch), device=values.device)
-        indices = starts[:, None] + torch.arange(side, device=values.device)
-        values = values.index_select(dim, indices.flatten()).unflatten(dim, (-1, side)).mean(dim)
-    return values

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from PIL import Image
 import gpu_lod as lod
 from gpu_lod import drawing
 from gpu_lod.images import atlas, load, save
-from gpu_lod.saliency import luma, patch_starts, patches
+from gpu_lod.saliency import luma
 
 NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
 
@@ -358,11 +357,3 @@ def test_without_the_cli_extra(tmp_path: Path) -> None:
 
 
 # -- what the pictures are made of ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "starts"), [(28, [0, 14]), (30, [0, 14, 16]), (14, [0]), (5, [0])])
-def test_convention_patches_at_the_edge_shift_inward(n: int, starts: list[int]) -> None:
-    assert patch_starts(n) == starts
-    row: Any = torch.arange(n, dtype=torch.float32)[None, None]
-    expected = [row[0, 0, start : start + 14].mean().item() for start in starts]
-    assert patches(row)[0, 0].tolist() == pytest.approx(expected)

@@ -205,7 +205,7 @@ def test_only_who_buys_is_looked_at_again(photo: torch.Tensor, given: str, monke
     def refuse(*_: object) -> None:
         raise AssertionError("saliency costs, and nobody asks for it")
 
-    monkeypatch.setattr("gpu_lod.allocate.base.saliency_map", refuse)
+    monkeypatch.setattr("gpu_lod.allocate.base.saliency_cells", refuse)
     none = Glances(40, watch, threshold=1)(source, relevance, attention)
     assert len(watch.seen) == 2 and none.tokens.sites.shape == (4, 70, 3) and not none.bought.any()
     assert torch.equal(none.tokens.sites[:, :40], every.tokens.sites[:, :40])

@@ -10,7 +10,7 @@ import torch
 import gpu_lod as lod
 from gpu_lod.errors import InputError
 from gpu_lod.vlm import ContextualizedRelevance, query_similarity, saliency_relevance
-from gpu_lod.vlm.relevance import HEADS, _pooled
+from gpu_lod.vlm.relevance import HEADS, _cells
 
 MAPS = (2, 40, 50, 73)
 
@@ -32,7 +32,7 @@ def starts(n: int, patch: int) -> list[int]:
 
 def test_maps_are_pooled_over_patches() -> None:
     maps = torch.randn(MAPS)
-    found = _pooled(maps, 14)
+    found = _cells(maps, 14)
     assert found.shape == (2, 40, 4, 6)
     for channel in range(40):
         values = maps[1, channel].abs() if channel in (6, 7, 10) else maps[1, channel]

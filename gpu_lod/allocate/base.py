@@ -15,13 +15,15 @@ from gpu_lod import checks
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import AT_ONCE, saliency_map
+from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
+from gpu_lod.patch_grid import Pool as Pool
+from gpu_lod.patch_grid import pooled
 from gpu_lod.planewise import joined
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.salient_cells import saliency_cells
 from gpu_lod.token_set import TokenSet, blended
 
-Pool = Literal["mean", "max"]
 Coarser = Literal["max", "sum"]
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
@@ -261,9 +263,7 @@ class Allocator(ABC):
             top = image.levels[0] if isinstance(image, Pyramid) else image
             top = top if top.ndim == 4 else top[None]
             if "relevance" in self.needs:
-                # A map at a time, as each is as large as a channel, and its cells are all that is kept.
-                at_once = max(1, AT_ONCE // (size[0] * size[1])) if top.device.type == "cpu" else len(top)
-                grid = torch.cat([self._pooled(saliency_map(part).float(), size) for part in top.split(at_once)])
+                grid = saliency_cells(top, self.patch, self.pool)
                 if not torch.isfinite(grid.detach()).all():
                     raise InputError(
                         "the saliency of the image is not finite: it holds NaN, infinities, or values that are too "
@@ -308,8 +308,8 @@ class Allocator(ABC):
         if tuple(values.shape[1:]) == cells:
             return values
         if bool((values.detach().abs() > 2.0**HIGHEST).any()):  # sums of such are no numbers of single precision
-            return self._pooled(values.double(), size).float()
-        return self._pooled(values, size)
+            return self._pooled(values.double()).float()
+        return self._pooled(values)
 
     def _query(self, query: Any, batched: bool, batch: int) -> torch.Tensor:
         values = checks.dense(query, "query")
@@ -335,18 +335,10 @@ class Allocator(ABC):
             )
         return values.long().expand(batch, *shape[-2:])
 
-    def _pooled(self, values: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-        """[B, H, W] to [B, Hg, Wg]: over the patch of each cell, which at far edges is shifted inward."""
-        for dim, n in ((1, size[0]), (2, size[1])):
-            side = min(self.patch, n)
-            starts = [min(i * self.patch, n - side) for i in range(-(-n // self.patch))]
-            index = torch.tensor(starts, device=values.device)[:, None] + torch.arange(side, device=values.device)
-            parts = values.index_select(dim, index.flatten()).unflatten(dim, (len(starts), side))
-            if self.pool == "max":
-                values = parts.amax(dim + 1)
-            else:  # where both infinities meet, the mean is the higher one
-                values = parts.mean(dim + 1).nan_to_num(math.inf, math.inf, -math.inf)
-        return values
+    def _pooled(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, H, W] to [B, Hg, Wg]. Where both infinities meet, the mean is the higher one."""
+        found = pooled(values, self.patch, self.pool)
+        return found.nan_to_num(math.inf, math.inf, -math.inf) if self.pool == "mean" else found
 
     def enough(self, there: int, what: str = "patches") -> None:
         """Raises InputError where the budget is larger than the number of sites."""

@@ -24,7 +24,8 @@ from gpu_lod.hiz import hiz
 from gpu_lod.images import PathLike, load
 from gpu_lod.log_polar import log_polar, ring_rule
 from gpu_lod.mipmap import mipmap
-from gpu_lod.saliency import Kind, patches, saliency, unit
+from gpu_lod.patch_grid import pooled
+from gpu_lod.saliency import PATCH, Kind, saliency, unit
 
 OUT = Path("out/demo")
 KEPT = 0.2
@@ -100,7 +101,7 @@ def sheet(picture: Picture, ctx: Context) -> panels.Sheet:
     mips = mipmap(image, backend="gl")
     rule = ring_rule(_RINGS, _WEDGES, _R_MIN, _R_MAX, "log", 0.05)
     polar = log_polar(mips, picture.fixation, _RINGS, _WEDGES, r_min=_R_MIN, r_max=_R_MAX, backend="gl")
-    relevance = patches(saliency(image, picture.saliency))
+    relevance = pooled(saliency(image, picture.saliency), PATCH)
     threshold = float(torch.quantile(relevance, 1 - KEPT))
     hz = hiz(relevance, backend="gl")
     return panels.Sheet(

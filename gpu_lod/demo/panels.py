@@ -14,8 +14,9 @@ from matplotlib.patches import Circle, Rectangle
 
 from gpu_lod.cull import Culled
 from gpu_lod.images import atlas, atlas_offsets
+from gpu_lod.patch_grid import starts_of
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.saliency import PATCH, colour, patch_starts, unit
+from gpu_lod.saliency import PATCH, colour, unit
 
 PAPER, INK, FAINT = "#fbfaf7", "#1d1f23", "#7a7c82"
 LEVEL_COLOURS = ("#0b7a75", "#2f9e44", "#e0a100", "#e8590c", "#c2255c", "#7048e8", "#1864ab", "#495057")
@@ -195,7 +196,7 @@ def _draw_map(axes: Axes, polar: LogPolar, wide: float) -> None:
 
 def _draw_cull(axes: Axes, image: torch.Tensor, culled: Culled, wide: float) -> None:
     height, width = image.shape[-2:]
-    rows, columns = patch_starts(height), patch_starts(width)
+    rows, columns = starts_of(height, PATCH), starts_of(width, PATCH)
     shown = _shown(image, dim=0.26)
     bright = _shown(image)
     for _, y, x in culled.indices.tolist():

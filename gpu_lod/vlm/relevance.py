@@ -10,8 +10,9 @@ from torch import nn
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps, saliency_map
-from gpu_lod.saliency import patches as patch_means
+from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps
+from gpu_lod.patch_grid import pooled
+from gpu_lod.salient_cells import saliency_cells
 
 PROPOSITIONAL = (6, 7, 8, 12)
 """What is there: gradient and high-pass."""
@@ -87,7 +88,7 @@ class ContextualizedRelevance(nn.Module):
         source = checks.tensor(source, "source")
         maps = self._maps(source if source.ndim == 4 else source[None])
         asked = _row(query, "query", len(maps), self.width)
-        cells = _pooled(maps, self.patch).permute(0, 2, 3, 1)
+        cells = _cells(maps, self.patch).permute(0, 2, 3, 1)
         if self.gestalt_width is not None:
             if gestalt is None:
                 raise InputError(f"there is no gestalt; pass gestalt= of [{len(maps)}, {self.gestalt_width}].")
@@ -129,11 +130,11 @@ def _row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tenso
     return values.float().expand(batch, width)
 
 
-def _pooled(maps: torch.Tensor, patch: int) -> torch.Tensor:
+def _cells(maps: torch.Tensor, patch: int) -> torch.Tensor:
     """[B, 40, H, W] to [B, 40, Hg, Wg] in fp32."""
     place = torch.tensor(_SIGNED, device=maps.device)
-    grid = patch_means(maps, patch)
-    return grid.index_copy(1, place, patch_means(maps[:, place].abs(), patch)).float()
+    grid = pooled(maps, patch)
+    return grid.index_copy(1, place, pooled(maps[:, place].abs(), patch)).float()
 
 
 def _standardised(cells: torch.Tensor) -> torch.Tensor:
@@ -179,5 +180,5 @@ def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
     """
     image = checks.image(image)
     checks.integer(patch, "patch", at_least=1)
-    found = patch_means(saliency_map(image if image.ndim == 4 else image[None]).float(), patch)
+    found = saliency_cells(image if image.ndim == 4 else image[None], patch)
     return found if image.ndim == 4 else found[0]

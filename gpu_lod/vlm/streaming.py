@@ -12,7 +12,7 @@ from gpu_lod.allocate.base import Pool, Scene, ordered, places
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import motion_map
 from gpu_lod.gather_patches import gather_patches
-from gpu_lod.saliency import patches as patch_means
+from gpu_lod.patch_grid import pooled
 from gpu_lod.token_set import TokenSet
 
 
@@ -100,7 +100,7 @@ class TokenMemory:
         else:
             _same(frame, before)
             replaced = self._exchange(scene)
-            change = patch_means(motion_map(frame, before).abs(), self.patch).flatten(1)
+            change = pooled(motion_map(frame, before).abs(), self.patch).flatten(1)
             self._moved = self._moved + change.gather(1, self._cells)
         refreshed = torch.ones_like(replaced) if refresh else replaced | (self._moved > self.motion)
         self._moved = self._moved.masked_fill(refreshed, 0)

@@ -1,0 +1,33 @@
+"""Maps of pixels, and the grid of level-0 patches that they are pooled to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Pool = Literal["mean", "max"]
+
+
+def starts_of(n: int, patch: int) -> list[int]:
+    """Where the patches along a side of n pixels begin; the last is shifted inward until flush with the edge."""
+    return [min(i * patch, max(n - patch, 0)) for i in range(-(-n // patch))]
+
+
+def pooled(values: torch.Tensor, patch: int, pool: Pool = "mean") -> torch.Tensor:
+    """The mean or the largest value over each patch: [..., H, W] to [..., ceil(H / patch), ceil(W / patch)]."""
+    return along(along(values, -2, patch, pool), -1, patch, pool)
+
+
+def along(values: torch.Tensor, dim: int, patch: int, pool: Pool = "mean") -> torch.Tensor:
+    """`pooled` along one side, -2 or -1."""
+    n = values.shape[dim]
+    side = min(patch, n)
+    whole = n - n % side
+    parts = values.narrow(dim, 0, whole).unflatten(dim, (whole // side, side))
+    found = parts.amax(dim) if pool == "max" else parts.mean(dim)
+    if whole == n:
+        return found
+    last = values.narrow(dim, n - side, side)
+    last = last.amax(dim, keepdim=True) if pool == "max" else last.mean(dim, keepdim=True)
+    return torch.cat([found, last], dim)

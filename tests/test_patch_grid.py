@@ -1,0 +1,82 @@
+"""The grid of level-0 patches, and saliency on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from images import noise
+
+from gpu_lod.patch_grid import Pool, pooled, starts_of
+from gpu_lod.salient_cells import saliency_cells
+
+cells_module = sys.modules["gpu_lod.salient_cells"]
+
+
+@pytest.mark.parametrize(("n", "starts"), [(28, [0, 14]), (30, [0, 14, 16]), (14, [0]), (5, [0])])
+def test_convention_patches_at_the_edge_shift_inward(n: int, starts: list[int]) -> None:
+    assert starts_of(n, 14) == starts
+    row = torch.arange(n, dtype=torch.float32)[None, None]
+    expected = [row[0, 0, start : start + 14].mean().item() for start in starts]
+    assert pooled(row, 14)[0, 0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("pool", ["mean", "max"])
+@pytest.mark.parametrize("shape", [(2, 3, 33, 47), (5, 9), (1, 28, 14), (1, 29, 13)], ids=str)
+def test_every_patch_is_pooled_by_itself(shape: tuple[int, ...], pool: Pool) -> None:
+    values = torch.rand(shape, dtype=torch.float64) - 0.5
+    height, width = shape[-2:]
+    one: Callable[[torch.Tensor], torch.Tensor] = (
+        (lambda x: x.amax((-2, -1))) if pool == "max" else (lambda x: x.mean((-2, -1)))
+    )
+    rows = [
+        torch.stack([one(values[..., y : y + 14, x : x + 14]) for x in starts_of(width, 14)], -1)
+        for y in starts_of(height, 14)
+    ]
+    torch.testing.assert_close(pooled(values, 14, pool), torch.stack(rows, -2), rtol=1e-12, atol=0)
+
+
+def by_the_map(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
+    """Of channel 5 in float64."""
+    values = images.double() / 255 if images.dtype == torch.uint8 else images.double()
+    reference = sys.modules["gpu_lod.feature_maps"].reference
+    return pooled(reference(values, torch.full((1, 2), 0.5, dtype=torch.float64))[:, 5], patch, pool)
+
+
+SHAPES = (
+    (1, 3, 64, 64), (2, 3, 65, 77), (1, 1, 33, 101), (3, 4, 17, 260), (1, 2, 8, 500), (1, 3, 500, 9), (1, 3, 7, 300),
+    (1, 1, 1, 1), (40, 3, 32, 30),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("band", [1, 2**12, 2**18])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells_module, "_BAND", band)
+    monkeypatch.setattr(cells_module, "AT_ONCE", 4 * band)
+    for shape in SHAPES:
+        image = noise(*shape, dtype=dtype)
+        for patch in (1, 7, 14, 16, 2000):
+            for pool in ("mean", "max"):
+                found, expected = saliency_cells(image, patch, pool), by_the_map(image, patch, pool)
+                assert found.dtype == torch.float32
+                torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6, msg=f"{shape}, {patch}, {pool}")
+
+
+def test_saliency_of_cells_passes_gradients() -> None:
+    image = noise(1, 3, 64, 64).double().requires_grad_()
+    for source in (image, image.float()):
+        (grad,) = torch.autograd.grad(saliency_cells(source, 16).square().sum(), image)
+        assert bool((grad != 0).any())
+    vmapped = torch.func.vmap(lambda x: saliency_cells(x, 16))(image.detach()[None].float())
+    torch.testing.assert_close(vmapped[0], saliency_cells(image.detach().float(), 16), rtol=0, atol=1e-6)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """Allocators refuse it."""
+    for bad in (float("nan"), float("inf")):
+        image = noise(1, 3, 64, 64)
+        image[0, 1, 40, 20] = bad
+        assert not bool(torch.isfinite(saliency_cells(image, 16)).all())
