@@ -168,7 +168,16 @@ def reduce_level(ctx: Context, source: Planes, target: Planes, scratch: Planes |
     else:
         fetched = source.fetchable(ctx)
         defines = {"SOURCE_WIDE": source.dtype != target.dtype, "FETCHED": fetched}
-        reduce_by(ctx, "gaussian_level.comp", source, target, scratch, defines, above=2, fetched=fetched)
+        reduce_by(
+            ctx,
+            "gaussian_level.comp",
+            source,
+            target,
+            scratch,
+            defines,
+            above=2,
+            fetch=source.fetch if fetched else None,
+        )
 
 
 def _in_eights(source: Planes, target: Planes) -> bool:

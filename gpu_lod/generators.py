@@ -181,10 +181,22 @@ def reduce_level(
         part: of a tile of a level, the row and the column it begins with, and the level's height and width; None is the
             whole level.
     """
-    defines = {"SOURCE_WIDE": source_wide, **_reduction(reduce), **_taps(source)}
+    fetch = source.fetch if reduce == "mean" else source.fetch_bits
+    fetched = source.fetchable(ctx)
+    defines = {"SOURCE_WIDE": source_wide, "FETCHED": fetched, **_reduction(reduce), **_taps(source)}
     (row, column), (height, width) = part or ((0, 0), (target.height, target.width))
     uniforms = {"u_at": (column, row), "u_level_size": (width, height)}
-    reduce_by(ctx, "reduce_level.comp", source, target, scratch, defines, above=0, uniforms=uniforms)
+    reduce_by(
+        ctx,
+        "reduce_level.comp",
+        source,
+        target,
+        scratch,
+        defines,
+        above=0,
+        uniforms=uniforms,
+        fetch=fetch if fetched else None,
+    )
 
 
 def reduce_by(
@@ -197,13 +209,13 @@ def reduce_by(
     *,
     above: int,
     uniforms: Mapping[str, object] | None = None,
-    fetched: bool = False,
+    fetch: Callable[[Context, int], int] | None = None,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
 
     Args:
         above: rows of the source before row 2 y that row y rests on; it rests on none after row 2 y + 2.
-        fetched: the shader reads the source as a buffer texture.
+        fetch: binds the source as a buffer texture, which the shader then reads; None is a buffer.
     """
 
     def span(first: int, last: int) -> tuple[int, int]:
@@ -219,7 +231,7 @@ def reduce_by(
 
     for chunk in chunks(ctx, target, fits):
         last = chunk.first + chunk.elements - 1
-        origin = source.fetch(ctx, 1) if fetched else source.bind(ctx, 1, *span(chunk.first, last))
+        origin = fetch(ctx, 1) if fetch else source.bind(ctx, 1, *span(chunk.first, last))
         if scratch is not None:
             scratch.bind(ctx, 2, chunk.first, last)
         here = {
@@ -228,7 +240,7 @@ def reduce_by(
             **(uniforms or {}),
         }
         make_words(ctx, shader, target, chunk, uniforms=here, defines={"KEEP_WIDE": scratch is not None, **defines})
-    ctx.gl.MemoryBarrier(READ_BARRIERS)
+        ctx.gl.MemoryBarrier(READ_BARRIERS)  # for the next part too, which may read the buffer that this one writes to
 
 
 def _reduction(reduce: Reduce) -> dict[str, int]:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.pyramid import Reduce
-from gpu_lod.transfer import Planes, parts, rows_of, scratch_planes, word_defines, wrapped
+from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_planes, word_defines, wrapped
 
 _MOST = 3
 """Levels a dispatch: four would take 16 x 16 texels an invocation, more than registers hold."""
@@ -60,8 +59,9 @@ def _several(
     ctx: Context, source: Planes, targets: Sequence[Planes], scratch: Planes | None, reduce: Reduce, source_wide: bool
 ) -> None:
     last = targets[-1]
+    fetched = source.fetchable(ctx)
     # As (binding, planes, rows of them to a row of the last level).
-    bound = [(0, source, 1 << len(targets))]
+    bound = [] if fetched else [(0, source, 1 << len(targets))]
     bound += [(1 + i, target, 1 << (len(targets) - 1 - i)) for i, target in enumerate(targets)]
     if scratch is not None:
         bound.append((4, scratch, 1))
@@ -74,17 +74,19 @@ def _several(
         **word_defines(last.dtype),
         **{f"REDUCE_{reduce.upper()}": True},
         LEVELS=len(targets),
+        FETCHED=fetched,
         SOURCE_WIDE=source_wide,
         KEEP_WIDE=scratch is not None,
         LOCAL_SIZE=ctx.tuning.registers,
     )
     program.set(u_size=(last.width, last.height))
     words = last.width // last.per_word
+    origin = source.fetch_words(ctx, 0, 4) * source.per_word if fetched else 0
     for first, planes, row, end in parts(ctx, last.count, (0, last.height), fits, source.width):
-        firsts = [0] * 5
+        firsts = [origin + first * source.area, 0, 0, 0, 0]
         for binding, target, scale in bound:
             index = target.bind(ctx, binding, *rows_of(target, first, planes, row * scale, end * scale))
             firsts[binding] = wrapped(index + first * target.area)
         program.set(u_firsts=tuple(firsts[:4]), u_first_wide=firsts[4], u_first_row=row)
         program.dispatch_groups(-(-words // ctx.tuning.registers), end - row, planes)
-    ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
+        ctx.gl.MemoryBarrier(READ_BARRIERS)  # for the next part too, which may read the buffer that this one writes to

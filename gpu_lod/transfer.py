@@ -35,6 +35,7 @@ _TEXELS = {
     (torch.bfloat16, 1): G.R16UI,  # the bits
     (torch.uint8, 1): G.R8UI,  # counts
 }
+_BITS = {4: G.R32UI, 2: G.R16UI, 1: G.R8UI}
 _CHUNK_WORDS = ALIGNMENT // 4
 
 
@@ -108,11 +109,18 @@ class Planes:
         self.buffer.views.bind(unit, _TEXELS[self.dtype, together])
         return self.offset // self.dtype.itemsize
 
-    def fetch_words(self, ctx: Context, unit: int) -> int:
-        """The same as words of 32 bits. Returns the index of the first of them."""
+    def fetch_bits(self, ctx: Context, unit: int) -> int:
+        """The same, an element's bits a texel."""
         assert self.buffer.views is not None
         recording.refers(self.buffer.glo)
-        self.buffer.views.bind(unit, G.R32UI)
+        self.buffer.views.bind(unit, _BITS[self.dtype.itemsize])
+        return self.offset // self.dtype.itemsize
+
+    def fetch_words(self, ctx: Context, unit: int, together: int = 1) -> int:
+        """The same as words of 32 bits, one or four a texel. Returns the index of the first word."""
+        assert self.buffer.views is not None
+        recording.refers(self.buffer.glo)
+        self.buffer.views.bind(unit, {1: G.R32UI, 4: G.RGBA32UI}[together])
         return self.offset // 4
 
     def span_fits(self, ctx: Context, first: int, last: int) -> bool:

@@ -3,6 +3,7 @@
 //
 // PER_WORD      elements in an output word (words.glsl); WHOLE_ROWS (place.glsl)
 // SOURCE_WIDE   the level above is fp32 whatever PER_WORD says
+// FETCHED       (words.glsl); of max and min it is texels of bits
 // KEEP_WIDE     also write the level as fp32, so that the next one starts from unrounded values
 // REDUCE_MEAN, REDUCE_MAX or REDUCE_MIN
 // TAPS_X, TAPS_Y  width of the footprint: 2 for even sides, 3 for odd ones, 1 where the side is 1 already
@@ -10,7 +11,6 @@
 #include "place.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
-layout(std430, binding = 1) readonly buffer Source { uint b_source[]; };
 layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
 #ifdef KEEP_WIDE
 layout(std430, binding = 2) writeonly buffer Wide { float b_wide[]; };
@@ -22,10 +22,24 @@ uniform int u_source_first;  // index in b_source of texel 0 of that plane's sou
 uniform ivec2 u_at;          // the level's texel that texel (0, 0) of the target is
 uniform ivec2 u_level_size;
 
+#if !defined(FETCHED)
+layout(std430, binding = 1) readonly buffer Source { uint b_source[]; };
+#elif !defined(REDUCE_MEAN)
+layout(binding = 1) uniform usamplerBuffer b_source;
+#elif defined(SOURCE_WIDE)
+layout(binding = 1) uniform samplerBuffer b_source;
+#else
+layout(binding = 1) uniform TEXELS_OF b_source;
+#endif
+
 #ifdef REDUCE_MEAN
 #include "polyphase.glsl"
 #define VALUE float
-#ifdef SOURCE_WIDE
+#if defined(FETCHED) && defined(SOURCE_WIDE)
+#define LOAD(index_) FETCH_WIDE(b_source, index_)
+#elif defined(FETCHED)
+#define LOAD(index_) FETCH(b_source, index_)
+#elif defined(SOURCE_WIDE)
 #define LOAD(index_) uintBitsToFloat(b_source[index_])
 #else
 #define LOAD(index_) to_float(ELEMENT(b_source, index_))
@@ -45,11 +59,16 @@ VALUE footprint(int origin, ivec2 at) {
 #else
 #include "order.glsl"
 #define VALUE uint
+#ifdef FETCHED
+#define LOAD(index_) texelFetch(b_source, int(index_)).x
+#else
+#define LOAD(index_) ELEMENT(b_source, index_)
+#endif
 VALUE footprint(int origin, ivec2 at) {
     uint best = IDENTITY_KEY;
     for (int y = 0; y < TAPS_Y; ++y)
         for (int x = 0; x < TAPS_X; ++x)
-            best = REDUCE(best, to_key(ELEMENT(b_source, uint(origin + y * u_source_size.x + x))));
+            best = REDUCE(best, to_key(LOAD(uint(origin + y * u_source_size.x + x))));
     return from_key(best);
 }
 #endif

@@ -7,13 +7,20 @@
 //
 // PER_WORD, REDUCE_* as in footprint.glsl
 // LEVELS       2 or 3, each in a binding of its own
+// FETCHED      the source is a buffer texture, which software renderers read faster
 // SOURCE_WIDE  the source is fp32 whatever PER_WORD says
 // KEEP_WIDE    also write the last level as fp32, so that the next one starts from unrounded values
 #include "words.glsl"
 #include "footprint.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
+#ifdef FETCHED
+layout(binding = 0) uniform usamplerBuffer b_source;
+#define SOURCE(i_) texelFetch(b_source, i_)
+#else
 layout(std430, binding = 0) readonly buffer Source { uvec4 b_source[]; };
+#define SOURCE(i_) b_source[i_]
+#endif
 #if LEVELS == 3
 layout(std430, binding = 1) writeonly buffer First { uvec4 b_first[]; };
 layout(std430, binding = 2) writeonly buffer Second { uvec2 b_second[]; };
@@ -65,7 +72,7 @@ VALUE value_of(uint bits) {
 // Neighbours of a row of the source, from element `first` on, reduced.
 void load(int first, out VALUE row[TEXELS]) {
     for (int k = 0; k < TEXELS; k += 2 * SOURCE_PER_WORD) {
-        uvec4 words = b_source[(first + 2 * k) / (4 * SOURCE_PER_WORD)];
+        uvec4 words = SOURCE((first + 2 * k) / (4 * SOURCE_PER_WORD));
 #if SOURCE_PER_WORD == 1
         row[k] = half_of(value_of(words.x), value_of(words.y));
         row[k + 1] = half_of(value_of(words.z), value_of(words.w));
