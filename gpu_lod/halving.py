@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +19,7 @@ SUMS = 2**23
 """Texels up to which a CPU halves by sums of rows and then of columns: in down to two thirds of the time of the one
 kernel that is fastest beyond, where what lies between would be fresh memory at every call."""
 
+_EVEN_BYTES = 0x00FF00FF
 _DEPTH = 2
 """Levels that are made of a part before the next: what stays in fp32 is then a sixteenth of the texels, and more would
 take rows that are read twice."""
@@ -34,12 +37,16 @@ def stored(values: torch.Tensor, dtype: torch.dtype, *, in_place: bool = False) 
 
 
 def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] | None = None) -> torch.Tensor:
-    """Area average to (height, width), the next level's size.
+    """Area average to (height, width), the next level's size; fp32 of counts.
 
     Args:
         rows: of a band of a level, which row of the next level is its first and how many rows the level has; None is
             the whole level.
     """
+    if x.dtype == torch.uint8:
+        if _in_words(x) and tuple(x.shape[-2:]) == (2 * height, 2 * width):
+            return _halved_counts(x)
+        x = x.float()
     h, w = x.shape[-2:]
     if h % 2 and h > 1:
         x = _polyphase(x, -2, *(rows or (0, h)))
@@ -59,6 +66,21 @@ def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] |
     if x.shape[-1] != width:
         x, share = torch.add(x[..., 0::2], x[..., 1::2]), share / 2
     return x if share == 1 else x.mul_(share)
+
+
+def _in_words(x: torch.Tensor) -> bool:
+    """Whether a CPU may take counts for words of four of them."""
+    if x.device.type != "cpu" or sys.byteorder != "little" or x.shape[-1] % 4 or checks.transformed(x):
+        return False
+    return x.stride(-1) == 1 and not any(n % 4 for n in (*x.stride()[:-1], x.storage_offset(), x.data_ptr()))
+
+
+def _halved_counts(x: torch.Tensor) -> torch.Tensor:
+    """Means of 2 x 2 counts, four in a word: sums of two are below 2^16 and leave their neighbours alone. In half the
+    time that it takes to make fp32 of them all first."""
+    words = x.view(torch.int32)
+    pairs = words.bitwise_and(_EVEN_BYTES).add_(words.bitwise_right_shift(8).bitwise_and_(_EVEN_BYTES))
+    return torch.add(pairs[..., 0::2, :], pairs[..., 1::2, :]).view(torch.int16).float().mul_(0.25)
 
 
 def _polyphase(x: torch.Tensor, dim: int, begin: int, n: int) -> torch.Tensor:
@@ -146,7 +168,8 @@ def _descend(
         for tall, _ in sizes[-2::-1]:
             first, end = spans[0]
             spans.insert(0, (2 * first, 2 * end + tall % 2) if tall > 1 else (0, 1))
-        wide = planes[some, slice(*spans[0])].float()
+        wide = planes[some, slice(*spans[0])]
+        wide = wide if wide.dtype == torch.uint8 else wide.float()
         for index, target in enumerate(targets):
             first, end = spans[index + 1]
             wide = halve_mean(wide, end - first, sizes[index + 1][1], (first, sizes[index][0]))

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import assert_matches
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from oracle import extreme_chain, mean_chain
 
 import gpu_lod as lod
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
+from gpu_lod.halving import halve_mean
 from gpu_lod.pyramid import level_sizes
 
 EXACT_GENERATORS = ("compute", "registers", "single-pass", "fragment")
@@ -435,3 +437,26 @@ def test_torch_samples_a_quarter_of_a_batch_of_small_dtypes_at_once(of: str, mon
         assert torch.equal(lod.gather_patches(src, sites, 4, backend="torch"), whole)
         assert read == ([9] if dtype == torch.float32 else [3, 3, 3])
         monkeypatch.setattr(module, "WHOLE", image.numel())
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 64, 64), (2, 3, 62, 60), (3, 65, 64), (3, 64, 66), (1, 2, 4), (3, 1, 8)], ids=str
+)
+def test_counts_are_halved_alike_wherever_they_lie(shape: tuple[int, ...]) -> None:
+    """Four at a time in words, where memory lets torch: the same sums."""
+    image = torch.randint(0, 256, shape, dtype=torch.uint8)
+    image[..., :2, :4] = 255  # the largest sums
+    sizes = [(max(1, n // 2)) for n in shape[-2:]]
+    expected = halve_mean(image.float(), *sizes)
+    sources = {
+        "contiguous": image,
+        "a byte further": torch.cat([image.flatten()[:1], image.flatten()])[1:].view(shape),
+        "transposed": image.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "cropped": F.pad(image, (1, 2, 3, 0))[..., 3:, 1:-2],
+        "of odd rows": F.pad(image, (0, 1))[..., :-1],
+        "every other": image.repeat_interleave(2, -2)[..., ::2, :],
+        "every other column": image.repeat_interleave(2, -1)[..., ::2],
+    }
+    for name, source in sources.items():
+        assert torch.equal(source, image)
+        assert torch.equal(halve_mean(source, *sizes), expected), name
