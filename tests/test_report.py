@@ -424,3 +424,17 @@ def test_the_command_fails_in_one_line(content: str | None, code: int, words: st
     assert done.returncode == code and words in done.stderr and done.stdout == ""
     assert content is None or len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_table_names_the_best_of_the_other_libraries() -> None:
+    sides = {"gl compute": timing(1.0), "torch x": timing(0.5)}
+    peers = {"opencv INTER_AREA (HWC)": timing(0.4), "kornia build_pyramid": timing(0.2), "pillow reduce": timing(0.3)}
+    near = {"kornia build_pyramid": "a Gaussian", "pillow reduce": "rounds"}
+    at = text.HEADINGS.index("other library, ms")
+    assert len(text.cells(row())) == len(text.HEADINGS)
+    assert text.cells(row(sides=sides))[at] == ""
+    found = text.cells(row(sides=sides | peers, other_job=near))[at]
+    assert found.startswith("opencv INTER_AREA (HWC): 0.4 ") and "another job" not in found
+    del peers["opencv INTER_AREA (HWC)"]
+    found = text.cells(row(sides=sides | peers, other_job=near))[at]
+    assert found.startswith("kornia build_pyramid: 0.2 ") and found.endswith(", another job")

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpu_lod.report.files import Data, between, load
-from gpu_lod.report.rows import Row, best, job, note, time, way
+from gpu_lod.report.rows import Row, best, job, kind_of, median, note, time, way
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-HEADINGS = ["verb", "job", "best GL, ms", "best torch, ms", "GL against torch", "auto, ms", "floor, ms"]
+HEADINGS = [
+    "verb",
+    "job",
+    "best GL, ms",
+    "best torch, ms",
+    "GL against torch",
+    "auto, ms",
+    "other library, ms",
+    "floor, ms",
+]
 MARKS = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
 _SHOWN = ([224, 224], [1024, 1024], [777, 1001], [4096, 4096])
 """Sizes of plain chains in the README; the page has all."""
@@ -59,6 +68,15 @@ def verdict(row: Row) -> str:
     return f"{speedup:.2f}x" if speedup >= 1 else f"{speedup:.2f}x (slower)"
 
 
+def other_library(row: Row) -> str:
+    """The fastest that does the job, else the fastest that comes near it."""
+    found = best(row, "peer")
+    if found:
+        return f"{found}: {time(row, found)}"
+    near = min((s for s in row["sides"] if kind_of(s) == "peer"), key=lambda side: median(row, side), default=None)
+    return f"{near}: {time(row, near)}, another job" if near else ""
+
+
 def cells(row: Row) -> list[str]:
     """A row under HEADINGS."""
     ours, theirs = best(row, "gl"), best(row, "torch")
@@ -70,6 +88,7 @@ def cells(row: Row) -> list[str]:
         f"{way(theirs)}: {time(row, theirs)}" if theirs else "",
         verdict(row),
         auto,
+        other_library(row),
         f"{row['floor_ms']:.3g}",
     ]
 
