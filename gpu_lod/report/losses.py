@@ -10,7 +10,8 @@ from gpu_lod.report.rows import Row, gain
 SOFTWARE = "The renderer is software: shaders, texture filter and torch share the same cores."
 REASONS = {
     "mipmap": "A halving is a sum of four, and torch streams through it at the speed of memory, several elements an "
-    "instruction. A shader adds index arithmetic for each texel, a dispatch a level, and a copy into GL memory.",
+    "instruction. A shader adds index arithmetic for each texel, stores one invocation after the other, and a dispatch "
+    "costs as much as a small level.",
     "hiz": "As for mipmap: whole rows of maximum vectorise. What GL gives is the pyramid where cull reads it.",
     "gaussian": "Twenty-five taps a texel: libraries run them as two passes of five over rows that the cache holds.",
     "laplacian": "Twice the Gaussian's reads, and as many levels written as read.",
