@@ -1,7 +1,7 @@
 """Ordinary CPU tensors as GL buffers: their own memory, neither copied nor owned.
 
 A driver that works on the host's memory can take any of it for a buffer's storage, whatever its alignment: llvmpipe
-does, in 3 us. Other drivers ask for whole pages, and a GPU would read them over its bus.
+does, in some microseconds. Other drivers ask for whole pages, and a GPU would read them over its bus.
 
 Source: GL_AMD_pinned_memory.
 """
@@ -46,7 +46,7 @@ class BorrowedBuffer:
 
 
 class Borrowed(Loan[BorrowedBuffer]):
-    """Keeps the tensor whose memory the buffer is."""
+    """Keeps the tensor whose memory the buffer is; not its memory, which others may give it anew."""
 
     __slots__ = ("tensor",)
 
@@ -67,10 +67,11 @@ class Borrower:
 
     def borrow(self, tensor: torch.Tensor) -> tuple[BorrowedBuffer, int, Borrowed] | None:
         """A buffer over the memory of a CPU tensor of any strides, the byte offset of its first element in it, and what
-        keeps both; None where that cannot be had. The memory is not let go of before the running verb ends."""
+        keeps both; None where that cannot be had. It is for the running verb alone, which holds the tensor until it
+        ends: later the tensor may have other memory (`share_memory_`, `.data =`)."""
         size = tensor.element_size()
         address = tensor.data_ptr()
-        if not self.able or not address or address % size or tensor.is_neg():
+        if not self.able or tensor.device.type != "cpu" or not address or address % size or tensor.is_neg():
             return None
         offset = address % _ALIGNMENT
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -82,12 +83,12 @@ class Borrower:
         glo = gl.gen("Buffers")
         gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, glo)
         gl.BufferData(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, nbytes, address - offset, G.STREAM_DRAW)
-        refused = gl.GetError() != G.NO_ERROR
+        refused = gl.GetError()
         gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, 0)
-        if refused:
+        if refused != G.NO_ERROR:
             gl.clear_errors()
             gl.delete("Buffers", glo)
-            self.able = False
+            self.able = refused == G.OUT_OF_MEMORY  # which may pass
             return None
         loan = Borrowed(BorrowedBuffer(gl, glo), self._returned, tensor)
         self._lent.append(loan)

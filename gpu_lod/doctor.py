@@ -374,7 +374,11 @@ _EXTENSIONS = {
 def _host_bridge(device: egl.EGLDevice) -> Iterator[Finding]:
     ctx = Context(device.index)
     yield round_trip(f"host bridge on device {device.index}", ctx, torch.device("cpu"))
-    how = "shaders read them where they are" if ctx.host.borrows else "copied once a call; not those of Context.empty()"
+    how = (
+        "shaders read them where they are, unless they must be converted"
+        if ctx.host.borrows
+        else "copied once a call; not those of Context.empty()"
+    )
     yield Finding(f"ordinary CPU tensors on device {device.index}", "ok", how)
 
 

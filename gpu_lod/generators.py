@@ -61,18 +61,28 @@ class Chain:
     ) -> None:
         batch, channels, height, width = image.shape
         dtype = image.dtype
-        found = memory_of(ctx, image) if strided or image.is_contiguous() else None
+        source = readable(ctx, image) if strided or image.is_contiguous() else None
         self.channels = channels
-        if found is None:
+        if source is None:
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes, dtype)
             put(ctx, self.tensors[0], image)
             self.source = single_pass.Source.of_planes(self.planes[0], channels)
         else:  # the image is level 0 as it stands
-            buffer, offset, owner = found
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes[1:], dtype)
-            self.planes.insert(0, Planes(buffer, offset, batch * channels, height, width, dtype, owner))
+            top = Planes(source.buffer, source.offset, batch * channels, height, width, dtype, source.owner)
+            self.planes.insert(0, top)
             self.tensors.insert(0, image)
-            self.source = single_pass.Source(buffer, offset, tuple(image.shape), image.stride(), dtype, owner)
+            self.source = source
+
+
+def readable(ctx: Context, image: torch.Tensor) -> single_pass.Source | None:
+    """An image [B, C, H, W] where it is, of any strides; None where it must be copied."""
+    found = memory_of(ctx, image)
+    if found is None:
+        return None
+    buffer, offset, owner = found
+    source = single_pass.Source(buffer, offset, tuple(image.shape), image.stride(), image.dtype, owner)
+    return source if image.is_contiguous() or source.readable(ctx) else None
 
 
 def build(
@@ -112,12 +122,7 @@ def build_converted(ctx: Context, image: torch.Tensor, levels: int, values: Conv
     if levels == 1:  # no chain to make
         (_, top) = new_planes(ctx, tuple(image.shape), dtype)
         return [top.copy_(values.apply(image))]
-    found = memory_of(ctx, image)
-    if found is None:
-        source = single_pass.Source.of_planes(planes_of(ctx, image), channels)
-    else:
-        buffer, offset, owner = found
-        source = single_pass.Source(buffer, offset, tuple(image.shape), image.stride(), image.dtype, owner)
+    source = readable(ctx, image) or single_pass.Source.of_planes(planes_of(ctx, image), channels)
     planes, tensors = packed_planes(ctx, batch, channels, level_sizes(height, width, levels), dtype)
     scale = values.scale or (1.0,) * channels
     single_pass.reduce_chain(ctx, source, planes, channels, "mean", (scale, values.offset))

@@ -12,8 +12,8 @@ from gpu_lod.planewise import bands
 from gpu_lod.pyramid import Reduce, level_sizes
 
 WHOLE = 2**21
-"""Texels of small dtypes that a CPU makes fp32 of at once; of larger images and batches it is a part at a time, which
-takes down to a third of the time and a fraction of the memory."""
+"""Texels of small dtypes that a CPU makes fp32 of, or halves, at once; of larger images and batches it is a part at a
+time, which takes down to a third of the time and a fraction of the memory."""
 
 SUMS = 2**23
 """Texels up to which a CPU halves by sums of rows and then of columns: in down to two thirds of the time of the one
@@ -70,7 +70,9 @@ def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] |
 
 def _in_words(x: torch.Tensor) -> bool:
     """Whether a CPU may take counts for words of four of them."""
-    if x.device.type != "cpu" or sys.byteorder != "little" or x.shape[-1] % 4 or checks.transformed(x):
+    if x.device.type != "cpu" or sys.byteorder != "little" or x.shape[-1] % 4 or x.is_neg():
+        return False
+    if checks.transformed(x) or torch._C._len_torch_dispatch_stack():  # traced: other tensors may lie elsewhere
         return False
     return x.stride(-1) == 1 and not any(n % 4 for n in (*x.stride()[:-1], x.storage_offset(), x.data_ptr()))
 

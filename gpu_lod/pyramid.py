@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree
 
 from gpu_lod import recording
+from gpu_lod.bridge.borrowed import Borrowed
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels.device import device_of
@@ -175,7 +176,10 @@ class Pyramid:
         self.check_unchanged()
         key = ("planes", level, id(ctx))
         if key not in self._cache:
-            self._cache[key] = (ctx, planes_of(ctx, self.levels[level]))
+            found = planes_of(ctx, self.levels[level])
+            if isinstance(found.owner, Borrowed):
+                return found  # the level may have other memory by the next call
+            self._cache[key] = (ctx, found)
         planes: Planes = self._cache[key][1]
         planes.buffer.take()
         return planes

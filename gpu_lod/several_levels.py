@@ -45,7 +45,7 @@ def reduce_chain(ctx: Context, chain: Sequence[Planes], reduce: Reduce, one_leve
 def together(chain: Sequence[Planes], level: int) -> int:
     """How many levels below this one can be made at once."""
     count = 0
-    if chain[level].offset % 16:  # the image stands in GL memory as the caller placed it
+    if chain[level].offset % 16:  # the image stands where the caller placed it
         return 0
     while count < _MOST and level + count + 1 < len(chain):
         above, below = chain[level + count], chain[level + count + 1]

@@ -20,6 +20,7 @@ from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, parts, rows_of, word
 
 _STEPS = 6
 """Levels that a workgroup makes of its tile of 64 x 64 texels; fewer where shared memory is small."""
+LARGEST_TILE = 64
 _FIELDS = 6
 """Of a level in the shader's table."""
 
@@ -60,6 +61,10 @@ class Source:
         total = self.shape[0] * self.shape[1]
         spans = (self._span(first, min(planes, total - first), row, end) for first in range(0, total, planes))
         return max(last - begin + 1 for begin, last in spans) * self.dtype.itemsize + 2 * ALIGNMENT
+
+    def readable(self, ctx: Context) -> bool:
+        """True if what a row of the largest tiles rests on fits a binding."""
+        return self.nbytes(1, 0, min(2 * LARGEST_TILE, self.shape[2])) <= ctx.limits.storage_bytes
 
     def bind(self, ctx: Context, first: int, planes: int, row: int, end: int) -> int:
         """Bind them to binding 0; returns the index there of the image's first element, negative if that comes

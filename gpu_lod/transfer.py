@@ -48,7 +48,7 @@ def word_defines(dtype: torch.dtype) -> dict[str, int | bool]:
 class Planes:
     """Contiguous planes [count, height, width] in a GL buffer.
 
-    `owner` is what must stay alive while they are used: a lease, or a tensor over one.
+    `owner` is what must stay alive while they are used: a lease or a loan, or a tensor over one.
     """
 
     buffer: Buffer
@@ -86,7 +86,7 @@ class Planes:
         """
         size = self.dtype.itemsize
         start = (self.offset + first * size) // ALIGNMENT * ALIGNMENT
-        # Shaders read whole words; buffers are a multiple of 4 KiB, so that rounding up stays inside.
+        # Shaders read whole words; buffers are a multiple of 64 bytes at the least, so that rounding up stays inside.
         end = -(-(self.offset + (last + 1) * size) // 4) * 4
         if end - start > ctx.limits.storage_bytes:
             raise LimitError(
@@ -135,6 +135,8 @@ class Planes:
 def memory_of(ctx: Context, tensor: torch.Tensor) -> tuple[Buffer, int, object] | None:
     """The buffer that is the tensor's own memory, to be read, the byte offset of its first element, and what must stay
     alive meanwhile; or None where it must be copied."""
+    if tensor.is_neg():
+        return None
     found = ctx.bridge.find(tensor)
     if found is not None:
         found[0].take()

@@ -202,17 +202,35 @@ def test_it_is_let_go_after_an_error(ctx: lod.Context) -> None:
     assert gone() is None
 
 
-def test_a_pyramid_keeps_what_its_planes_are(ctx: lod.Context) -> None:
-    """A level that shaders read where it is lives as long as the pyramid."""
-    top = noise(1, 64, 64)
+def test_levels_may_get_other_memory() -> None:
+    """What a pyramid keeps between calls holds no address of memory that others own."""
+    top = torch.rand(1, 512, 512)
     pyramid = lod.hiz(top, backend="torch")
-    values = float(top.max())
-    del top
-    boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.1, 0.2, 0.15, 0.25]])
-    first = lod.region_max(pyramid, boxes, backend="gl")
+    expected = lod.cull(pyramid, 0.99, backend="gl").mask
+    pyramid.levels[0].share_memory_()
+    assert torch.equal(lod.cull(pyramid, 0.99, backend="gl").mask, expected)
+    pyramid.levels[0].data = torch.zeros(1, 512, 512)
     gc.collect()
-    assert torch.equal(lod.region_max(pyramid, boxes, backend="gl"), first)
-    assert float(first.flatten()[0]) == values
+    assert not bool(lod.cull(pyramid, 0.99, backend="gl").mask.any())
+
+
+@pytest.mark.parametrize("how", [{}, {"mean": [0.4] * 3, "std": [0.2] * 3}], ids=["plain", "converted"])
+def test_views_that_reach_far_are_copied(restored_limits: lod.Context, how: dict[str, Any]) -> None:
+    """A row of tiles of such rests on more memory than a binding may have."""
+    restored_limits.limits.storage_bytes = 2**18
+    image = torch.rand(1, 3, 800, 800)[..., ::10, ::10]
+    for got, want in zip(
+        lod.mipmap(image, generator="single-pass", **how), lod.mipmap(image, backend="torch", **how), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("generator", ["compute", "single-pass"])
+def test_negated_views_of_gl_memory_are_negated(ctx: lod.Context, generator: Any) -> None:
+    image = ctx.empty(1, 4, 4, 2)
+    image.copy_(torch.rand(1, 4, 4, 2))
+    for view in (torch.view_as_complex(image).conj().imag, torch._neg_view(ctx.empty(1, 4, 4).fill_(0.5))):
+        assert torch.equal(lod.hiz(view, generator=generator)[1], lod.hiz(view, backend="torch")[1])
 
 
 def test_not_a_byte_of_the_next_page(ctx: lod.Context) -> None:

@@ -197,7 +197,7 @@ def test_without_cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None
     assert findings["CUDA"].found == "none (torch is built without CUDA); verbs run on CPU tensors"
     assert any(name.startswith("host bridge") and one.status == "ok" for name, one in findings.items())
     [how] = [one.found for name, one in findings.items() if name.startswith("ordinary CPU tensors")]
-    assert how.startswith("shaders read them" if ctx.host.borrows else "copied")
+    assert how.startswith("shaders read them where they are" if ctx.host.borrows else "copied")
     assert doctor.as_dict([*findings.values()])["ok"]
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from images import DTYPES, SIZES, noise
 from oracle import extreme_chain, mean_chain
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gpu_lod as lod
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
@@ -460,3 +461,21 @@ def test_counts_are_halved_alike_wherever_they_lie(shape: tuple[int, ...]) -> No
     for name, source in sources.items():
         assert torch.equal(source, image)
         assert torch.equal(halve_mean(source, *sizes), expected), name
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_chains_of_counts_are_traced_for_any_memory(mode: str) -> None:
+    image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8)
+    traced = make_fx(lambda x: list(lod.mipmap(x, backend="torch").levels), tracing_mode=mode)(image)
+    elsewhere = torch.cat([image.flatten()[:1], image.flatten()])[1:].view(3, 64, 64)
+    for got, want in zip(traced(elsewhere), lod.mipmap(image, backend="torch"), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_negated_counts() -> None:
+    image = torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8)
+    view = torch._neg_view(image)
+    for got, want in zip(
+        lod.mipmap(view, backend="torch"), lod.mipmap(view.resolve_neg(), backend="torch"), strict=True
+    ):
+        assert torch.equal(got, want)
