@@ -13,7 +13,7 @@ import torch
 from . import gl as G
 from .gl import GL
 from .pool import Loan, Returns, hold
-from .views import Views
+from .views import OwnBuffer
 
 EXTENSION = "GL_AMD_pinned_memory"
 _ALIGNMENT = 64
@@ -23,26 +23,10 @@ _MOST = 2**32 - _ALIGNMENT
 """Bytes, as Mesa counts them in 32 bits."""
 
 
-class BorrowedBuffer:
+class BorrowedBuffer(OwnBuffer):
     """A GL buffer object over memory of somebody else's."""
 
-    __slots__ = ("_gl", "glo", "views")
-
-    def __init__(self, gl: GL, glo: int) -> None:
-        self._gl = gl
-        self.glo = glo
-        self.views = Views(gl, glo)
-
-    def take(self) -> None:
-        """Nothing to hand over."""
-
-    def bind(self, binding: int, start: int, size: int) -> None:
-        """Bind a range to a storage-buffer binding."""
-        self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
-
-    def delete(self) -> None:
-        self.views.delete()
-        self._gl.delete("Buffers", self.glo)
+    __slots__ = ()
 
 
 class Borrowed(Loan[BorrowedBuffer]):

@@ -25,22 +25,21 @@ from . import gl as G
 from .borrowed import Borrowed, BorrowedBuffer, Borrower
 from .gl import GL
 from .pool import Lease, Pool, Returns, hold, size_class, storage_start
-from .views import Views
+from .views import OwnBuffer
 
 _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
 
 
-class MappedBuffer:
+class MappedBuffer(OwnBuffer):
     """One GL buffer object, mapped for its whole life at `address`."""
 
-    __slots__ = ("_gl", "_registry", "address", "glo", "nbytes", "views")
+    __slots__ = ("_registry", "address", "nbytes")
 
     def __init__(self, gl: GL, nbytes: int, registry: dict[int, MappedBuffer]) -> None:
-        self._gl = gl
         self._registry = registry
         self.nbytes = nbytes
         gl.check("an earlier command of this call")
-        self.glo = gl.gen("Buffers")
+        super().__init__(gl, gl.gen("Buffers"))
         gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
         # CLIENT_STORAGE asks for host memory: torch reads it at full speed, also where the GPU has its own.
         gl.BufferStorage(G.COPY_WRITE_BUFFER, nbytes, None, _FLAGS | G.CLIENT_STORAGE_BIT)
@@ -54,25 +53,16 @@ class MappedBuffer:
                 "drop results that are no longer needed, or call Context.trim()."
             )
         self.address: int = address
-        self.views = Views(gl, self.glo)
         registry[address] = self
 
     @property
     def key(self) -> int:
         return self.nbytes
 
-    def take(self) -> None:
-        """Nothing to hand over."""
-
-    def bind(self, binding: int, start: int, size: int) -> None:
-        """Bind a range to a storage-buffer binding."""
-        self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
-
     def delete(self) -> None:
         # Forget the address first: malloc may hand it to an ordinary tensor next.
         del self._registry[self.address]
-        self.views.delete()
-        self._gl.delete("Buffers", self.glo)  # deleting a mapped buffer unmaps it
+        super().delete()  # deleting a mapped buffer unmaps it
 
 
 class SharedBuffer(Lease[MappedBuffer]):

@@ -11,19 +11,18 @@ from gpu_lod.errors import OutOfMemoryError
 from . import gl as G
 from .gl import GL
 from .pool import Lease, Pool, size_class
-from .views import Views
+from .views import OwnBuffer
 
 
-class PrivateBuffer:
+class PrivateBuffer(OwnBuffer):
     """One GL buffer with immutable storage, never mapped."""
 
-    __slots__ = ("_gl", "glo", "nbytes", "views")
+    __slots__ = ("nbytes",)
 
     def __init__(self, gl: GL, nbytes: int) -> None:
-        self._gl = gl
         self.nbytes = nbytes
         gl.check("an earlier command of this call")
-        self.glo = gl.gen("Buffers")
+        super().__init__(gl, gl.gen("Buffers"))
         gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
         gl.BufferStorage(G.COPY_WRITE_BUFFER, nbytes, None, G.DYNAMIC_STORAGE_BIT)
         try:
@@ -31,22 +30,10 @@ class PrivateBuffer:
         except BaseException:
             gl.delete("Buffers", self.glo)
             raise
-        self.views = Views(gl, self.glo)
 
     @property
     def key(self) -> int:
         return self.nbytes
-
-    def take(self) -> None:
-        """Nothing to hand over."""
-
-    def bind(self, binding: int, start: int, size: int) -> None:
-        """Bind a range to a storage-buffer binding."""
-        self._gl.BindBufferRange(G.SHADER_STORAGE_BUFFER, binding, self.glo, start, size)
-
-    def delete(self) -> None:
-        self.views.delete()
-        self._gl.delete("Buffers", self.glo)
 
 
 class Private(Lease[PrivateBuffer]):

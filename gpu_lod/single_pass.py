@@ -20,7 +20,8 @@ from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, parts, rows_of, word
 
 _STEPS = 6
 """Levels that a workgroup makes of its tile of 64 x 64 texels; fewer where shared memory is small."""
-LARGEST_TILE = 64
+LARGEST_TILE = 1 << _STEPS
+"""Texels along its side."""
 _FIELDS = 6
 """Of a level in the shader's table."""
 

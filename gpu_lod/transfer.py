@@ -104,24 +104,23 @@ class Planes:
     def fetch(self, ctx: Context, unit: int, together: int = 1) -> int:
         """Bind the buffer to a texture unit, texels of so many elements: several of fp32 alone. Returns the index,
         in elements, of element 0 of the planes."""
-        assert self.buffer.views is not None
-        recording.refers(self.buffer.glo)
-        self.buffer.views.bind(unit, _TEXELS[self.dtype, together])
+        self._as_texels(unit, _TEXELS[self.dtype, together])
         return self.offset // self.dtype.itemsize
 
     def fetch_bits(self, ctx: Context, unit: int) -> int:
         """The same, an element's bits a texel."""
-        assert self.buffer.views is not None
-        recording.refers(self.buffer.glo)
-        self.buffer.views.bind(unit, _BITS[self.dtype.itemsize])
+        self._as_texels(unit, _BITS[self.dtype.itemsize])
         return self.offset // self.dtype.itemsize
 
     def fetch_words(self, ctx: Context, unit: int, together: int = 1) -> int:
         """The same as words of 32 bits, one or four a texel. Returns the index of the first word."""
+        self._as_texels(unit, {1: G.R32UI, 4: G.RGBA32UI}[together])
+        return self.offset // 4
+
+    def _as_texels(self, unit: int, internal_format: int) -> None:
         assert self.buffer.views is not None
         recording.refers(self.buffer.glo)
-        self.buffer.views.bind(unit, {1: G.R32UI, 4: G.RGBA32UI}[together])
-        return self.offset // 4
+        self.buffer.views.bind(unit, internal_format)
 
     def span_fits(self, ctx: Context, first: int, last: int) -> bool:
         """True if elements first..last fit one binding, alignment included."""
