@@ -76,8 +76,6 @@ def test_it_is_the_memory_itself(ctx: lod.Context) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("verb", VERBS)
 def test_any_address(ctx: lod.Context, verb: str, dtype: torch.dtype) -> None:
-    if verb == "inverse_log_polar" and dtype == torch.bfloat16:
-        pytest.skip("it takes none")
     for shape in ((3, 16, 24), (2, 3, 13, 19)):
         image = noise(*shape, dtype=dtype)
         with copying(ctx):
