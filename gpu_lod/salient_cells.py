@@ -9,28 +9,35 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.dispatch import needs_grad
-from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, difference, saliency_map
+from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, saliency_map
 from gpu_lod.gaussian import BINOMIAL, mirrored
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.patch_grid import Pool, along, pooled
 from gpu_lod.pyramid import burt_sizes
 
-_BAND = 2**18
+_BAND = 2**19
 """Pixels that a CPU works on at a time: what is made of so many stays in its cache, and the memory is used again."""
 _LEAST = 8
 """Pixels of a side below which a picture is no matter of bands."""
+_BLOCK = 16
+"""Rows of pixels that a product of matrices makes."""
+_SAMPLES = 8
+"""Of a row, that a product reads pixels between."""
+_COARSEST = 1 << max(centre for centre, _ in PAIRS)
 
 
 def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> torch.Tensor:
     """[B, ceil(H / P), ceil(W / P)] of images [B, C, H, W], fp32, in plain torch; differentiable.
 
     On a CPU in bands of some rows of patches, but for small pictures and where a graph is kept: what is made on the way
-    stays small, and its memory is used again.
+    stays small, and its memory is used again. What lies between samples is read by products with small matrices of
+    weights, in less time than by sums of strided views. They multiply by 0 too, so what is not finite spreads further
+    there.
     """
     count, _, height, width = images.shape
     small = min(height, width) < _LEAST or len(burt_sizes(height, width)) < LEVELS
     graph = needs_grad(images) or checks.transformed(images)
-    if images.device.type != "cpu" or images.dtype == torch.float64 or small or graph:
+    if images.device.type != "cpu" or images.dtype == torch.float64 or small or graph or not _exact():
         return pooled(saliency_map(images)[:, None].float(), patch, pool)[:, 0]
     together = max(1, AT_ONCE // (height * width))
     found = [_cells(images[first : first + together], patch, pool) for first in range(0, count, together)]
@@ -40,47 +47,105 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
 def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
     count, _, height, width = images.shape
     first = _level_one(images)
-    levels = [first, *gaussian_chain(first, LEVELS - 1)]  # nothing asks for level 0
-    # The last row twice: rows of pixels lie between two.
-    samples = [F.pad(difference(levels, *pair), (0, 1, 0, 1), mode="replicate") for pair in PAIRS]
-    del first, levels
+    levels = [level[:, 0] for level in [first, *gaussian_chain(first, LEVELS - 1)]]  # nothing asks for level 0
+    samples = [_difference(levels, *pair, height, width) for pair in PAIRS]
     side = min(patch, height)
     cells = height // side
     at_once = max(_BAND // (count * width * side), 1)
     bands = [(i * side, min(i + at_once, cells) * side) for i in range(0, cells, at_once)]
     if height % side:
         bands.append((height - side, height))  # the last patches are flush with the edge
-    most = max(end - begin for begin, end in bands)
-    memory = [samples[0].new_empty(count, 1, most + (2 << centre), width) for centre, _ in PAIRS]
-    rows = [along(_band(samples, memory, *band), -2, patch, pool) for band in bands]
-    return along(torch.cat(rows, dim=-2), -1, patch, pool)[:, 0].div_(len(PAIRS))
+    most = max(end - begin for begin, end in bands) + _COARSEST + _BLOCK
+    wide = -(-width // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
+    memory = images.new_empty(1 if pool == "mean" else 2, count, most, wide, dtype=torch.float32)
+    rows = [_rows(samples, memory, *band, patch, pool)[..., :width] for band in bands]
+    return along(torch.cat(rows, dim=-2), -1, patch, pool).div_(len(PAIRS))
 
 
-def _band(samples: Sequence[torch.Tensor], memory: Sequence[torch.Tensor], begin: int, end: int) -> torch.Tensor:
-    """Rows begin..end - 1 of the saliency, times three, in the first of some memory that is there."""
-    parts = []
-    for (centre, _), few, room in zip(PAIRS, samples, memory, strict=True):
+def _rows(
+    samples: Sequence[torch.Tensor], memory: torch.Tensor, begin: int, end: int, patch: int, pool: Pool
+) -> torch.Tensor:
+    """Rows begin..end - 1 of the saliency, pooled along columns, in memory that is there."""
+    low = begin // _COARSEST * _COARSEST
+    blocks = -(-(end - low) // _BLOCK)
+    total: torch.Tensor | None = None
+    for index, ((centre, _), few) in enumerate(zip(PAIRS, samples, strict=True)):
         factor = 1 << centre
-        low, high = begin // factor, (end - 1) // factor + 1
-        tall = room[..., : (high - low) * factor, :]
-        wide = _widened(few[..., low : high + 1, :], factor)[..., : room.shape[-1]]
-        shares = torch.arange(factor, dtype=wide.dtype)[:, None] / factor
-        torch.lerp(
-            wide[..., :-1, None, :], wide[..., 1:, None, :], shares, out=tall.unflatten(-2, (high - low, factor))
-        )
-        parts.append(tall[..., begin - low * factor : end - low * factor, :].abs_())
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
+        first = low // factor
+        wide = _widened(few[:, first : first + blocks * _BLOCK // factor + 1], factor)
+        room = memory[min(index, len(memory) - 1), :, : blocks * _BLOCK]
+        _lengthened(wide, factor, room)
+        part = room[:, begin - low : end - low].abs_()
+        if pool == "mean":
+            part = along(part, -2, patch)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total if pool == "mean" else along(total, -2, patch, pool)
+
+
+def _difference(levels: Sequence[torch.Tensor], centre: int, surround: int, height: int, width: int) -> torch.Tensor:
+    """A level less a coarser one at its samples, the last ones again until whole blocks of pixels lie between them."""
+    fine, factor = levels[centre], 1 << (surround - centre)
+    count, h, w = fine.shape
+    wide = _widened(_reaching(levels[surround], factor, h, w), factor)
+    tall = fine.new_empty(count, -(-h // _BLOCK) * _BLOCK, wide.shape[-1])
+    _lengthened(wide, factor, tall)
+    result = fine.new_empty(count, *_reach(height, width, 1 << centre))
+    torch.sub(fine, tall[:, :h, :w], out=result[:, :h, :w])
+    result[:, :h, w:] = result[:, :h, w - 1 : w]
+    result[:, h:] = result[:, h - 1 : h]
+    return result
+
+
+def _reach(height: int, width: int, factor: int) -> tuple[int, int]:
+    """Rows and columns of samples that whole blocks of pixels lie between."""
+    wide = _SAMPLES * _COARSEST
+    return (height + _BLOCK + _COARSEST) // factor + 2, -(-width // wide) * wide // factor + 1
+
+
+def _reaching(samples: torch.Tensor, factor: int, height: int, width: int) -> torch.Tensor:
+    rows, columns = _reach(height, width, factor)
+    more = (0, columns - samples.shape[-1], 0, rows - samples.shape[-2])
+    return F.pad(samples, more, mode="replicate")
+
+
+def _exact() -> bool:
+    """Whether products are of fp32 here: a program may allow itself bfloat16 in them."""
+    return torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
+
+
+def _between(factor: int, samples: int) -> torch.Tensor:
+    """[samples factor, samples + 1], the weights of samples, `factor` pixels apart, at the pixels from the first on."""
+    shares = torch.arange(factor, dtype=torch.float32, device="cpu")[:, None] / factor
+    matrix = torch.zeros(samples, factor, samples + 1, dtype=torch.float32, device="cpu")
+    matrix.diagonal(0, 0, 2)[:] = 1 - shares
+    matrix.diagonal(1, 0, 2)[:] = shares
+    return matrix.flatten(0, 1)
+
+
+_FACTORS = {1 << level for centre, surround in PAIRS for level in (centre, surround - centre)}
+_WIDER = {factor: _between(factor, _SAMPLES).t().contiguous() for factor in _FACTORS}
+_LONGER = {factor: _between(factor, _BLOCK // factor) for factor in _FACTORS}
 
 
 def _widened(samples: torch.Tensor, factor: int) -> torch.Tensor:
-    """Samples [B, 1, h, w + 1], so many pixels apart, read at every pixel between them: [B, 1, h, w factor]."""
-    left, right = samples[..., :-1], samples[..., 1:]
-    wide, step = left.new_empty(*left.shape, factor), right - left
-    for column in range(factor):
-        torch.add(left, step, alpha=column / factor, out=wide[..., column])
-    return wide.flatten(-2)
+    """Samples [B, h, 8 n + 1], `factor` pixels apart along a row, read at every pixel between: [B, h, 8 n factor]."""
+    blocks = samples.unfold(-1, _SAMPLES + 1, _SAMPLES).reshape(-1, _SAMPLES + 1)
+    return torch.mm(blocks, _WIDER[factor]).view(*samples.shape[:2], -1)
+
+
+def _lengthened(samples: torch.Tensor, factor: int, out: torch.Tensor) -> None:
+    """The same along columns: whole blocks of rows `out` [B, n _BLOCK, w] of samples [B, h, w]."""
+    step = _BLOCK // factor
+    windows = samples.unfold(1, step + 1, step)[:, : out.shape[1] // _BLOCK].transpose(2, 3)
+    blocks = out.unflatten(1, (-1, _BLOCK))
+    if len(out) == 1:
+        torch.bmm(_LONGER[factor].expand(windows.shape[1], -1, -1), windows[0], out=blocks[0])
+        return
+    # A product serves all blocks of an image, or a block of all images.
+    weights = _LONGER[factor].expand(len(out), -1, -1)
+    for index in range(blocks.shape[1]):
+        blocks[:, index] = torch.bmm(weights, windows[:, index])
 
 
 def _level_one(images: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,18 @@ def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, mon
                 torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6, msg=f"{shape}, {patch}, {pool}")
 
 
+def test_saliency_of_cells_is_fp32_where_products_are_not() -> None:
+    image = noise(1, 3, 64, 80)
+    expected = by_the_map(image, 16, "mean")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(saliency_cells(image, 16).double(), expected, rtol=0, atol=1e-6)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        torch.testing.assert_close(saliency_cells(image, 16).double(), expected, rtol=0, atol=1e-6)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_saliency_of_cells_passes_gradients() -> None:
     image = noise(1, 3, 64, 64).double().requires_grad_()
     for source in (image, image.float()):
