@@ -46,7 +46,7 @@ def conversion(
     means = (0.0,) * channels if mean is None else checks.numbers(mean, "mean", channels)
     stds = (1.0,) * channels if std is None else checks.numbers(std, "std", channels)
     if std is not None and not all(
-        math.isfinite(float(torch.tensor(1 / s if s else math.inf, dtype=torch.float32))) for s in stds
+        math.isfinite(float(torch.tensor(1 / s if s else math.inf, dtype=torch.float32, device="cpu"))) for s in stds
     ):
         raise InputError(f"std is {stds}; every channel's must differ from 0, and 1 / std be a number of fp32.")
     normalised = mean is not None or std is not None

@@ -100,7 +100,7 @@ def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
     if isinstance(threshold, torch.Tensor) and (threshold.is_complex() or threshold.layout is not torch.strided):
         raise InputError(f"threshold is a {threshold.layout} {threshold.dtype} tensor; expected real numbers, dense.")
     try:
-        where = None if hasattr(threshold, "__dlpack__") else torch.device("cpu")
+        where = threshold.device if isinstance(threshold, torch.Tensor) else torch.device("cpu")
         values = torch.as_tensor(threshold, dtype=torch.float64, device=where).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"threshold is {threshold!r}; expected a number or a tensor [B] ({error}).") from None

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from gpu_lod import calibration, checks
+from gpu_lod import calibration, checks, precision
 from gpu_lod.context import Context, context_for, why_not
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.pyramid import Pyramid
@@ -282,7 +282,7 @@ class _WithReferenceGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         wanted = ctx.needs_input_grad[2:]
         again = torch.is_grad_enabled()  # for gradients of gradients
-        with torch.enable_grad():
+        with torch.enable_grad(), precision.full():
             # Views, for gradients of gradients: an input may rest on another one, as a level does on the image, and
             # what passes between them is not this function's.
             inputs = [

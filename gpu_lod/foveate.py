@@ -362,7 +362,7 @@ def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor,
     pixels = torch.exp2(level)
     probes = math.ceil(anisotropy)
     read = (level - math.log2(probes)).clamp(min=0, max=len(chain) - 1)
-    total: Any = 0
+    total = torch.zeros((), dtype=point.dtype, device=point.device)
     for probe in range(probes):
         step = pixels * ((probe + 1) / (probes + 1) - 0.5) / e
         at_x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5 + x * step) / width
@@ -372,7 +372,7 @@ def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor,
             weight = (1 - (read - index).abs()).clamp(min=0)
             if checks.transformed(weight) or bool((weight > 0).any()):
                 total = total + weight * bilinear(texels, grid, point.dtype)
-    return torch.as_tensor(total / probes)
+    return total / probes
 
 
 def _gl(

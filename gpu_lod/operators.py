@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-from gpu_lod import dispatch
+from gpu_lod import dispatch, precision
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
 
@@ -43,14 +43,15 @@ operators: dict[str, Operator] = {}
 
 
 def verb(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a verb: compiled code calls its op, everything else the function itself."""
+    """Decorates a verb: compiled code calls its op, everything else the function itself, in full precision."""
+    full = precision.in_full(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             result: R = operators[function.__name__].traced(*args, **kwargs)
             return result
-        return function(*args, **kwargs)
+        return full(*args, **kwargs)
 
     return call
 
@@ -172,7 +173,8 @@ class Operator:
         if isinstance(result, Pyramid):
             return list(result.levels if self._owns_level_0(result, given) else result.levels[1:])
         if dataclasses.is_dataclass(result):
-            return [torch.as_tensor(getattr(result, field.name)) for field in dataclasses.fields(result)]
+            values = [getattr(result, field.name) for field in dataclasses.fields(result)]
+            return [value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu") for value in values]
         return [result] if isinstance(result, torch.Tensor) else list(result)
 
     def _packed(self, outputs: list[torch.Tensor]) -> Any:
@@ -182,7 +184,7 @@ class Operator:
 
     def _run(self, *flat: Any) -> Any:
         given = self._unflatten(flat)
-        return self._packed(_apart(self._outputs(self.verb(*given), given), flat))
+        return self._packed(_apart(self._outputs(precision.in_full(self.verb)(*given), given), flat))
 
     def _fake(self, *flat: Any) -> Any:
         given = self._unflatten(flat)
@@ -193,7 +195,7 @@ class Operator:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         places = [i for i, want in zip(places, wanted, strict=True) if want]
 
-        with _autograd():
+        with _autograd(), precision.full():
             asked = [leaves[place].detach().requires_grad_() for place in places]
             for place, leaf in zip(places, asked, strict=True):
                 leaves[place] = leaf

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, operators
+from gpu_lod import checks, dispatch, operators, precision
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
@@ -196,7 +196,7 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
     height, width = x.shape[-2:]
     planes = x.reshape(-1, height, width)
     shape = (*x.shape[:-2], orientations, height, width)
-    if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL:
+    if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL and precision.exact("conv", x.device):
         padded = mirrored(planes, REACH, REACH)[:, None]
         filters = _dense(orientations, x.dtype, x.device)[:, None]
         even, odd = F.conv2d(padded, filters).split(orientations, dim=1)
@@ -265,7 +265,11 @@ def _band(x: torch.Tensor, columns: torch.Tensor, orientations: int, *, in_place
     # Rows by strided sums, which vectorise; columns by one matrix product over overlapping blocks of rows, without a
     # copy. Together twice as fast on a CPU as any convolution.
     blocks = _filtered_rows(x, width).unfold(1, 4 * (_BLOCK + 2 * REACH), 4 * _BLOCK).transpose(-1, -2)
-    even, odd = torch.matmul(columns, blocks).unflatten(2, (2, orientations, _BLOCK)).unbind(2)
+    if precision.exact("matmul", x.device):
+        both = torch.matmul(columns, blocks)
+    else:
+        both = torch.matmul(columns.double(), blocks.double()).to(x.dtype)
+    even, odd = both.unflatten(2, (2, orientations, _BLOCK)).unbind(2)
     result = even.square_().addcmul_(odd, odd) if in_place else torch.addcmul(even.square(), odd, odd)
     return result.transpose(1, 2)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, saliency_map
 from gpu_lod.gaussian import BINOMIAL, mirrored
@@ -26,6 +26,7 @@ _SAMPLES = 8
 _COARSEST = 1 << max(centre for centre, _ in PAIRS)
 
 
+@precision.in_full
 def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> torch.Tensor:
     """[B, ceil(H / P), ceil(W / P)] of images [B, C, H, W], fp32, in plain torch; differentiable.
 
@@ -37,7 +38,8 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
     count, _, height, width = images.shape
     small = min(height, width) < _LEAST or len(burt_sizes(height, width)) < LEVELS
     graph = needs_grad(images) or checks.transformed(images)
-    if images.device.type != "cpu" or images.dtype == torch.float64 or small or graph or not _exact():
+    plain = small or graph or not precision.exact("matmul", images.device)
+    if images.device.type != "cpu" or images.dtype == torch.float64 or plain:
         return pooled(saliency_map(images)[:, None].float(), patch, pool)[:, 0]
     together = max(1, AT_ONCE // (height * width))
     found = [_cells(images[first : first + together], patch, pool) for first in range(0, count, together)]
@@ -107,11 +109,6 @@ def _reaching(samples: torch.Tensor, factor: int, height: int, width: int) -> to
     rows, columns = _reach(height, width, factor)
     more = (0, columns - samples.shape[-1], 0, rows - samples.shape[-2])
     return F.pad(samples, more, mode="replicate")
-
-
-def _exact() -> bool:
-    """Whether products are of fp32 here: a program may allow itself bfloat16 in them."""
-    return torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled("cpu")
 
 
 def _between(factor: int, samples: int) -> torch.Tensor:

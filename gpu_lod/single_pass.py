@@ -161,7 +161,7 @@ class _Layout:
                 rows.append([width, height, margin[1], margin[0], rest, tail])
                 if level in self._tails:
                     tail += planes * height * width
-            return ctx.private.lease(4 * _FIELDS * len(rows)).write(torch.tensor(rows, dtype=torch.int32))
+            return ctx.private.lease(4 * _FIELDS * len(rows)).write(torch.tensor(rows, dtype=torch.int32, device="cpu"))
 
         offsets = tuple(level.offset for level in self._rest)
         itemsize = self._rest[0].dtype.itemsize if self._rest else 0

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
 from gpu_lod.errors import InputError
@@ -110,7 +110,7 @@ class Scene:
         levels = torch.full_like(index, level) if isinstance(level, int) else level
         step = 1 << levels
         columns = (self.grid[1] + step - 1) // step
-        side = (step * self.patch)[..., None]
+        side = (step * self.patch)[..., None].double()
         cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
         size = cells.new_tensor([self.size[1], self.size[0]])
         centres = torch.minimum((cells + 0.5) * side, size - side / 2)
@@ -152,6 +152,7 @@ class Allocator(ABC):
         """Sites [B, K, 3] and scores [B, K], high scores first; and weights [B, K, Hg Wg] if there are such: how much
         of each level-0 patch, row by row, goes into each token. They sum to 1 for each token."""
 
+    @precision.in_full
     def __call__(
         self,
         image: torch.Tensor | Pyramid | None = None,

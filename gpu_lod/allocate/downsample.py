@@ -38,7 +38,7 @@ class Downsample(Allocator):
         for row, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
             columns = end - begin
             level = math.log2(max(1.0, max(width / columns, height / rows) / self.patch))
-            x = (torch.arange(columns, dtype=torch.float64) + 0.5) / columns
+            x = (torch.arange(columns, dtype=torch.float64, device="cpu") + 0.5) / columns
             y = torch.full_like(x, (row + 0.5) / rows)
             sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
         found = torch.cat(sites).float().to(scene.device).expand(scene.batch, -1, -1)

@@ -54,8 +54,7 @@ def find_fixations(
     coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
-    y = (torch.arange(size[0], device=coarse.device) + 0.5) / size[0]
-    x = (torch.arange(size[1], device=coarse.device) + 0.5) / size[1]
+    y, x = ((torch.arange(n, dtype=coarse.dtype, device=coarse.device) + 0.5) / n for n in size)
     central = -((y[:, None] - 0.5) ** 2 + (x - 0.5) ** 2)
     free = torch.ones_like(coarse, dtype=torch.bool)
     points = []
@@ -67,8 +66,8 @@ def find_fixations(
         row, column = index // size[1], index % size[1]
         point = torch.stack(
             [
-                (column + 0.5 + _vertex(coarse, row, column, 2)) / size[1],
-                (row + 0.5 + _vertex(coarse, row, column, 1)) / size[0],
+                (_vertex(coarse, row, column, 2) + column + 0.5) / size[1],
+                (_vertex(coarse, row, column, 1) + row + 0.5) / size[0],
             ],
             dim=-1,
         )

@@ -34,8 +34,8 @@ class Hexagonal(Allocator):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         rows, slant, side = _lattice(self.budget, *scene.size)
         columns = self.budget // rows
-        row = torch.arange(rows, dtype=torch.float64)[:, None]
-        column = torch.arange(columns, dtype=torch.float64)
+        row = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]
+        column = torch.arange(columns, dtype=torch.float64, device="cpu")
         across = (row - (rows - 1) / 2) * slant / rows + column
         # Both are symmetric about the middle of the picture; one may have sites on its very edge.
         x = max(((across + shift) / columns % 1 for shift in (0.5, 0.0)), key=lambda x: -float((x - 0.5).abs().max()))
@@ -43,7 +43,7 @@ class Hexagonal(Allocator):
         level = torch.full_like(x, math.log2(max(1.0, side / self.patch)))
         found = torch.stack([x.sort(dim=1).values, y, level], dim=-1).flatten(0, 1).float().to(scene.device)
         found = found.expand(scene.batch, -1, -1).contiguous()
-        return found, torch.ones(found.shape[:2], device=scene.device)
+        return found, found.new_ones(found.shape[:2])
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,7 +52,7 @@ def _lattice(count: int, height: int, width: int) -> tuple[int, int, float]:
     sites that cover the plane."""
     heights = [rows for rows in range(1, count + 1) if count % rows == 0]
     # The other slants mirror these.
-    choices = [(rows, torch.arange(rows // 2 + 1, dtype=torch.float64)) for rows in heights]
+    choices = [(rows, torch.arange(rows // 2 + 1, dtype=torch.float64, device="cpu")) for rows in heights]
     slants = torch.cat([slants for _, slants in choices])
     rows = torch.cat([torch.full_like(slants, rows) for rows, slants in choices])
     step, zero = width * rows / count, torch.zeros_like(rows)

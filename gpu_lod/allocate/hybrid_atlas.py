@@ -85,7 +85,7 @@ class HybridAtlas(Allocator):
         counts = shared_out(weight * ahead, room * ahead, self.budget - spare, least=0)
         front = best_of(scene.relevance, region, room, counts)
         rest = spread(behind, spare)
-        level = torch.log2(ground / spare.clamp(min=1)).clamp(min=0) / 2
+        level = torch.log2(ground.float() / spare.clamp(min=1)).clamp(min=0) / 2
         levels = [torch.zeros_like(scene.relevance), level[:, None, None].expand_as(scene.relevance)]
         return tokens_at(scene, [(0, front), (0, rest)], [scene.relevance], self.budget, levels)
 

@@ -70,7 +70,7 @@ class PeakCells:
         """
         factor, more = _SPARE
         ratio = mass.amax(-1, keepdim=True) / mass.mean(-1, keepdim=True)
-        needed = (factor * self.counts[..., None] * ratio).ceil().long() + more
+        needed = (ratio * factor * self.counts[..., None]).ceil().long() + more
         return torch.arange(int(needed.max()), dtype=torch.float64, device=mass.device), needed
 
     def fill(self, enters: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,8 @@ class Random(Allocator):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         cells = scene.grid[0] * scene.grid[1]
         self.enough(cells)
-        lots = torch.randperm(cells, generator=torch.Generator().manual_seed(self.seed))[: self.budget].sort().values
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        lots = torch.randperm(cells, generator=generator, device="cpu")[: self.budget].sort().values
         index = lots.to(scene.device).expand(scene.batch, -1)
         scores, order = ordered(scene.relevance.flatten(1).gather(1, index), self.budget)
         return scene.sites(0, index.gather(1, order)), scores

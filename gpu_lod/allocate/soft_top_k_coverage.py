@@ -72,7 +72,7 @@ class SoftTopKCoverage(Learned):
         count = cut[0] * cut[1]
         bin_ = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
         before = ranks_within(relevance, bin_, room_in(bin_, count))
-        added = (before + 0.5) * count / self.budget
+        added = (before.double() + 0.5) * count / self.budget
         # The gradient passes as if the strength were not held at 0, so that it can come back.
         strength = (self.strength + (self.strength.clamp(min=0) - self.strength).detach()).double()
         worth = in_spreads(relevance) - strength * added

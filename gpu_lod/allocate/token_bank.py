@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate.base import Allocator, Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
@@ -82,6 +82,7 @@ class TokenBank:
         self.least = checks.integer(least, "least", at_least=1)
         self.most = None if most is None else checks.integer(most, "most", at_least=self.least)
 
+    @precision.in_full
     def __call__(
         self,
         image: torch.Tensor | Pyramid | None = None,

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
@@ -95,6 +95,8 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
     multiple = 2**levels
     bottom, right = (-n % multiple for n in scene.size)
     values = F.pad(luma(scene), (0, right, 0, bottom), mode="replicate")
+    if not precision.exact("conv", values.device):  # what it is made of
+        values = values.double()
     _, *details = wavedec2(values[:, 0], wavelet, mode="constant", level=levels)
     found = []
     for level, bands in enumerate(reversed(details)):
@@ -114,6 +116,6 @@ def inside(scene: Scene, level: int) -> torch.Tensor:
     side = scene.patch * 2**level
     shares = []
     for n, cells in zip(scene.size, scene.grid, strict=True):
-        begin = torch.arange(-(-cells // 2**level), device=scene.device) * side
+        begin = torch.arange(-(-cells // 2**level), dtype=torch.float32, device=scene.device) * side
         shares.append((n - begin).clamp(max=side) / side)
     return shares[0][:, None] * shares[1]

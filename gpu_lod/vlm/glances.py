@@ -237,7 +237,7 @@ def _successive(
 def _inhibited(scene: Scene, points: torch.Tensor, radius: float, inhibition: float) -> torch.Tensor:
     """Relevance [B, Hg, Wg], less of it within the radius of points [B, n, 2]."""
     values = scene.amounts()
-    size = torch.tensor([scene.size[1], scene.size[0]], device=scene.device) / max(scene.size)
+    size = points.new_tensor([scene.size[1], scene.size[0]]) / max(scene.size)
     cells = scene.sites(0, torch.arange(values[0].numel(), device=scene.device))[:, :2]
     near = (
         (torch.cdist(cells * size, points * size, compute_mode="donot_use_mm_for_euclid_dist") <= radius)

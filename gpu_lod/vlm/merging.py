@@ -142,7 +142,7 @@ def averaged(values: torch.Tensor, weights: torch.Tensor, owner: torch.Tensor, c
 def sizes_of(sizes: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     """fp32 [B, N]; one each if none are given."""
     if sizes is None:
-        return torch.ones(tokens.shape[:2], device=tokens.device)
+        return torch.ones(tokens.shape[:2], dtype=torch.float32, device=tokens.device)
     if sizes.shape != tokens.shape[:2]:
         raise InputError(f"sizes are {tuple(sizes.shape)}; expected {tuple(tokens.shape[:2])}, one of each token.")
     return sizes.float()

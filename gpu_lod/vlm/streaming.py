@@ -94,7 +94,7 @@ class TokenMemory:
         if before is None:
             self._cells = ordered(scene.relevance.flatten(1), self.budget)[1]
             self._waited = torch.zeros_like(scene.relevance, dtype=torch.int32).flatten(1)
-            self._moved = torch.zeros(self._cells.shape, device=scene.device)
+            self._moved = torch.zeros(self._cells.shape, dtype=torch.float32, device=scene.device)
             self._patches = frame.new_zeros(*self._cells.shape, frame.shape[1], self.patch, self.patch)
             replaced = torch.ones_like(self._cells, dtype=torch.bool)
         else:

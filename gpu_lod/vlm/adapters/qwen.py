@@ -61,7 +61,9 @@ class _Tower(Adapter):
     def _positions(self, sites: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """[B, 4 K, 2]: (y, x) of each patch of each unit, in the tower's own patches."""
         level, y, x = grid_positions(sites, size, self.side).unbind(-1)
-        step = (torch.arange(self.merge, device=sites.device) - (self.merge - 1) / 2) * torch.exp2(level)[..., None]
+        step = (torch.arange(self.merge, dtype=level.dtype, device=sites.device) - (self.merge - 1) / 2) * torch.exp2(
+            level
+        )[..., None]
         rows, columns = (y[..., None] + step)[..., :, None], (x[..., None] + step)[..., None, :]
         return torch.stack(torch.broadcast_tensors(rows, columns), dim=-1).flatten(1, 3)
 

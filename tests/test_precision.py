@@ -1,0 +1,193 @@
+"""What a program sets for its models changes no picture: autocast, the precision of products, the default dtype and
+device."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from calls import CALLS, CASES
+from images import noise
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gpu_lod as lod
+from gpu_lod import precision
+from gpu_lod.salient_cells import saliency_cells
+
+
+@contextlib.contextmanager
+def low_products() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "products of bfloat16": low_products,
+    "default float64": lambda: default(torch.float64),
+    "default device": lambda: torch.device("meta"),
+}
+around = pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+
+
+def test_the_settings_change_what_torch_makes() -> None:
+    """Or the tests below would test nothing."""
+    a, b = torch.randn(2, 256, 256).unbind()
+    exact = a @ b
+    for make in AROUND["autocast"], AROUND["products of bfloat16"]:
+        with make():
+            off = ((a @ b).float() - exact).abs().max()
+        if make is AROUND["products of bfloat16"] and off == 0:
+            pytest.skip("this CPU has no products of bfloat16")
+        assert off > 1e-2
+
+
+@around
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_verbs_keep_their_precision(name: str, backend: str, around: Callable[[], Any]) -> None:
+    call = CALLS[name]
+    arguments = call.arguments(*call.inputs())
+
+    def run() -> list[torch.Tensor]:
+        how = {"backend": backend} if call.backends else {}
+        result = call.verb(*arguments, **how)
+        if isinstance(result, lod.Pyramid):
+            return list(result.levels)
+        if isinstance(result, lod.Culled):
+            return [result.mask, result.indices, result.pruned]
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
+    expected = run()
+    with around():
+        found = run()
+    for got, wanted in zip(found, expected, strict=True):
+        # Where products may be of fewer bits, other sums are taken.
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6 if around is low_products else 0)
+
+
+@around
+@pytest.mark.parametrize("size", [(2, 3, 90, 100), (1, 3, 600, 700)], ids=str)
+def test_energies_keep_their_precision(size: tuple[int, ...], around: Callable[[], Any]) -> None:
+    """Small pictures are convolved with, larger ones multiplied."""
+    image = noise(*size)
+    expected = lod.oriented_energy(image.double().float(), 1, 4, backend="torch")[0]
+    with around():
+        found = lod.oriented_energy(image, 1, 4, backend="torch")[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@around
+@pytest.mark.parametrize("name", ["oriented_energy", "mipmap", "gather_patches"])
+@pytest.mark.parametrize("backend", ["gl", "torch"])
+def test_gradients_keep_their_precision(name: str, backend: str, around: Callable[[], Any]) -> None:
+    call = CALLS[name]
+    (image,) = call.inputs()
+    image.requires_grad_()
+
+    def gradient() -> torch.Tensor:
+        made = call.run(image, backend=backend)
+        return torch.autograd.grad(sum(part.square().sum() for part in made), image)[0]  # type: ignore[arg-type]
+
+    expected = gradient()
+    with around():
+        torch.testing.assert_close(gradient(), expected, rtol=1e-5, atol=1e-5)
+
+
+@around
+def test_saliency_keeps_its_precision(around: Callable[[], Any]) -> None:
+    image = noise(1, 3, 64, 80)
+    expected = saliency_cells(image, 16)
+    with around():
+        torch.testing.assert_close(saliency_cells(image, 16), expected, rtol=0, atol=1e-6)
+
+
+@around
+@pytest.mark.parametrize("name", lod.allocate.names())
+def test_allocators_choose_the_same(name: str, around: Callable[[], Any]) -> None:
+    """Given the relevance: without, ties of a saliency that is off in its last place may go otherwise."""
+    allocator = lod.allocate.make(name, 60, 14)
+    image, generator = noise(2, 3, 150, 210), torch.Generator().manual_seed(0)
+    relevance = torch.rand(2, 11, 15, generator=generator)
+    given: dict[str, Any] = {"query": torch.randn(2, allocator.query_width or 8, generator=generator)}
+    given = {need: value for need, value in given.items() if need in allocator.needs}
+    expected = allocator(image, relevance, **given)
+    with around():
+        found = allocator(image, relevance, **given)
+    # A program that allows its products bfloat16 allows it blends, too.
+    close = {"rtol": 0, "atol": 1e-2} if name == "SoftVortex" and around is low_products else {"rtol": 0, "atol": 1e-6}
+    for part in ("sites", "scores", "patches", "weights"):
+        got, wanted = getattr(found, part), getattr(expected, part)
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted, **close, msg=lambda text, part=part: f"{part}: {text}")
+
+
+class NoDefault(TorchDispatchMode):
+    """Refuses what is made in the default dtype, which is bfloat16 where nobody else has that."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        made = {tensor.dtype for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)}
+        assert torch.bfloat16 not in made, f"{op} makes numbers of the default dtype"
+        return found
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_verbs_make_nothing_of_the_default_dtype(name: str, backend: str) -> None:
+    call = CALLS[name]
+    arguments = call.arguments(*call.inputs())
+    with default(torch.bfloat16), NoDefault():
+        call.verb(*arguments, **({"backend": backend} if call.backends else {}))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["relevance given", "picture alone"])
+@pytest.mark.parametrize("name", lod.allocate.names())
+def test_allocators_make_nothing_of_the_default_dtype(name: str, given: bool) -> None:
+    """Three digits of where a token is: to arange(n) / n, torch gives the default dtype."""
+    allocator = lod.allocate.make(name, 60, 14)
+    image, relevance = noise(1, 3, 150, 210), torch.rand(1, 11, 15)
+    more = {"query": torch.rand(1, allocator.query_width or 8)} if "query" in allocator.needs else {}
+    with default(torch.bfloat16), NoDefault():
+        allocator(image, relevance if given else None, **more)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kind", "device", "exact"),
+    [
+        ("torch.backends.mkldnn.matmul.fp32_precision", "bf16", "matmul", "cpu", False),
+        ("torch.backends.mkldnn.conv.fp32_precision", "bf16", "conv", "cpu", False),
+        ("torch.backends.cuda.matmul.fp32_precision", "tf32", "matmul", "cuda", False),
+        ("torch.backends.cudnn.conv.fp32_precision", "tf32", "conv", "cuda", False),
+        ("torch.backends.cudnn.conv.fp32_precision", "ieee", "conv", "cuda", True),
+    ],
+)
+def test_what_is_exact(setting: str, value: str, kind: str, device: str, exact: bool) -> None:
+    """In a process of its own: torch minds if both of its ways to say so were used."""
+    code = f"import torch; from gpu_lod import precision; {setting} = {value!r}\n"
+    code += f"print(precision.exact({kind!r}, torch.device({device!r})))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == str(exact)
+
+
+def test_products_are_exact_if_nobody_says_otherwise() -> None:
+    assert all(precision.exact(kind, torch.device("cpu")) for kind in ("matmul", "conv"))
+    assert not precision.exact("conv", torch.device("cuda"))
+    with low_products():
+        assert not precision.exact("matmul", torch.device("cpu"))
