@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import Private
 from gpu_lod.bridge import gl as G
+from gpu_lod.cached import cached
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
@@ -226,7 +227,7 @@ def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | 
     return Rule(rings, wedges, tuple(radii), tuple(footprints))
 
 
-@functools.lru_cache(maxsize=4)
+@cached(maxsize=4)
 def _polar(rule: Rule, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Radii [rings, 1, 1] in units of the longer side, and directions [wedges, 2]."""
     radii = torch.tensor(rule.radii, dtype=torch.float64, device="cpu")[:, None, None]

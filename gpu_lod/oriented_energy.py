@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators, precision
 from gpu_lod.bridge import gl as G
+from gpu_lod.cached import cached
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.gaussian import choose, mirrored, reduce, reduce_level
@@ -296,7 +296,7 @@ def _filtered_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack(filtered, dim=2).flatten(1, 2)
 
 
-@functools.lru_cache(maxsize=16)
+@cached(maxsize=16)
 def _dense(orientations: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The filters of each angle [2 * orientations, 9, 9]: those of G2, then those of H2."""
     parts = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations)]
@@ -304,7 +304,7 @@ def _dense(orientations: int, dtype: torch.dtype, device: torch.device) -> torch
     return torch.cat(angles).to(device, dtype)
 
 
-@functools.lru_cache(maxsize=16)
+@cached(maxsize=16)
 def _block_of_columns(orientations: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[2 * orientations * block, 4 * (block + 8)]: from rows of four planes to a block of rows of G2 and of H2."""
     second, third = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations))
