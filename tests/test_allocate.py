@@ -568,6 +568,27 @@ def test_fixations_are_peaks_and_are_not_looked_at_twice() -> None:
         assert all(math.dist(a, b) > 0.15 for a, b in zip(points.tolist(), points.tolist()[1:], strict=False))
 
 
+def test_what_is_far_above_the_rest_is_looked_at_again_if_little_inhibited() -> None:
+    relevance = torch.zeros(1, 16, 16)
+    relevance[0, 4, 4], relevance[0, 12, 12] = 1.0, 0.6
+    first, second = ((4 + 0.5) / 16,) * 2, ((12 + 0.5) / 16,) * 2
+    for inhibition, expected in ((0.0, [first] * 3), (0.3, [first, first, second]), (0.5, [first, second, first])):
+        found = lod.allocate.find_fixations(relevance, 3, inhibition=inhibition)[0]
+        torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_fixations_are_found_on_16_cells_and_refined_between_them() -> None:
+    """The parabola through 2, 4, 3 has its vertex at a sixth of a cell."""
+    for axis in (0, 1):
+        relevance = torch.zeros(16, 16)
+        relevance.movedim(axis, 0)[8:11, 5] = torch.tensor([2.0, 4.0, 3.0])
+        fine = relevance.repeat_interleave(4, 0).repeat_interleave(4, 1)
+        for values in (relevance, fine):
+            [point] = lod.allocate.find_fixations(values[None])[0].tolist()
+            assert point[1 - axis] == pytest.approx((9.5 + 1 / 6) / 16, abs=1e-5)
+            assert point[axis] == pytest.approx(5.5 / 16, abs=1e-5)
+
+
 def test_fixations_are_in_the_picture_that_the_grid_reaches_over() -> None:
     """The last patch of a ragged picture is flush with its edge."""
     for width in (29, 43, 57, 400):

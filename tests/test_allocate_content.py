@@ -269,6 +269,12 @@ def test_the_query_names_the_band(band: int) -> None:
     assert found.pop(band) == 47 + 18 and sorted(found) == [11, 12, 12]
 
 
+def test_the_strongest_band_has_128_and_the_rest_is_shared_by_weight() -> None:
+    hint = torch.tensor([[2.0, 1.0, 0.0, 0.0]])
+    sites = lod.allocate.FrequencyAware(273, 8)(four_quadrants(), torch.ones(1, 40, 40), hint).sites[0]
+    assert quadrants(sites) == [128 + 33, 32 + 16, 32, 32]
+
+
 def test_energy_speaks_where_no_query_does() -> None:
     """Of each image, also in one batch with a query."""
     strong = torch.stack([four_quadrants()[0], four_quadrants()[0]])

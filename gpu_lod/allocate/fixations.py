@@ -27,7 +27,8 @@ def find_fixations(
         the first row by row, refined below a cell by the vertex of the parabola through the cell and its neighbours
         along each side. Then relevance within the radius is inhibited (inhibition of return): multiplied by
         1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak is never within
-        the radius of the first while there are others.
+        the radius of the first while there are others. With less of it, what is far above the rest may be looked at
+        again.
 
     Raises:
         InputError: no map, NaN, a count below 1, a radius below 0, or an inhibition outside [0, 1].
@@ -59,9 +60,10 @@ def find_fixations(
     free = torch.ones_like(coarse, dtype=torch.bool)
     points = []
     for number in range(count):
-        # Places that were looked at come last, whatever their relevance.
-        seen = torch.where(free, coarse, coarse - coarse.amax((1, 2), keepdim=True) - 1)
-        best = seen == seen.amax((1, 2), keepdim=True)
+        best = coarse == coarse.amax((1, 2), keepdim=True)
+        # Of equal ones, places that were looked at come last.
+        fresh = best & free
+        best = torch.where(fresh.any(2, keepdim=True).any(1, keepdim=True), fresh, best)
         index = torch.where(best, central, -math.inf).flatten(1).argmax(1)
         row, column = index // size[1], index % size[1]
         point = torch.stack(
