@@ -138,7 +138,7 @@ def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race,
 
 
 def anisotropic(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
-    """Sixteen times as sharp across the radius: OpenGL's texture units choose their samples by themselves."""
+    """Sixteen times as sharp across the radius: 16 samples along it; a GPU's texture units choose theirs."""
     image = picture(side, side).to(device)
     pyramid = lod.mipmap(image).upload()
     points = cycle(torch.rand(64, 1, 2).unbind())
@@ -153,7 +153,7 @@ def anisotropic(seconds: float, device: str = "cpu", race: Race = race, side: in
     )  # fmt: skip
 
 
-ANISOTROPIC = "anisotropy 16, each by its own samples along the radius"
+ANISOTROPIC = "anisotropy 16"
 
 
 def sites_by_search(fixation: torch.Tensor, budget: int, size: tuple[int, int], patch: int = 14) -> torch.Tensor:

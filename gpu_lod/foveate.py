@@ -60,9 +60,9 @@ def foveate(
     Convention: each pixel is read at its own position at level max(0, log2((e + e0) / e0) + bias), trilinear over the
         mean mip chain, texel i's centre at (i + 0.5) / n, clamped to the edge; past the last level the last is read.
         With anisotropy a > 1 the footprint is 2^level pixels along the radius and 2^level / a across it, as crowding
-        zones of the visual field are; the texture unit filters it in its own way on GL and CUDA, and torch takes the
-        mean of ceil(a) trilinear samples along the radius, as the extension describes it. So the two differ where there
-        is detail.
+        zones of the visual field are. torch, and GL on software renderers, take the mean of ceil(a) trilinear samples
+        along the radius, as the extension describes it; texture units, on GL and CUDA, filter it in their own way, and
+        so differ where there is detail.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
@@ -77,7 +77,7 @@ def foveate(
     Raises:
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
             that is no mean one.
-        UnsupportedError: a backend that is not available, or anisotropy on a device without
+        UnsupportedError: a backend that is not available, or anisotropy on a GPU without
             GL_EXT_texture_filter_anisotropic or beyond what it has.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
@@ -393,7 +393,8 @@ def _gl(
     longer = max(height, width)
     channels, batch = pyramid.channels, pyramid.batch
     dtype = pyramid.dtype
-    if anisotropy > 1 and not ANISOTROPY_EXTENSIONS & ctx.extensions:
+    by_unit = anisotropy > 1 and not ctx.software
+    if by_unit and not ANISOTROPY_EXTENSIONS & ctx.extensions:
         raise UnsupportedError(
             f"{ctx.renderer} has no GL_EXT_texture_filter_anisotropic. Use anisotropy=1, or backend='torch'."
         )
@@ -404,7 +405,7 @@ def _gl(
     }
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
     with ctx.active(pyramid.device):
-        textures = pyramid.textures(ctx, filtered=anisotropy > 1)
+        textures = pyramid.textures(ctx, filtered=by_unit)
         target, result, done = new_rows(ctx, (batch, channels, height, width), dtype, longer=spare)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
@@ -414,8 +415,10 @@ def _gl(
             texture.bind(ctx.gl)
             here = uniforms | {"u_first_image": first} | texture.reading
             how = defines | ctx.textures.reading(texture)
-            if anisotropy > 1:
-                _anisotropic(ctx, part, here | {"u_anisotropy": anisotropy}, defines)
+            if by_unit:
+                _by_unit(ctx, part, here | {"u_anisotropy": anisotropy}, how)
+            elif anisotropy > 1:
+                _pixels(ctx, part, here | {"u_anisotropy": anisotropy}, how | {"ANISOTROPIC": True, "PROBES": True})
             elif ctx.software and part.width % part.per_word == 0 and (ranges := list(_ranges(ctx, part, channels))):
                 size = height, width
                 _blocks(ctx, part, ranges, fixation[first : first + count], size, len(pyramid), (e0, bias), here, how)
@@ -441,7 +444,7 @@ def _pixels(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dic
         )
 
 
-def _anisotropic(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]) -> None:
+def _by_unit(ctx: Context, target: Planes, uniforms: dict[str, Any], defines: dict[str, Any]) -> None:
     most = ctx.gl.integer(G.MAX_TEXTURE_MAX_ANISOTROPY)
     if uniforms["u_anisotropy"] > most:
         raise UnsupportedError(

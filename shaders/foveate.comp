@@ -4,7 +4,9 @@
 //
 // PER_WORD (words.glsl), CHANNELS, TO_STORED (foveate.glsl)
 // WHOLE_ROWS    (place.glsl) an invocation makes the same word of every channel, so that one fetch serves them all
-// ANISOTROPIC   footprints are u_anisotropy times as long along the radius as across it; the texture unit does the rest
+// ANISOTROPIC   footprints are u_anisotropy times as long along the radius as across it
+// PROBES        with ANISOTROPIC: they are sampled here, as foveate.py does it; without it, by the texture unit. llvmpipe's
+//               reads level 0 whatever the footprint, where a compute shader asks
 // FETCHED, BUFFERED   trilinear.glsl
 #include "words.glsl"
 #include "place.glsl"
@@ -24,9 +26,18 @@ vec4 foveated(int layer, vec2 fixation, ivec2 at) {
     float level = level_at(away);
 #ifdef ANISOTROPIC
     float e = length(away), side = exp2(level);
+#ifdef PROBES
+    vec2 step_ = e > 0.0 ? away / e * side * u_pixel : vec2(0.0);
+    float probes = ceil(u_anisotropy);
+    Levels levels = levels_at(layer, max(level - log2(probes), 0.0));
+    vec4 sum = vec4(0.0);
+    for (float probe = 1.0; probe <= probes; ++probe) sum += trilinear(levels, place + step_ * (probe / (probes + 1.0) - 0.5));
+    return sum / probes * TO_STORED;
+#else
     vec2 radius = e > 0.0 ? away / e : vec2(1.0, 0.0);
     vec2 across = vec2(-radius.y, radius.x) * (side / u_anisotropy);
     return textureGrad(t_pyramid, vec3(place, layer), radius * side * u_pixel, across * u_pixel) * TO_STORED;
+#endif
 #else
     return trilinear(levels_at(layer, level), place) * TO_STORED;
 #endif
