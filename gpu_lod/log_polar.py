@@ -22,7 +22,7 @@ from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import sampled
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture_chain import Source
-from gpu_lod.transfer import Planes, bind_table, chunks, make_words, new_planes, texture_to_planes
+from gpu_lod.transfer import Planes, bind_table, chunks, layer_groups, make_words, new_planes, texture_to_planes
 
 _SPACINGS = ("log", "cortical")
 _BORDERS = ("clamp", "zero")
@@ -443,12 +443,14 @@ def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, Any]
             f"{target.height} rings x {target.width} wedges are rendered to a texture, and this device's end at "
             f"{ctx.limits.texture_size}. Use generator='compute'."
         )
-    canvas = ctx.textures.lease(
-        (target.width, target.height), layers=key.layers, levels=1, dtype=target.dtype, channels=key.channels
-    )
-    program = ctx.programs.render("log_polar.frag", **common).set(**uniforms)
-    texture.bind(ctx.gl)
-    canvas.render_to(ctx.gl, 0)
-    program.draw_layers(ctx.programs.vertex_array, key.layers)
-    canvas.clamp_levels(ctx.gl, 0, 0)
-    texture_to_planes(ctx, canvas, 0, target)
+    program = ctx.programs.render("log_polar.frag", **common)
+    for first, count in layer_groups(ctx, key.layers):
+        canvas = ctx.textures.lease(
+            (target.width, target.height), layers=count, levels=1, dtype=target.dtype, channels=key.channels
+        )
+        program.set(u_first_layer=first, **uniforms)
+        texture.bind(ctx.gl)
+        canvas.render_to(ctx.gl, 0)
+        program.draw_layers(ctx.programs.vertex_array, count)
+        canvas.clamp_levels(ctx.gl, 0, 0)
+        texture_to_planes(ctx, canvas, 0, target.layers(first * key.channels, count * key.channels))

@@ -1,9 +1,11 @@
 #version 430
 // Log-polar map rendered to a texture of wedges x rings, a layer an image.
 #include "log_polar.glsl"
+uniform int u_first_layer;  // of the source: it may have more than textures do
 out vec4 f_texel;
 
 void main() {
     ivec2 at = ivec2(gl_FragCoord.xy);
-    f_texel = log_polar(gl_Layer, fixation_of(gl_Layer), b_rings[at.y], b_wedges[at.x]);
+    int layer = u_first_layer + gl_Layer;
+    f_texel = log_polar(layer, fixation_of(layer), b_rings[at.y], b_wedges[at.x]);
 }

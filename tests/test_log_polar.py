@@ -201,6 +201,12 @@ def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> Non
         check(restored_limits, pyramid, torch.rand(600, 2), 3, 5, way)
 
 
+def test_more_images_than_a_rendered_texture_has_layers(ctx: lod.Context) -> None:
+    """The driver's own limit: what images are read from may have more."""
+    count = ctx.limits.layers + 1
+    check(ctx, lod.mipmap(noise(count, 1, 6, 6)), torch.rand(count, 2), 3, 5, "fragment")
+
+
 def test_auto_uses_the_texture_units_once_the_texture_is_there(photo: torch.Tensor, unseeded: Path) -> None:
     pyramid = lod.mipmap(photo)
     fastest("gl fragment", lod.log_polar, lod.mipmap(photo).upload(), (0.5, 0.5), 256, 512)
