@@ -25,6 +25,8 @@ def tensor(value: Any, name: str) -> torch.Tensor:
     """A torch tensor; from another library's array (CuPy, numpy, anything with DLPack) without a copy."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, Pyramid):
+        raise InputError(f"{name} is a Pyramid; expected a tensor. Pass one of its levels, such as pyramid.levels[0].")
     if not hasattr(value, "__dlpack__"):
         raise InputError(
             f"{name} is {_kind(value)}; expected a torch tensor, a CuPy or numpy array, or another array that speaks "

@@ -41,6 +41,14 @@ class TokenSet:
                 f"sites are {tuple(self.sites.shape)} and scores {tuple(self.scores.shape)}; expected [B, K, 3] and "
                 "[B, K]."
             )
+        lead = tuple(self.sites.shape[:-1])
+        if self.patches is not None and (
+            tuple(self.patches.shape[:-3]) != lead or tuple(self.patches.shape[-2:]) != (self.patch, self.patch)
+        ):
+            raise InputError(
+                f"patches are {tuple(self.patches.shape)}; expected {(*lead, 'C', self.patch, self.patch)}, a patch of "
+                "each site. Read them with gather_patches, or leave them None."
+            )
 
     @property
     def budget(self) -> int:

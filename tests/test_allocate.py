@@ -935,6 +935,9 @@ def test_token_sets_are_pytrees() -> None:
     assert json.dumps(tokens.sites.tolist())
     with pytest.raises(InputError, match=r"\[B, K, 3\]"):
         lod.TokenSet(noise(2, 4, 2), noise(2, 4), None, 14)
+    for shape in ((5, 5), (2, 4, 3, 8, 8), (2, 5, 3, 14, 14), (4, 3, 14, 14)):
+        with pytest.raises(InputError, match="a patch of each site"):
+            lod.TokenSet(noise(2, 4, 3), noise(2, 4), torch.zeros(shape), 14)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

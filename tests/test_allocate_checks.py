@@ -86,8 +86,8 @@ def test_token_sets_are_made_of_tensors(parts: tuple[Any, ...], name: str) -> No
     ],
 )
 def test_patches_that_cannot_be_painted(patches: torch.Tensor, hint: str) -> None:
-    tokens = lod.TokenSet(torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.2, 0.0]]), torch.ones(2), patches, 4)
-    refuse(hint, lod.rebuild, tokens, (8, 8))
+    sites = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.2, 0.0]])
+    refuse(hint, lambda: lod.rebuild(lod.TokenSet(sites, torch.ones(2), patches, 4), (8, 8)))
 
 
 def test_sites_that_cannot_be_painted() -> None:

@@ -78,3 +78,18 @@ def test_calls_keep_the_bound() -> None:
     for path in bench_memory.result_files():
         for row in json.loads(path.read_text("utf-8"))["rows"]:
             assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + 2**17, row
+
+
+LIVE = """
+import json
+import torch
+import bench_memory
+
+bench_memory.DTYPES = (torch.float32,)
+print(json.dumps(bench_memory.measure(bench_memory.VERBS, ((8, 3, 512, 512),), 2)))
+"""
+
+
+def test_every_verb_keeps_the_bound_here() -> None:
+    for row in json.loads(run("-c", LIVE)):
+        assert bench_memory.share(row) <= 1 + 2**17 / row["picture"], row

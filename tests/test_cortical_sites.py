@@ -99,6 +99,17 @@ def test_levels_cover_the_spacing() -> None:
     assert bool((sites[1:, 2] >= sites[:-1, 2]).all())  # innermost first
 
 
+@pytest.mark.parametrize(("patch", "e0"), [(14, 0.05), (16, 0.02)])
+def test_levels_follow_the_closed_form(patch: int, e0: float) -> None:
+    """About the middle no site is left out near by, so each tells the density: (i + 1/2) / N(e)."""
+    sites = lod.cortical_sites((0.5, 0.5), 273, (2048, 2048), patch, e0).double()
+    e = _eccentricities(sites[:, :2], (0.5, 0.5), (2048, 2048))[5:100]
+    number = torch.arange(5, 100) + 0.5
+    density = number / ((1 + e / e0).log() + e0 / (e + e0) - 1)
+    expected = (2048 * (e + e0) * (2 * math.pi / density).sqrt() / patch).log2().clamp(min=0)
+    torch.testing.assert_close(sites[5:100, 2], expected, rtol=0, atol=2e-3)
+
+
 def test_convention_the_spiral_turns_from_x_towards_y_down() -> None:
     """Site 0 on +x; site 1 at 137.5 degrees, so below the fixation."""
     sites = lod.cortical_sites((0.5, 0.5), 100, (100, 100))

@@ -289,7 +289,10 @@ class Allocator(ABC):
         if image is None:
             values = checks.dense(relevance, "relevance")
             if values.ndim not in (2, 3) or not values.numel():
-                raise InputError(f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg].")
+                raise InputError(
+                    f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg]: give each patch a "
+                    "number."
+                )
             size = values.shape[-2] * self.patch, values.shape[-1] * self.patch
             return values.ndim == 3, values.shape[0] if values.ndim == 3 else 1, size
         top = checks.mean_source(image, type(self).__name__)
@@ -302,7 +305,8 @@ class Allocator(ABC):
         if tuple(values.shape) not in expected or values.dtype == torch.bool:
             raise InputError(
                 f"relevance is {values.dtype} {tuple(values.shape)}; expected numbers of shape {expected[0]}, one a "
-                f"patch, or {expected[1]}, one a pixel."
+                f"patch, or {expected[1]}, one a pixel. Resize it with torch.nn.functional.interpolate, and make masks "
+                "numbers with .float()."
             )
         values = (values if batched else values[None]).float()
         checks.no_nan(values, "relevance")
