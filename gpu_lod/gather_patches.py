@@ -62,7 +62,8 @@ def gather_patches(
         that level of the mean mip chain, trilinear, texel i's centre at (i + 0.5) / n; above the last level the last is
         read. Centres are rounded to 1/256 px, so that patches on the pixel grid are exactly its pixels (fp32
         sites tell such parts apart up to 65,536 px). uint8 values
-        are divided by 255 where the result is floating point.
+        are divided by 255 where the result is floating point. OpenGL makes a whole batch in one dispatch, or in as few
+        as storage bindings make ranges of the result (128 MiB each on llvmpipe).
 
     Args:
         patch: P, samples along a side; 14 and 16 are common, any is possible.

@@ -16,6 +16,8 @@ from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_planes
 
 BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
+_LARGE = 2**18
+"""Samples from which a CPU takes less for several sums in place than for a few that make something on the way."""
 
 
 @operators.verb
@@ -107,15 +109,19 @@ def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
 
 def reduce(x: torch.Tensor) -> torch.Tensor:
     """One level down: [..., h, w] to [..., ceil(h / 2), ceil(w / 2)]. Rows first: whole rows vectorise."""
-    for dim, *reach in ((-2, 2, 0), (-1, 0, 2)):
-        count = -(-x.shape[dim] // 2)
+    graph = dispatch.needs_grad(x) or checks.transformed(x)
+    for dim in (-2, -1):
+        in_place = x.device.type == "cpu" and x.numel() >= _LARGE and x.shape[dim] > 2 and not graph
         if x.shape[dim] > 1:  # on a single sample every tap falls, and the weights sum to 1
-            x = mirrored(x, *reach)
-            x = _every_other(x, dim, count)
+            x = _summed_in_place(x, dim) if in_place else _summed(x, dim)
     return x
 
 
-def _every_other(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def _summed(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Every other binomial sum along a side of 2 and more."""
+    count = -(-x.shape[dim] // 2)
+    x = mirrored(x, *((2, 0) if dim == -2 else (0, 2)))
+
     def tap(k: int) -> torch.Tensor:
         window = x.narrow(dim, k, 2 * count - 1)
         return window[..., ::2] if dim == -1 else window[..., ::2, :]
@@ -124,6 +130,31 @@ def _every_other(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     # Strided sums: three to eight times as fast on a CPU as any convolution with stride 2.
     result = tap(2) * middle
     return result.add_(tap(1) + tap(3), alpha=near).add_(tap(0) + tap(4), alpha=side)
+
+
+def _summed_in_place(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same along a side of 3 and more, with nothing made on the way: of large levels that is fresh memory."""
+    n, (side, near, middle) = x.shape[dim], BINOMIAL[:3]
+    even, odd = (x[..., k::2] if dim == -1 else x[..., k::2, :] for k in (0, 1))
+    count, odds = even.shape[dim], odd.shape[dim]
+    result = even * middle
+
+    def add(first: int, taps: torch.Tensor, begin: int, many: int, weight: float) -> None:
+        result.narrow(dim, first, many).add_(taps.narrow(dim, begin, many), alpha=weight)
+
+    add(0, odd, 0, odds, near)
+    add(1, odd, 0, count - 1, near)
+    add(1, even, 0, count - 1, side)
+    add(0, even, 1, count - 1, side)
+    # The first and the last once more, as in a mirror.
+    add(0, odd, 0, 1, near)
+    add(0, even, 1, 1, side)
+    if n % 2:
+        add(count - 1, odd, odds - 1, 1, near)
+        add(count - 1, even, count - 2, 1, side)
+    else:
+        add(count - 1, even, count - 1, 1, side)
+    return result
 
 
 def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -310,13 +310,13 @@ def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> Non
     check(restored_limits, pyramid, random_sites(600, 2), 3, "gl")
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
-def test_65536_sites(dtype: torch.dtype) -> None:
-    image = noise(1, 64, 64, dtype=dtype)
-    sites = torch.rand(65536, 3) * torch.tensor([1.0, 1.0, 0.0])
-    found = lod.gather_patches(image, sites, 4, backend="gl")
-    expected = lod.gather_patches(image, sites, 4, backend="torch")
-    assert found.shape == (65536, 1, 4, 4)
+@pytest.mark.parametrize(("dtype", "patch"), [(torch.uint8, 14), (torch.uint8, 4), (torch.float32, 4)])
+def test_65536_sites(dtype: torch.dtype, patch: int) -> None:
+    image = noise(2, 1, 64, 64, dtype=dtype)
+    sites = torch.rand(2, 65536, 3) * torch.tensor([1.0, 1.0, 0.0])
+    found = lod.gather_patches(image, sites, patch, backend="gl")
+    expected = lod.gather_patches(image, sites, patch, backend="torch")
+    assert found.shape == (2, 65536, 1, patch, patch)
     assert float((found.float() - expected.float()).abs().max()) <= (1 if dtype == torch.uint8 else 6e-3)
 
 

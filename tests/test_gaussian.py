@@ -278,3 +278,16 @@ def test_convention_beside_kornia() -> None:
     assert torch.allclose(theirs, torch.nn.functional.avg_pool2d(blurred, 2), atol=1e-6)
     assert torch.allclose(build_pyramid(image, 2)[1], theirs, atol=1e-6)
     assert float((theirs - ours).abs().max()) > 0.05  # not the same grid
+
+
+def test_sums_in_place_are_those_of_mirrored_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes the ones for large levels, the others for small ones."""
+    module = sys.modules["gpu_lod.gaussian"]
+    for height in range(1, 10):
+        for width in range(1, 10):
+            x = noise(2, height, width).double()
+            made = []
+            for large in (1, 2**40):
+                monkeypatch.setattr(module, "_LARGE", large)
+                made.append(module.reduce(x))
+            torch.testing.assert_close(*made, rtol=0, atol=1e-14)
