@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _RASTERISER = re.compile(r"llvmpipe-\d+")
+_NAMED = 0.25
+"""Seconds within which a renderer's threads have got their names, on a machine that is busy with other work."""
 
 
 @contextmanager
@@ -25,11 +28,15 @@ def pinning() -> Iterator[None]:
     before = _threads()
     yield
     if before and os.environ.get("GPU_LOD_PIN") != "off":
-        started = {task: name for task, name in _threads().items() if task not in before}
-        own = {thread.native_id for thread in threading.enumerate()}
         creator = before.get(threading.get_native_id(), "")
         cpus = sorted(os.sched_getaffinity(0))
-        for task, cpu in places({t: name for t, name in started.items() if t not in own}, creator, cpus).items():
+        end = time.monotonic() + _NAMED
+        # A thread is called as the one that started it until it runs for the first time and names itself.
+        while not (found := places(started := _started(before), creator, cpus)) and time.monotonic() < end:
+            if len(cpus) < 2 or len(started) < 2 * len(cpus):
+                break  # no software renderer of this process: nothing to wait for
+            time.sleep(0.001)
+        for task, cpu in found.items():
             with suppress(OSError):  # it has ended, or a sandbox forbids it
                 os.sched_setaffinity(task, {cpu})
 
@@ -48,6 +55,12 @@ def places(started: Mapping[int, str], creator: str, cpus: Sequence[int]) -> dic
     if not len(rasterisers) == len(compute) == len(cpus) > 1:
         return {}
     return {task: cpu for group in (rasterisers, compute) for task, cpu in zip(group, cpus, strict=True)}
+
+
+def _started(before: Mapping[int, str]) -> dict[int, str]:
+    """The threads that run now and did not before, but for Python's own."""
+    own = {thread.native_id for thread in threading.enumerate()}
+    return {task: name for task, name in _threads().items() if task not in before and task not in own}
 
 
 def _threads() -> dict[int, str]:

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from gpu_lod import pinning
 from gpu_lod.pinning import places
 
 _OPEN = """
@@ -76,3 +78,27 @@ def test_rasterisers_and_compute_threads_share_the_cpus_among_themselves():
 )
 def test_threads_are_left_alone_where_it_is_not_certain_whose_they_are(started, cpus):
     assert places(started, "python", cpus) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
+def test_threads_that_have_no_name_yet_are_waited_for(monkeypatch):
+    me = threading.get_native_id()
+    own = {11: "python", 12: "python", 13: "python", 14: "python"}  # each as the thread that started it
+    looks = [{me: "python"}, {me: "python"} | own, {me: "python"} | own | {11: "llvmpipe-0", 12: "llvmpipe-1"}]
+    pinned = {}
+    monkeypatch.setattr(pinning, "_threads", lambda: looks.pop(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {2, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", pinned.__setitem__)
+    with pinning.pinning():
+        pass
+    assert pinned == {11: {2}, 12: {5}, 13: {2}, 14: {5}}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
+def test_a_driver_that_starts_no_such_threads_is_not_waited_for(monkeypatch):
+    me = threading.get_native_id()
+    looks = [{me: "python"}, {me: "python", 11: "python"}]  # and no third look
+    monkeypatch.setattr(pinning, "_threads", lambda: looks.pop(0))
+    with pinning.pinning():
+        pass
+    assert not looks
