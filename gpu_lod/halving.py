@@ -125,7 +125,7 @@ def _extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     return x
 
 
-def in_parts(image: torch.Tensor, levels: int | None, part: int) -> list[torch.Tensor] | None:
+def in_parts(image: torch.Tensor, levels: int | None, part: int, whole: int = WHOLE) -> list[torch.Tensor] | None:
     """Levels 1, 2, ... of a mean chain of a small dtype, some planes or rows at a time: in fp32 the image would be
     several. None where that is no gain or cannot be: the chain is made of the whole then, with the same values but for
     rounding.
@@ -133,8 +133,9 @@ def in_parts(image: torch.Tensor, levels: int | None, part: int) -> list[torch.T
     Args:
         part: texels of the image that are fp32 at once; more where the rows that one of the next but one level rests on
             have more.
+        whole: texels up to which it is made of the whole.
     """
-    if image.dtype in (torch.float32, torch.float64) or image.device.type != "cpu" or image.numel() <= WHOLE:
+    if image.dtype in (torch.float32, torch.float64) or image.device.type != "cpu" or image.numel() <= whole:
         return None
     if dispatch.needs_grad(image) or checks.transformed(image):
         return None

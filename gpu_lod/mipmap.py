@@ -12,7 +12,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
-from gpu_lod.halving import WHOLE, halve_extreme, halve_mean, in_parts, stored
+from gpu_lod.halving import SUMS, WHOLE, halve_extreme, halve_mean, in_parts, stored
 from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
 from gpu_lod.planewise import PART
@@ -252,7 +252,9 @@ def _chain(image: torch.Tensor, levels: int | None) -> list[torch.Tensor]:
 def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, values: Conversion | None = None) -> Pyramid:
     """The chain by the chosen backend; arguments are checked."""
     if chosen.backend == "torch":
-        small = in_parts(image, levels, PART) if reduce == "mean" and values is None else None
+        # Counts are halved four in a word; half precision costs more whole only where fp32 of it is fresh memory.
+        whole = WHOLE if image.dtype == torch.uint8 else SUMS
+        small = in_parts(image, levels, PART, whole) if reduce == "mean" and values is None else None
         if small is not None:
             return Pyramid((image, *small), reduce)
         return Pyramid(tuple(reference(image, levels, reduce, values)), reduce)
