@@ -16,10 +16,11 @@ R = TypeVar("R")
 @contextlib.contextmanager
 def full() -> Iterator[None]:
     """No autocast."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        yield
+        return
+    # Of both, whichever is on: torch.compile cannot follow a choice among contexts.
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
@@ -28,12 +29,15 @@ def in_full(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            with full():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        with full():
+            return function(*args, **kwargs)
 
     return call
+
+
+def factor(x: torch.Tensor) -> torch.Tensor:
+    """x to be multiplied as a matrix: in float64 where products of fp32 may be of fewer bits."""
+    return x if exact("matmul", x.device) else x.double()
 
 
 def exact(kind: Literal["matmul", "conv"], device: torch.device) -> bool:

@@ -405,6 +405,19 @@ class Seven(lod.allocate.Allocator):
         return scene.sites(0, torch.zeros_like(scores, dtype=torch.long)), scores
 
 
+@pytest.mark.parametrize("name", [name for name in lod.allocate.names() if name != "AdaptiveStratified"])
+def test_a_bank_of_one_image_is_its_allocator(name: str, photo: torch.Tensor) -> None:
+    image, relevance = photo[:, :140, :210], torch.rand(10, 15)
+    allocator = lod.allocate.make(name, 60, 14)
+    expected = allocator(image, relevance)
+    packed = lod.allocate.TokenBank(allocator, 60)(image, relevance)
+    for part in ("sites", "scores", "patches", "weights"):
+        found, wanted = getattr(packed, part), getattr(expected, part)
+        assert (found is None) == (wanted is None), part
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted)
+
+
 def test_a_bank_of_blends() -> None:
     image = torch.rand(2, 3, 28, 42)
     relevance = torch.ones(2, 2, 3) * torch.tensor([1.0, 3.0])[:, None, None]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.errors import InputError
 
 
+@precision.in_full
 def coverage_loss(
     sites: torch.Tensor, weights: torch.Tensor | None = None, bins: tuple[int, int] = (8, 8)
 ) -> torch.Tensor:
@@ -42,7 +43,8 @@ def coverage_loss(
     kind = torch.promote_types(sites.dtype, weights.dtype)
     sites, weights = sites.to(kind), weights.to(kind)
     by_column, by_row = (_shares(sites[..., axis], n) for axis, n in ((0, columns), (1, rows)))
-    held = torch.einsum("...k,...kj,...ki->...ji", weights, by_row, by_column).flatten(-2)
+    parts = (precision.factor(part) for part in (weights, by_row, by_column))
+    held = torch.einsum("...k,...kj,...ki->...ji", *parts).to(kind).flatten(-2)
     held = held / held.sum(-1, keepdim=True)
     return (rows * columns * held.square().sum(-1) - 1).mean()
 
@@ -54,6 +56,7 @@ def _shares(place: torch.Tensor, count: int) -> torch.Tensor:
     return (1 - (at[..., None] - centres).abs()).clamp(min=0)
 
 
+@precision.in_full
 def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor:
     """How close centres come to each other: the sum over pairs of (1 - d / distance)^2 where d is below the distance, a
     centre. The mean over the batch; 0 if all keep the distance.
@@ -76,6 +79,7 @@ def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor
     return torch.triu(close, diagonal=1).sum((-2, -1)).mean() / centres.shape[-2]
 
 
+@precision.in_full
 def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
     """How many tokens hold next to nothing: the mean of (1 - mass / (least x mean mass))^2 where the mass is below
     `least` of the mean. 0 if it is for none, and 1 - 1/K if one token holds all.

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate.base import Pool, Scene, register
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance
 from gpu_lod.allocate.voronoi import distances
@@ -86,8 +86,8 @@ class SoftVortex(Learned):
         relevance = ((parts * (amounts - least)).sum(-1, keepdim=True) / total + least)[..., 0]
         scores, weights = by_score(relevance, parts / total)
         places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
-        with torch.autocast(scene.device.type, enabled=False):
-            centre = (weights @ places).clamp(0, 1)  # rounding may step over the edge
+        # Rounding may step over the edge.
+        centre = (precision.factor(weights) @ precision.factor(places)).to(places.dtype).clamp(0, 1)
         if not torch.isfinite(checks.values(centre)).all():
             raise InputError(
                 "the radii or twists of SoftVortex are so large that its sites are NaN. Load parameters of before they "

@@ -102,17 +102,19 @@ class TokenBank:
         longest = int(counts.max())
         sites = scene.relevance.new_zeros(scene.batch, longest, 3)
         scores = sites.new_zeros(scene.batch, longest)
-        weights = sites.new_zeros(*scores.shape, scene.grid[0] * scene.grid[1]) if self.allocator.blends else None
+        weights: torch.Tensor | None = None
         for count in counts.unique().tolist():
             which = (counts == count).nonzero()[:, 0]
             chosen = self._choose(scene if len(which) == scene.batch else _some(scene, which), count)
+            if len(chosen) > 2 and weights is None:
+                weights = sites.new_zeros(*scores.shape, scene.grid[0] * scene.grid[1])
             for values, found in zip((sites, scores, weights), chosen, strict=False):
                 assert values is not None
                 values[which, :count] = found.to(values.dtype)
         taken = torch.arange(longest, device=scene.device) < counts[:, None]
         patches = None
         if scene.image is not None:
-            if weights is None:
+            if weights is None or not self.allocator.blends:
                 # For all at once: a pyramid cannot be parted, and a chain is made once.
                 read = self.allocator._read(scene, sites if batched else sites[0])
                 patches = (read if batched else read[None])[taken]

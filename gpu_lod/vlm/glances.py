@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate import Allocator, Downsample, FoveatedPyramid, find_fixations
 from gpu_lod.allocate.base import Scene, ordered
 from gpu_lod.errors import InputError
@@ -17,6 +17,7 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
 
 
+@precision.in_full
 def glances(
     allocator: Allocator,
     image: torch.Tensor | Pyramid | None = None,
@@ -152,6 +153,7 @@ class Glances:
         """The query may be the second glance's alone."""
         return query if "query" in self.base.needs + self.base.takes else None
 
+    @precision.in_full
     def __call__(
         self,
         image: torch.Tensor | Pyramid | None = None,

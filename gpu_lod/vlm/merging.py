@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate.base import ordered, places
 from gpu_lod.errors import InputError
 
@@ -50,6 +50,7 @@ class Merged:
         return self.sizes.shape[1]
 
 
+@precision.in_full
 def bipartite_merge(
     tokens: torch.Tensor,
     keys: torch.Tensor,
@@ -110,7 +111,7 @@ def bipartite_merge(
 
 def _matched(keys: torch.Tensor, remove: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One round: which of [B, N, E] stay, [B, N - remove], and which of those each of the N goes into, [B, N]."""
-    unit = F.normalize(keys, dim=-1)
+    unit = precision.factor(F.normalize(keys, dim=-1))
     likeness, partner = (unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)).max(-1)
     _, even = ordered(likeness, remove)
     gone, into = 2 * even, 2 * partner.gather(1, even) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.allocate.base import ordered, places
 from gpu_lod.errors import InputError
 from gpu_lod.vlm.merging import Merged, merged, sizes_of
@@ -14,6 +14,7 @@ _NEIGHBOURS = 5
 """Nearest ones that the density of a token is taken from."""
 
 
+@precision.in_full
 def vision_zip(
     tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor, dominant: int, contextual: int
 ) -> Merged:
@@ -46,12 +47,13 @@ def vision_zip(
     owner = torch.full((batch, there), -1, device=tokens.device)
     owner = owner.scatter(1, first, torch.arange(dominant, device=tokens.device).expand(batch, -1))
     if contextual:
-        unit = F.normalize(_taken(keys.detach().float(), rest), dim=-1)
+        unit = precision.factor(F.normalize(_taken(keys.detach().float(), rest), dim=-1))
         nearest = _nearest(unit @ unit[:, start].transpose(1, 2), start)
         owner = owner.scatter(1, rest, nearest + dominant)
     return merged(tokens, sizes_of(None, tokens), torch.cat([first, rest[:, start]], 1), owner)
 
 
+@precision.in_full
 def sparse_vlm(
     tokens: torch.Tensor,
     text: torch.Tensor,
@@ -89,7 +91,8 @@ def sparse_vlm(
     share = checks.number(share, "share")
     if not 0 <= share <= 1:
         raise InputError(f"share is {share}; expected a part from 0 to 1.")
-    visual = (tokens.detach().float() @ text.detach().float().transpose(1, 2)).masked_fill(~words[:, None], -torch.inf)
+    by_token, by_word = (precision.factor(states.detach().float()) for states in (tokens, text))
+    visual = (by_token @ by_word.transpose(1, 2)).masked_fill(~words[:, None], -torch.inf)
     relevant = visual.softmax(-1).mean(1)
     mean = relevant.sum(1, keepdim=True) / words.sum(1, keepdim=True)
     # Rounding may put the mean of equal ones above all of them.
@@ -108,6 +111,7 @@ def sparse_vlm(
     return merged(tokens, sizes_of(None, tokens), index, owner)
 
 
+@precision.in_full
 def density_peaks(points: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Clusters about the points that are dense and far from denser ones: no iteration, the same each time.
 
@@ -117,6 +121,7 @@ def density_peaks(points: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
         density from nearest neighbours.
     """
     there = points.shape[1]
+    points = precision.factor(points)
     away = torch.cdist(points, points) / points.shape[2] ** 0.5
     near = away.topk(min(_NEIGHBOURS + 1, there), dim=-1, largest=False).values  # itself among them
     density = torch.exp(-near.square().mean(-1))

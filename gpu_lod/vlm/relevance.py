@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps
 from gpu_lod.patch_grid import pooled
@@ -49,7 +49,8 @@ class ContextualizedRelevance(nn.Module):
         see Hg Wg cells instead of H W pixels. Channels of the propositional head (6, 7, 8, 12) and of the perspectival
         one (5, 10, 11) are standardised over each picture's grid; the participatory head takes the semantic channels
         (17-32) as they are, the query brought to their width, and the product of both. Each head is a perceptron of one
-        hidden layer with a sigmoid; a softmax over the heads, from [query, gestalt], weighs them.
+        hidden layer with a sigmoid; a softmax over the heads, from [query, gestalt], weighs them. Under autocast they
+        compute and answer in its dtype, as layers of torch do; the maps are made in fp32.
 
     Args:
         width: D.
@@ -143,6 +144,7 @@ def _standardised(cells: torch.Tensor) -> torch.Tensor:
     return centred / (centred.square().mean((1, 2), keepdim=True) + _LEAST_VARIANCE).sqrt()
 
 
+@precision.in_full
 def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[int, int] | None = None) -> torch.Tensor:
     """Cosine similarity of patch embeddings with the embedding of a query, for models whose two towers share a space.
 
@@ -170,7 +172,8 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
             "and grid=(Hg, Wg)."
         )
     wanted = F.normalize(_row(query, "query", len(features), features.shape[-1]), dim=-1)
-    return torch.einsum("bhwd,bd->bhw", F.normalize(features.float(), dim=-1), wanted)
+    found = F.normalize(features.float(), dim=-1)
+    return torch.einsum("bhwd,bd->bhw", precision.factor(found), precision.factor(wanted)).to(found.dtype)
 
 
 def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
