@@ -31,6 +31,9 @@ MARGIN = 1.05
 decided: dict[Any, Any] = {}
 """Choices by what they depend on, for `dispatch`; emptied when the tables change."""
 
+refused: dict[tuple[str, torch.device], str] = {}
+"""What a driver said that refused a verb's shaders, for `dispatch`; forgotten as the choices are."""
+
 _lock = threading.RLock()
 _loaded: dict[Host, list[Table]] = {}
 _seeds: list[Table] | None = None
@@ -179,6 +182,7 @@ def reload() -> None:
         _loaded.clear()
         _warned.clear()
         decided.clear()
+        refused.clear()
 
 
 def _of_user(host: Host) -> list[Table]:

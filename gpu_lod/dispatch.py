@@ -6,17 +6,29 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
 from gpu_lod import calibration, checks, precision
 from gpu_lod.context import Context, context_for, why_not
-from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.errors import (
+    CaptureError,
+    GpuLodWarning,
+    InputError,
+    KernelError,
+    LimitError,
+    ShaderError,
+    UnsupportedError,
+)
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.tables import GL, Question
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Backend = Literal["auto", "gl", "cuda", "torch"]
 BACKENDS = ("auto", "gl", "cuda", "torch")
@@ -114,6 +126,57 @@ _ONLY_BY_NAME = ("auto", "driver", "sampler", "single-pass-texture")
 as precise as the texture unit places them."""
 
 
+_IN_THE_WAY = (LimitError, UnsupportedError, ShaderError, KernelError, CaptureError)
+"""What a backend raises for what it cannot do on this device, though torch might."""
+
+
+def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
+    """A verb that goes on in plain torch where "auto" took a backend that cannot do this: its limits are reached, or
+    its driver refuses the shader, which is told once. What was asked for by name raises."""
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return verb(*args, **kwargs)
+        except _IN_THE_WAY as error:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments.get("backend") != "auto":
+                raise
+            choose = next(choose for known, choose in _choosers.items() if known.__name__ == verb.__name__)
+            chosen = choose(*bound.args, **bound.kwargs)
+            if chosen.backend == "torch":
+                raise
+            with calibration.hearing() as questions:  # a verb may ask under another one's name
+                choose(*bound.args, **bound.kwargs)
+            problem = error
+        bound.arguments["backend"] = "torch"
+        try:
+            result = verb(*bound.args, **bound.kwargs)
+        except _IN_THE_WAY:
+            raise problem from None  # it is nothing for torch either
+        if isinstance(problem, (ShaderError, KernelError)):
+            _refuse(questions[0].verb, _first_tensor(bound.arguments.values()).device, chosen.backend, problem)
+        return result
+
+    return call
+
+
+def _refuse(verb: str, device: torch.device, backend: str, error: Exception) -> None:
+    calibration.refused[verb, device] = f"backend={backend!r} failed before: {error}"
+    warnings.warn(
+        f"{verb} goes on in plain torch for tensors on {device}; backend={backend!r} failed: {error}",
+        GpuLodWarning,
+        stacklevel=4,
+    )
+
+
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor:
+    tensors = (value.levels[0] if isinstance(value, Pyramid) else value for value in values)
+    return next(value for value in tensors if isinstance(value, torch.Tensor))
+
+
 def barred(*values: Any) -> Choice | None:
     """Why "auto" takes torch for these tensors whatever the times are, or None."""
     if torch.compiler.is_compiling():
@@ -188,6 +251,9 @@ def measured(
         context: where the call would run, if that is known.
     """
     device, dtype = image.device, dtype or image.dtype
+    refused = calibration.refused.get((verb, device))
+    if refused is not None:
+        return Choice("torch", refused)
     threads = torch.get_num_threads()
     # Half octaves: sizes between are decided alike.
     key: tuple[Any, ...] = (verb, state, channels, dtype, batch, round(2 * math.log2(max(work, 1))), device, threads)

@@ -366,7 +366,7 @@ def _make(ctx: Context, target: Planes, channels: int, uniforms: dict[str, Any],
     per_patch = channels * target.area
     patches = target.count // channels
     at_once = (ctx.limits.storage_bytes - 2 * ALIGNMENT) // (per_patch * target.dtype.itemsize)
-    if target.area % target.per_word or at_once == 0 or patch > LARGEST_PATCH:
+    if target.area % target.per_word or at_once < 1 or patch > LARGEST_PATCH:
         for chunk in chunks(ctx, target):
             first = {"u_first_plane": chunk.plane}
             make_words(ctx, "patches_words.comp", target, chunk, uniforms=uniforms | first, defines=defines)

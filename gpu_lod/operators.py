@@ -44,7 +44,7 @@ operators: dict[str, Operator] = {}
 
 def verb(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a verb: compiled code calls its op, everything else the function itself, in full precision."""
-    full = precision.in_full(function)
+    full = precision.in_full(dispatch.with_way_on(function))
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -78,6 +78,7 @@ class Operator:
 
     def __init__(self, verb: Callable[..., Any], fake: Callable[..., Any], differentiable: bool) -> None:
         self.verb = inspect.unwrap(verb)
+        self.eager = precision.in_full(dispatch.with_way_on(self.verb))
         self.fake = fake
         self.differentiable = differentiable
         self.choose = dispatch.chooser(verb)
@@ -184,7 +185,7 @@ class Operator:
 
     def _run(self, *flat: Any) -> Any:
         given = self._unflatten(flat)
-        return self._packed(_apart(self._outputs(precision.in_full(self.verb)(*given), given), flat))
+        return self._packed(_apart(self._outputs(self.eager(*given), given), flat))
 
     def _fake(self, *flat: Any) -> Any:
         given = self._unflatten(flat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -27,9 +29,17 @@ from images import noise
 from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
-from gpu_lod import calibration, dispatch, tables
+from gpu_lod import calibration, dispatch, shaders, tables
 from gpu_lod.calibrate import Report, _measure, calibrate
-from gpu_lod.errors import CalibrationWarning, FileError, GpuLodError, InputError
+from gpu_lod.errors import (
+    CalibrationWarning,
+    FileError,
+    GpuLodError,
+    GpuLodWarning,
+    InputError,
+    LimitError,
+    ShaderError,
+)
 from gpu_lod.jobs import Job, jobs
 from gpu_lod.tables import Entry, Machine, Question, Table, Timed
 from gpu_lod.timing import race
@@ -215,6 +225,95 @@ def test_every_verb_that_chooses_is_in_that_test_and_is_calibrated() -> None:
     verbs = {verb.__name__ for verb in dispatch._choosers}
     assert {CALLS[name]()[0].__name__ for name in CALLS} == verbs
     assert {job.verb.__name__ for job in jobs(None, quick=False)} == verbs - {"region_min"}  # as region_max
+
+
+def values(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, lod.Pyramid):
+        return list(result.levels)
+    if isinstance(result, lod.Culled):
+        return [result.mask, result.indices]
+    return [result] if isinstance(result, torch.Tensor) else [x for part in result for x in values(part)]
+
+
+@contextmanager
+def refused_shaders(ctx: lod.Context) -> Iterator[None]:
+    """A driver that compiles none."""
+    real = shaders.source
+
+    def broken(name: str, **defines: object) -> shaders.Source:
+        source = real(name, **defines)
+        return dataclasses.replace(source, text=source.text + "no such thing;")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctx.programs, "_cache", {})
+        patch.setattr(shaders, "source", broken)
+        yield
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_auto_goes_on_where_a_driver_refuses_the_shader(name: str, cache: Path, ctx: lod.Context) -> None:
+    verb, arguments = CALLS[name]()
+    expected = values(verb(*arguments, backend="torch"))
+    fastest(dispatch.ways(asked(verb, *arguments).verb)[1], verb, *arguments)
+    with refused_shaders(ctx):
+        with pytest.warns(GpuLodWarning, match="goes on in plain torch"):
+            found = verb(*arguments)
+        torch.testing.assert_close(values(found), expected)
+        chosen = lod.explain(verb, *arguments)
+        assert chosen.backend == "torch" and "failed before" in chosen.reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # told once
+            torch.testing.assert_close(values(verb(*arguments)), expected)
+        with pytest.raises(ShaderError, match="does not compile"):
+            verb(*arguments, backend="gl")
+    calibration.reload()
+    assert lod.explain(verb, *arguments).backend == "gl"
+    torch.testing.assert_close(values(verb(*arguments)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_plans_and_graphs_go_on_too(cache: Path, ctx: lod.Context) -> None:
+    image = noise(3, 40, 52)
+    fastest("gl compute", lod.mipmap, image)
+    with refused_shaders(ctx), pytest.warns(GpuLodWarning, match="goes on"):
+        planned = lod.plan(lod.mipmap, image)
+    other = noise(3, 40, 52) + 1
+    for found in (planned(other), torch.compile(lambda x: lod.mipmap(x), backend="eager", fullgraph=True)(other)):
+        torch.testing.assert_close(values(found), values(lod.mipmap(other, backend="torch")))
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"),
+    [(lod.log_polar, ((0.4, 0.6), 600, 32)), (lod.gather_patches, (torch.rand(600, 3).numpy(), 4))],
+    ids=["log_polar", "gather_patches"],
+)
+def test_auto_goes_on_beyond_a_limit(
+    verb: Callable[..., Any], arguments: tuple[Any, ...], cache: Path, restored_limits: lod.Context
+) -> None:
+    source = texture()
+    fastest(dispatch.ways(verb.__name__)[1], verb, source, *arguments)
+    restored_limits.limits.storage_bytes = 2048
+    with pytest.raises(LimitError):
+        verb(source, *arguments, backend="gl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that is nobody's fault
+        found = verb(source, *arguments)
+    assert torch.equal(found, verb(source, *arguments, backend="torch"))
+    assert lod.explain(verb, source, *arguments).backend == "gl", "fewer would do"
+    places, rest = torch.as_tensor(arguments[0], dtype=torch.float32), arguments[1:]
+    planned = lod.plan(lambda where: verb(source, where, *rest), places)
+    assert torch.equal(planned(places / 2), verb(source, places / 2, *rest, backend="torch"))
+
+
+def test_what_torch_cannot_either_raises_what_was_in_the_way(cache: Path, ctx: lod.Context) -> None:
+    image = noise(3, 40, 52)
+    fastest("gl", lod.feature_maps, image)
+    with refused_shaders(ctx), pytest.raises(ShaderError):
+        lod.feature_maps(image, as_texture=True)
+
+
+def test_a_generator_asked_for_by_name_raises(cache: Path, ctx: lod.Context) -> None:
+    with refused_shaders(ctx), pytest.raises(ShaderError):
+        lod.mipmap(noise(3, 40, 52), generator="compute")
 
 
 DIRECT = ["mipmap", "hiz", "gaussian", "laplacian", "collapse", "oriented_energy", "inverse_log_polar", "cull"]
