@@ -71,6 +71,7 @@ def calibrate(
 
     Raises:
         InputError: unknown verbs, no time, $GPU_LOD_CACHE is "off".
+        CalibrationBusyError: another process does this now.
         FileError: the times cannot be kept.
     """
     report = Report() if report is None else report
@@ -84,9 +85,9 @@ def calibrate(
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > BUSY * cores:
         report.busy = f"a load of {load:.1f} on {cores} cores"
-    end = time.monotonic() + 60 * minutes
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with tables.measuring(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            end = time.monotonic() + 60 * minutes
             torch.manual_seed(0)
             for number, (job, device) in enumerate(todo):
                 name = f"{job.verb.__name__}, {job.at}" + (f" on {device}" if len(devices) > 1 else "")

@@ -27,6 +27,10 @@ class UnsupportedError(GpuLodError):
     """The device, driver or backend lacks something that was asked for by name."""
 
 
+class CalibrationBusyError(GpuLodError, RuntimeError):
+    """Another process calibrates, and times that are taken meanwhile would be wrong, its own too."""
+
+
 class GLUnavailableError(UnsupportedError):
     """No usable OpenGL context can be made on this machine."""
 

@@ -8,14 +8,14 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_lod import cache
-from gpu_lod.errors import FileError, InputError
+from gpu_lod.errors import CalibrationBusyError, FileError, InputError
 
 FORMAT = 1
 """Of the files. Raised when a shader or a torch path changes so much that older times say nothing of it."""
@@ -289,6 +289,34 @@ def _locked(where: Path) -> Iterator[None]:
 
     with (where / ".lock").open("a") as lock:  # closing it unlocks it
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """While this process measures, with no other one that would keep its times in the same folder.
+
+    Raises:
+        CalibrationBusyError: there is one.
+    """
+    import fcntl
+
+    where = folder()
+    with ExitStack() as stack:
+        try:
+            assert where is not None
+            where.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(
+                (where / ".measuring").open("a")
+            )  # closing it, or the end of the process, unlocks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CalibrationBusyError(
+                f"another process calibrates for {where} now, and times of two at once would be wrong. Wait until it "
+                "is done, or stop it."
+            ) from None
+        except OSError:  # nothing can be kept there, as `store` says once there are times to show
+            pass
         yield
 
 

@@ -585,6 +585,19 @@ def test_processes_that_calibrate_at_once_lose_nothing(tmp_path: Path) -> None:
     assert sorted(one.name for one in path.parent.iterdir()) == [".lock", path.name]
 
 
+def test_a_second_process_measures_nothing_while_one_does(cache: Path) -> None:
+    said = []
+
+    def second(*_: Any) -> None:
+        code = "from gpu_lod.calibrate import calibrate; calibrate(1, ['region_max'], quick=True)"
+        said.append(scripts.run(code).stderr)
+
+    report = calibrate(1, ["region_max"], quick=True, progress=second)
+    assert report.entries and all("CalibrationBusyError: another process calibrates" in one for one in said)
+    second()  # it is free again
+    assert said[-1] == ""
+
+
 def test_times_of_another_driver_are_ignored_with_one_warning(cache: Path) -> None:
     image = noise(3, 40, 52)
     questions = [asked(verb, image) for verb in (lod.mipmap, lod.hiz)]
