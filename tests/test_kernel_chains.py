@@ -45,6 +45,14 @@ def test_every_size(emulated: EmulatedDevice, sizes: list[tuple[int, int]], redu
         check(noise(1, 1, *size) - 0.5, reduce)
 
 
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_every_odd_size(emulated: EmulatedDevice, reduce: str) -> None:
+    sheet = noise(1, 1, 67, 67) - 0.5
+    sheet.view(-1)[::97], sheet.view(-1)[1::89] = torch.inf, -torch.inf
+    for size in itertools.product(range(1, 68, 2), repeat=2):
+        check(sheet[..., : size[0], : size[1]], reduce)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduce", ["mean", "max", "min"])
 def test_dtypes_batches_and_more_than_one_tile(emulated: EmulatedDevice, reduce: str, dtype: torch.dtype) -> None:

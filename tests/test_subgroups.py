@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from images import DTYPES, noise
-from test_generators import SMALL_TILES, check
+from test_generators import SMALL_TILES, check, check_every_odd_size
 
 import gpu_lod as lod
 from gpu_lod import shaders, sharing, single_pass, subgroups
@@ -90,6 +90,12 @@ def test_the_source_kept_as_level_0(lanes: lod.Context, size: tuple[int, int]) -
     """Tiles cover level 0 then, where an odd side takes one more."""
     image = noise(2, 3, *size, dtype=torch.uint8)
     check(lod.mipmap(image, dtype=torch.float32, generator="single-pass"), image / 255)
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_every_odd_size_of_extremes(lanes: lod.Context, reduce: str) -> None:
+    check_every_odd_size("single-pass", reduce)
+    assert lanes.limits.lanes, "refused"
 
 
 def test_levels_and_tiles(lanes: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
