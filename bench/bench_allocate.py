@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
     if options.quick or options.device == "cuda":  # time on a GPU is short
         timer.TRIES = 1
-    about = common()
+    about = common() | {"memory_kept": not options.quick and timer.keep_memory()}
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"{about['cpu']} {about['threads']} cores"
     path = options.out or RESULTS / "allocate" / f"{slug(device)}.json"
     found: list[Row] = []

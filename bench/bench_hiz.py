@@ -93,7 +93,7 @@ def zero_copy(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row
         fast = {name: job(ways[name], [held]) for name in ("torch max_pool2d", "torch rows then columns")}
         yield Row(
             "hiz", "zero-copy in", height, width, batch, 1, "float32", "warm", pyramid_bytes(held),
-            race({**ours, **fast}, seconds=seconds), note=HELD_NOTE, other_job=other,
+            race({"auto": job(lod.hiz, [held]), **ours, **fast}, seconds=seconds), note=HELD_NOTE, other_job=other,
             extra={"dropped": dropped} if dropped else {},
         )  # fmt: skip
 

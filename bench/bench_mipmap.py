@@ -140,7 +140,7 @@ def zero_copy(sizes: list[Size], seconds: float) -> Iterator[Row]:
         fast = {name: partial(way, held) for name, way in ways.items() if name in _FAST}
         yield Row(
             "mipmap", "zero-copy in", height, width, batch, 3, "float32", "warm", pyramid_bytes(held),
-            race({**ours, **fast}, seconds=seconds), note=HELD_NOTE,
+            race({"auto": partial(lod.mipmap, held), **ours, **fast}, seconds=seconds), note=HELD_NOTE,
             other_job=other | driver_differs(height, width, torch.float32),
             extra={"dropped": dropped} if dropped else {},
         )  # fmt: skip

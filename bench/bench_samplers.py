@@ -261,11 +261,14 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
     parts = [lod.mipmap(one[None]).upload() for one in image]
     fixations = torch.rand(batch, 2)
     sites = lod.cortical_sites(fixations, 64, (side, side))
+    maps, bands, each = image[:, :1].split(1), lod.laplacian(image), [lod.laplacian(one[None]) for one in image]
     images, laid = image.split(1), lod.log_polar(whole, fixations, 64, 128)
     verbs: list[tuple[str, Callable[..., object], Any, Any]] = [
         ("mipmap", lambda src, _, backend: lod.mipmap(src, backend=backend), image, images),
+        ("hiz", lambda src, _, backend: lod.hiz(src, backend=backend), image[:, :1].contiguous(), maps),
         ("gaussian", lambda src, _, backend: lod.gaussian(src, backend=backend), image, images),
         ("laplacian", lambda src, _, backend: lod.laplacian(src, backend=backend), image, images),
+        ("collapse", lambda src, _, backend: lod.collapse(src, backend=backend), bands, each),
         ("oriented_energy", lambda src, _, backend: lod.oriented_energy(src, backend=backend), image, images),
         ("log_polar", lambda src, at, backend: lod.log_polar(src, at, 64, 128, backend=backend), whole, parts),
         (
@@ -291,6 +294,7 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
             "torch one call": partial(verb, together, at, "torch"),
         }
         yield Row(
-            name, "end to end", side, side, batch, 3, "float32", "warm", 2 * image.nbytes,
-            race(sides, seconds=seconds), other_job={SEPARATE: "as many calls as images"}, note="a batch in one call",
+            name, "end to end", side, side, batch, 1 if name == "hiz" else 3, "float32", "warm",
+            2 * image.nbytes // (3 if name == "hiz" else 1), race(sides, seconds=seconds),
+            other_job={SEPARATE: "as many calls as images"}, note="a batch in one call",
         )  # fmt: skip

@@ -171,8 +171,12 @@ def _seconds(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def save(rows: list[Row], path: Path | None = None) -> Path:
-    """Write a result file for this device; it must fit the schema."""
+def save(rows: list[Row], path: Path | None = None, *, memory_kept: bool = False) -> Path:
+    """Write a result file for this device; it must fit the schema.
+
+    Args:
+        memory_kept: `timer.keep_memory`.
+    """
     ctx = lod.Context()
     bandwidth = copy_bandwidth()
     data = {
@@ -181,6 +185,7 @@ def save(rows: list[Row], path: Path | None = None) -> Path:
         "software": ctx.software,
         "driver": ctx.driver,
         "borrowed": ctx.host.borrows,
+        "memory_kept": memory_kept,
         **common(),
         "copy_gb_per_s": round(bandwidth / 1e9, 2),
         "absent": dict(sorted(ABSENT.items())),

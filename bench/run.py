@@ -49,6 +49,7 @@ F32, SMALL = [torch.float32], [torch.uint8, torch.float16]
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    kept = not options.quick and timer.keep_memory()
     if options.device == "cuda":
         return cuda(options)
     console = Console()
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{name} measured")
     for name, why in sorted(inputs.ABSENT.items()):
         console.print(f"without {name}: {why}", markup=False)
-    path = save(rows, options.out)
+    path = save(rows, options.out, memory_kept=kept)
     show(path, console)
     return 0
 
@@ -91,7 +92,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_hiz.rows([*sizes, *extra], ["warm"], seconds),
             bench_hiz.rows(main, cold, seconds),
             bench_hiz.zero_copy(held, seconds),
-            bench_hiz.readers(seconds, side=one),
+            *(bench_hiz.readers(seconds, side=side) for side in ([one] if quick else [sizes[0][0], one, 2 * one])),
         ],
         "log_polar": [
             bench_log_polar.rows(sizes, F32, ["warm"], seconds),
@@ -101,7 +102,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_log_polar.whole_calls(seconds, side=one),
         ],
         "pyramids": [
-            bench_pyramids.rows(few, seconds),
+            bench_pyramids.rows(few if quick else [*few, *main[1:], *SIDES[-2:]], seconds),
             bench_pyramids.inverse(list(dict.fromkeys([*few, *odd])), F32, seconds),
             bench_pyramids.inverse(square, small, seconds),
             bench_pyramids.inverse(odd, small[:1], seconds),

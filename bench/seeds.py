@@ -103,7 +103,7 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         return [Question(verb, "mean", channels, dtype, batch, planes * area)]
     if verb == "laplacian":
         return maps(("laplacian", "collapse"))  # timed together
-    if verb in ("hiz", "gaussian", "oriented_energy", "cull"):
+    if verb in ("hiz", "gaussian", "collapse", "oriented_energy", "cull"):
         return maps((verb,))
     if verb == "region_max" and (boxes := re.match(r"(\d+) boxes", note)):
         state = dispatch.NO_TEXTURE if note.endswith(ANEW) else ""

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from scripts import succeed
 
 import gpu_lod as lod
 from gpu_lod.bridge import InteropBridge, egl
@@ -89,6 +90,29 @@ def test_every_side_follows_every_other() -> None:
         assert before == set(names) - {name}
         most = max(sum(pair == (x, name) for pair in itertools.pairwise(blocks)) for x in before)
         assert most <= 8  # of 12
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_memory_is_kept_between_calls() -> None:
+    """Of a result beyond 32 MiB every page is fresh otherwise, as the first call shows here."""
+    faults = succeed(
+        """
+        import resource, torch
+        from timer import keep_memory
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(2**24)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        fresh = faults(), faults()
+        assert keep_memory(2**28)
+        print(*fresh, faults(), faults())
+        """,
+        PYTHONPATH=str(Path(timer.__file__).parent),
+    )
+    first, second, third, fourth = map(int, faults.split())
+    assert min(first, second) > 10000 and max(third, fourth) < 100
 
 
 def test_a_restless_race_is_run_again_and_the_calmest_kept(monkeypatch: pytest.MonkeyPatch) -> None:

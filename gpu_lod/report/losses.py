@@ -15,6 +15,7 @@ REASONS = {
     "hiz": "As for mipmap: whole rows of maximum vectorise. What GL gives is the pyramid where cull reads it.",
     "gaussian": "Twenty-five taps a texel: libraries run them as two passes of five over rows that the cache holds.",
     "laplacian": "Twice the Gaussian's reads, and as many levels written as read.",
+    "collapse": "The way back streams through every level once, and adds.",
     "oriented_energy": "Separable filters are long sums over rows, which a convolution library blocks for the cache.",
     "feature_maps": "Forty channels leave for memory whoever computes them. Torch blends whole rows of what comes from "
     "coarse levels, several pixels an instruction; and small pictures show the passes' fixed costs.",
