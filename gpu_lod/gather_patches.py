@@ -35,7 +35,10 @@ _AT_ONCE = 2**20
 what a batch would pay for."""
 
 LANES_AT_ONCE = 128
-"""Invocations of a workgroup, if patches are smaller."""
+"""Invocations of a workgroup, if patches are smaller; half as many on a software renderer, whose threads then end closer
+together."""
+_VECTOR = 8
+"""Invocations that a software renderer makes at once."""
 
 LARGEST_PATCH = 1024
 """From this side on a row is more than a workgroup may have invocations."""
@@ -355,7 +358,10 @@ def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch
             count = texture.key.layers
             part = target.layers(first * budget * channels, count * budget * channels)
             here = uniforms | {"u_first_site": first * budget} | texture.reading
-            _make(ctx, part, channels, here, defines | ctx.textures.reading(texture))
+            reading = ctx.textures.reading(texture)
+            # With smaller texels there are fewer lines, and what it costs is more than the waiting.
+            touch = ctx.software and reading["BUFFERED"] and texture.key.texel_bytes >= 16
+            _make(ctx, part, channels, here, defines | reading | {"TOUCH": touch})
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if pyramid.batched else result[0]
 
@@ -375,7 +381,8 @@ def _make(ctx: Context, target: Planes, channels: int, uniforms: dict[str, Any],
     rows = 1 if patch % stored == 0 else 2
     steps = patch // rows
     lanes = patch * rows // stored
-    together = max(1, LANES_AT_ONCE // lanes)
+    together = max(1, LANES_AT_ONCE // (2 if ctx.software else 1) // lanes)
+    together -= together % (_VECTOR // math.gcd(lanes, _VECTOR)) if together >= _VECTOR else 0  # whole vectors
     # On a GPU every row has invocations of its own.
     steps_at_once = steps if ctx.software else 1
     shape = {"ROWS": rows, "PATCHES": together, "INVOCATIONS": lanes * together, "STEPS_AT_ONCE": steps_at_once}
@@ -388,6 +395,7 @@ def _make(ctx: Context, target: Planes, channels: int, uniforms: dict[str, Any],
             u_first_patch=begin,
             u_patches=count,
             u_steps=steps,
+            u_nothing=0,
             **uniforms,
         )
         groups = -(-count // together)

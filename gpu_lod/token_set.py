@@ -15,6 +15,8 @@ from gpu_lod.errors import InputError
 class TokenSet:
     """Exactly K tokens for every image of a batch, by relevance, high first. It is a pytree.
 
+    Features [B, K, D] that an encoder makes of them stand beside it in `gpu_lod.vlm.Encoded`.
+
     Shape: sites [B, K, 3], scores [B, K], patches [B, K, C, P, P] or None where no image was given, weights
         [B, K, Hg Wg] or None; without B for an unbatched one.
     Convention: a site is (x, y, level), x and y in [0, 1] of width and height, y down: P x P samples 2^level pixels

@@ -8,6 +8,7 @@
 // PATCHES         in a workgroup of INVOCATIONS = LANES * PATCHES
 // STEPS_AT_ONCE   times ROWS rows that an invocation makes one below the other: what the patch has in common is worked out
 //                 once for all of them
+// TOUCH           lines of the cache are asked for before their texels are filtered
 #include "words.glsl"
 #include "at_once.glsl"
 #include "patches.glsl"
@@ -24,6 +25,7 @@ uniform int u_patches;       // of the chunk
 uniform int u_budget;        // patches an image
 uniform int u_first_site;    // of the texture's first image
 uniform int u_steps;         // STEPS; a loop to a number that the compiler knows is unrolled
+uniform uint u_nothing;      // 0, which the compiler does not know either
 
 void write(int target, vec4 texel[AT_ONCE]) {
     b_target[target] = PACKED(texel, 0, r);
@@ -37,6 +39,26 @@ void write(int target, vec4 texel[AT_ONCE]) {
     b_target[target + 3 * VECTORS] = PACKED(texel, 0, a);
 #endif
 }
+
+#ifdef TOUCH
+const int TEXELS_A_LINE = 4;
+
+// Reads of a texel in each line that the patch rests on, one right after the other: a CPU waits for a dozen lines together,
+// and filtering has it ask for a few at a time. Returns 0, which rests on all of them.
+uint touch(Patch p, Level level, int lane) {
+    vec2 scale = vec2(level.size) / u_size;
+    ivec2 end = level.size - 1;
+    ivec2 first = clamp(ivec2(floor(pixel_of(p, ivec2(0)) * scale - 0.5)), ivec2(0), end);
+    ivec2 last = clamp(ivec2(floor(pixel_of(p, ivec2(PATCH - 1)) * scale + 0.5)), ivec2(0), end);
+    uint bits = 0u;
+    for (int x = min(first.x + lane * TEXELS_A_LINE, last.x); x <= last.x; x += LANES * TEXELS_A_LINE) {
+        for (int y = first.y; y <= last.y; y += 4) {
+            for (int k = 0; k < 4; ++k) bits |= floatBitsToUint(TEXEL_AT(level, ivec2(x, min(y + k, last.y))).r);
+        }
+    }
+    return bits & u_nothing;
+}
+#endif
 
 void main() {
     int lane = int(gl_LocalInvocationID.x) % LANES;
@@ -61,6 +83,10 @@ void main() {
             write(target + step_ * LANES, texel);
         } while (++step_ < end);
     } else {
+#ifdef TOUCH
+        target += int(touch(p, p.levels.fine, lane));
+        if (p.levels.share > 0.0) target += int(touch(p, p.levels.coarse, lane));
+#endif
         do {
             for (int k = 0; k < AT_ONCE; ++k) texel[k] = between_texels(p, at[k] + ivec2(0, step_ * ROWS));
             write(target + step_ * LANES, texel);
