@@ -35,8 +35,8 @@ _AT_ONCE = 2**20
 what a batch would pay for."""
 
 LANES_AT_ONCE = 128
-"""Invocations of a workgroup, if patches are smaller; half as many on a software renderer, whose threads then end closer
-together."""
+"""Invocations of a workgroup, if patches are smaller; half as many on a software renderer, whose threads then end
+closer together."""
 _VECTOR = 8
 """Invocations that a software renderer makes at once."""
 
