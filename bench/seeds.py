@@ -20,6 +20,7 @@ from rows import slug
 
 from gpu_lod import dispatch
 from gpu_lod.foveate import state as foveated
+from gpu_lod.gaussian import EIGHTS, RAGGED
 from gpu_lod.region import BOX
 from gpu_lod.report.files import load
 from gpu_lod.report.text import on_cuda
@@ -96,14 +97,15 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
     def sampler(work: int, state: str = "") -> list[Question]:
         return [Question(verb, state, channels, dtype, batch, batch * work)]
 
-    def maps(names: tuple[str, ...]) -> list[Question]:
-        return [Question(name, "", 0, dtype, planes, planes * area) for name in names]
+    def maps(names: tuple[str, ...], state: str = "") -> list[Question]:
+        return [Question(name, state, 0, dtype, planes, planes * area) for name in names]
 
     if verb == "mipmap":
         return [Question(verb, "mean", channels, dtype, batch, planes * area)]
-    if verb == "laplacian":
-        return maps(("laplacian", "collapse"))  # timed together
-    if verb in ("hiz", "gaussian", "collapse", "oriented_energy", "cull"):
+    if verb in ("gaussian", "laplacian", "collapse"):
+        timed = ("laplacian", "collapse") if verb == "laplacian" and not together else (verb,)  # timed together
+        return maps(timed, RAGGED if width % EIGHTS else "")
+    if verb in ("hiz", "oriented_energy", "cull"):
         return maps((verb,))
     if verb == "region_max" and (boxes := re.match(r"(\d+) boxes", note)):
         state = dispatch.NO_TEXTURE if note.endswith(ANEW) else ""

@@ -71,14 +71,26 @@ def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "
     return choose("gaussian", checks.image(image, max_channels=None), backend)
 
 
-def choose(verb: str, image: torch.Tensor, backend: Backend) -> Choice:
-    """Shared by the verbs that rest on this pyramid."""
+RAGGED = "ragged rows"
+"""State of images whose rows are no whole number of `EIGHTS`: their shaders take twice as long."""
+EIGHTS = 8
+
+
+def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = True) -> Choice:
+    """Shared by the verbs that rest on this pyramid.
+
+    Args:
+        ragged: ragged rows have times of their own.
+    """
     dispatch.check_backend(backend)
     if backend == "gl":
         checks.gl_input(image)
     if backend != "auto":
         return Choice(backend, "asked for")
-    return dispatch.barred(image) or dispatch.measured(verb, image, image.numel(), batch=image.shape[:-2].numel())
+    state = RAGGED if ragged and image.shape[-1] % EIGHTS else ""
+    return dispatch.barred(image) or dispatch.measured(
+        verb, image, image.numel(), state=state, batch=image.shape[:-2].numel()
+    )
 
 
 def _like(image: torch.Tensor, levels: int | None = None, *_: str) -> Pyramid:

@@ -113,7 +113,7 @@ def oriented_energy(
 def _choose(image: torch.Tensor, levels: int | None = None, orientations: int = 4, backend: Backend = "auto") -> Choice:
     image = checks.image(image, max_channels=None)
     checks.integer(orientations, "orientations", at_least=1)
-    return choose("oriented_energy", image, backend)
+    return choose("oriented_energy", image, backend, ragged=False)
 
 
 def _like(image: torch.Tensor, levels: int | None = None, orientations: int = 4, *_: Any) -> tuple[torch.Tensor, ...]:
