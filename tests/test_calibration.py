@@ -227,6 +227,16 @@ def test_every_verb_that_chooses_is_in_that_test_and_is_calibrated() -> None:
     assert {job.verb.__name__ for job in jobs(None, quick=False)} == verbs - {"region_min"}  # as region_max
 
 
+@pytest.mark.parametrize("verb", [lod.gaussian, lod.laplacian])
+def test_ragged_rows_have_times_of_their_own(verb: Callable[..., Any], unseeded: Path) -> None:
+    """Their shaders take twice as long there; those of oriented_energy do not mind."""
+    fastest("gl", verb, noise(3, 64, 64))
+    fastest("gl", lod.oriented_energy, noise(3, 64, 64))
+    assert lod.explain(verb, noise(3, 64, 64)).backend == "gl"
+    assert lod.explain(verb, noise(3, 64, 60)).backend == "torch"
+    assert lod.explain(lod.oriented_energy, noise(3, 64, 60)).backend == "gl"
+
+
 def values(result: Any) -> list[torch.Tensor]:
     if isinstance(result, lod.Pyramid):
         return list(result.levels)
