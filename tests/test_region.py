@@ -142,7 +142,7 @@ def test_auto_uses_the_texture_once_it_is_there(unseeded: Path) -> None:
     assert torch.equal(lod.region_max(hz, boxes), before)
 
 
-def test_auto_makes_a_texture_where_that_pays_at_once(ctx: lod.Context, cache: Path) -> None:
+def test_auto_makes_a_texture_where_that_pays_at_once(ctx: lod.Context, unseeded: Path) -> None:
     hz, boxes = lod.hiz(noise(1, 40, 50)), random_boxes(20)
     fastest("gl", lod.region_max, hz, boxes)
     found = lod.region_max(hz, boxes)
