@@ -306,9 +306,7 @@ def measuring() -> Iterator[None]:
         try:
             assert where is not None
             where.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(
-                (where / ".measuring").open("a")
-            )  # closing it, or the end of the process, unlocks
+            lock = stack.enter_context((where / ".measuring").open("a"))  # closing it unlocks it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CalibrationBusyError(
