@@ -33,8 +33,8 @@ def pinning() -> Iterator[None]:
         end = time.monotonic() + _NAMED
         # A thread is called as the one that started it until it runs for the first time and names itself.
         while not (found := places(started := _started(before), creator, cpus)) and time.monotonic() < end:
-            if len(cpus) < 2 or len(started) < 2 * len(cpus):
-                break  # no software renderer of this process: nothing to wait for
+            if len(cpus) < 2 or len(started) < 2 * len(cpus) or _named(started, creator):
+                break  # no software renderer of this process, or one with more threads than it may use CPUs
             time.sleep(0.001)
         for task, cpu in found.items():
             with suppress(OSError):  # it has ended, or a sandbox forbids it
@@ -61,6 +61,12 @@ def _started(before: Mapping[int, str]) -> dict[int, str]:
     """The threads that run now and did not before, but for Python's own."""
     own = {thread.native_id for thread in threading.enumerate()}
     return {task: name for task, name in _threads().items() if task not in before and task not in own}
+
+
+def _named(started: Mapping[int, str], creator: str) -> bool:
+    """Whether a renderer's threads have all got their names: there are as many of either kind then."""
+    rasterisers = sum(_RASTERISER.fullmatch(name) is not None for name in started.values())
+    return 0 < rasterisers == sum(name == creator for name in started.values())
 
 
 def _threads() -> dict[int, str]:

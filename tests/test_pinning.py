@@ -95,6 +95,18 @@ def test_threads_that_have_no_name_yet_are_waited_for(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
+def test_a_renderer_with_more_threads_than_cpus_is_not_waited_for(monkeypatch):
+    me = threading.get_native_id()
+    four = {10 + i: f"llvmpipe-{i}" for i in range(4)} | {20 + i: "python" for i in range(4)}
+    looks = [{me: "python"}, {me: "python"} | four]  # and no third look
+    monkeypatch.setattr(pinning, "_threads", lambda: looks.pop(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {2, 5})
+    with pinning.pinning():
+        pass
+    assert not looks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
 def test_a_driver_that_starts_no_such_threads_is_not_waited_for(monkeypatch):
     me = threading.get_native_id()
     looks = [{me: "python"}, {me: "python", 11: "python"}]  # and no third look
