@@ -55,8 +55,9 @@ def test_the_settings_change_what_torch_makes() -> None:
     for make in AROUND["autocast"], AROUND["products of bfloat16"]:
         with make():
             off = ((a @ b).float() - exact).abs().max()
-        if make is AROUND["products of bfloat16"] and off == 0:
-            pytest.skip("this CPU has no products of bfloat16")
+        if make is AROUND["products of bfloat16"] and off < 1e-3:
+            # Some CPUs take another way through it, which sums in another order, but in float32.
+            pytest.skip("this CPU makes no such products in bfloat16")
         assert off > 1e-2
 
 
