@@ -27,8 +27,9 @@ from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, 
 
 _BORDERS = ("clamp", "zero")
 
-PER_PIXEL = 256
-"""Centres are rounded to such parts of a pixel, so that fp32 positions of grid patches meet the texels exactly."""
+ROUNDING = 2.0**-22
+"""Of a side: as far off may fp32 positions be that a few operations made. A centre no further from a whole or half
+pixel is taken to be there, so that patches of the grid are exactly its pixels."""
 
 _AT_ONCE = 2**20
 """Texels whose levels plain torch makes together: patches read a part of them alone, so that fresh memory for more is
@@ -63,9 +64,9 @@ def gather_patches(
         more halves the sampling rate, and levels between are blended.
     Convention: sample u of 0..P-1 lies (u - (P - 1) / 2) 2^level pixels from the centre along each side, and is read at
         that level of the mean mip chain, trilinear, texel i's centre at (i + 0.5) / n; above the last level the last is
-        read. Centres are rounded to 1/256 px, so that patches on the pixel grid are exactly its pixels (fp32
-        sites tell such parts apart up to 65,536 px). uint8 values
-        are divided by 255 where the result is floating point. OpenGL makes a whole batch in one dispatch, or in as few
+        read. A centre within fp32's rounding, 2^-22 of a side, of a whole or half pixel is there, so that
+        patches on the pixel grid are exactly its pixels. uint8 values are divided by 255 where the result is floating
+        point. OpenGL makes a whole batch in one dispatch, or in as few
         as storage bindings make ranges of the result (128 MiB each on llvmpipe).
 
     Args:
@@ -230,11 +231,18 @@ def _look(
 
 
 def centres_of(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) -> torch.Tensor:
-    """[B, K, 2] in pixels, rounded as patches are read; gradients pass as if they were not."""
+    """[..., 2] in pixels of sites [..., 3], as patches are read; gradients pass as if none were moved."""
     height, width = size
-    at = sites[..., :2].to(work) * torch.tensor([width, height], dtype=work, device=sites.device)
-    rounded = (at.detach() * PER_PIXEL).round() / PER_PIXEL
-    return at + (rounded - at).detach() if needs_grad(at) else rounded
+    sides = torch.tensor([width, height], dtype=work, device=sites.device)
+    at = sites[..., :2].to(work) * sides
+    met = on_pixels(at.detach(), sides)
+    return at + (met - at).detach() if needs_grad(at) else met
+
+
+def on_pixels(at: torch.Tensor, sides: torch.Tensor) -> torch.Tensor:
+    """Places [..., 2] in pixels of an image of `sides` [2], put right where rounding kept them from (half) pixels."""
+    near = (at * 2).round_().div_(2)
+    return torch.where((at - near).abs_() <= sides * ROUNDING, near, at)
 
 
 def _first_texels(

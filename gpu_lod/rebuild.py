@@ -10,7 +10,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError
-from gpu_lod.gather_patches import PER_PIXEL, centres_of
+from gpu_lod.gather_patches import centres_of, on_pixels
 from gpu_lod.halving import stored
 from gpu_lod.token_set import TokenSet
 
@@ -42,8 +42,9 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
         edges included, clipped to the image. A pixel shows one token, the finest that covers it, and of equally fine
         ones the first in the token order, that is the most relevant. It is the inverse of `gather_patches`: a pixel
         centre becomes a place in the patch, which is read bilinear, sample u at u + 0.5 and clamped to the outermost
-        samples. Level-0 patches on the pixel grid give back their exact pixels. Edges are rounded to 1/256 px, so that
-        tokens that tile leave no seam. Differentiable in the patches.
+        samples. Level-0 patches on the pixel grid give back their exact pixels. Edges within fp32's
+        rounding of a pixel's centre or edge are there, so that tokens that tile leave no seam. Differentiable in the
+        patches.
 
     Args:
         size: (H, W) of the picture in pixels.
@@ -135,7 +136,7 @@ def _footprints(sites: torch.Tensor, patch: int, size: tuple[int, int]) -> tuple
     sides = torch.tensor([size[1], size[0]], dtype=torch.float64, device=sites.device)
     centres = sites[..., :2].double() * sides
     half = patch * torch.exp2(sites[..., 2:].double()) / 2
-    edges = ((at * PER_PIXEL).round() / PER_PIXEL for at in (centres - half, centres + half))
+    edges = (on_pixels(at, sides) for at in (centres - half, centres + half))
     begin, end = ((edge - 0.5).ceil().clamp(min=0).minimum(sides).long() for edge in edges)
     return begin, end
 

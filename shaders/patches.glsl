@@ -8,7 +8,9 @@ uniform float u_last;  // level
 uniform vec4 u_scale;  // a result is texel * scale + offset, by channel
 uniform vec4 u_offset;
 
-const float PER_PIXEL = 256.0;  // centres are rounded to such parts of a pixel: patches of the grid meet texels exactly
+// Of a side, 2^-22: as far off may fp32 positions be. A centre no further from a whole or half pixel is there: patches of the
+// grid meet texels exactly.
+const float ROUNDING = 1.0 / 4194304.0;
 
 struct Patch {
     vec2 centre;    // in pixels
@@ -22,7 +24,9 @@ struct Patch {
 Patch patch_at(int site, int layer) {
     Patch p;
     vec2 at = vec2(b_sites[3 * site], b_sites[3 * site + 1]);
-    p.centre = roundEven(at * u_size * PER_PIXEL) / PER_PIXEL;
+    precise vec2 pixel = at * u_size;
+    vec2 near = roundEven(2.0 * pixel) * 0.5;
+    p.centre = mix(pixel, near, lessThanEqual(abs(pixel - near), u_size * ROUNDING));
     float level = min(b_sites[3 * site + 2], 30.0);  // far beyond any image
     int fine = int(level);
     float between = level - float(fine);

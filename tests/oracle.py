@@ -261,8 +261,8 @@ def gather_patches(
         mine = [level[image] for level in levels]
         for x, y, level in sites[image if len(sites) > 1 else 0].double().tolist():
             steps = (torch.arange(patch, dtype=torch.float64) - (patch - 1) / 2) * 2**level
-            across = (round(x * width * 256) / 256 + steps).expand(patch, patch) / width
-            down = (round(y * height * 256) / 256 + steps)[:, None].expand(patch, patch) / height
+            across = (x * width + steps).expand(patch, patch) / width
+            down = (y * height + steps)[:, None].expand(patch, patch) / height
             read = min(level, len(levels) - 1)
             fine = torch.full((patch, patch), int(read))
             a, da = _bilinear(mine, fine, across, down)

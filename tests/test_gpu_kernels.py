@@ -130,7 +130,7 @@ def test_gather_patches(dtype: torch.dtype, border: Any) -> None:
     found = lod.gather_patches(pyramid, sites.to(CUDA), 14, border=border, backend="cuda")
     if border == "clamp":
         truth = patch_oracle(on_host(pyramid), sites, 14, border)
-        assert_matches(found.cpu(), truth[0], "trilinear", slack=slack(truth) + 2.0**-7 * truth[1])
+        assert_matches(found.cpu(), truth[0], "trilinear", slack=slack(truth) + max(pyramid.size) * 2.0**-20 * truth[1])
     for patch in (1, 14, 16, 31):
         exact = lod.gather_patches(image[0], grid_sites(96, 144, patch), patch, border=border, backend="cuda")
         assert torch.equal(exact.cpu(), unfolded(image[0].cpu(), patch))

@@ -26,6 +26,12 @@ def token_set(sites: Sequence[Any], patches: torch.Tensor) -> lod.TokenSet:
     return lod.TokenSet(places, torch.zeros(places.shape[:-1]), patches, patches.shape[-1])
 
 
+def met(at: float, n: int) -> float:
+    """A place in pixels; the whole or half one that fp32 positions may mean by it."""
+    near = round(2 * at) / 2
+    return near if abs(at - near) <= n / 2**22 else at
+
+
 def slow(tokens: lod.TokenSet, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """One image, pixel by pixel, token by token, in double precision; the image and which token each pixel shows."""
     assert tokens.patches is not None
@@ -39,9 +45,9 @@ def slow(tokens: lod.TokenSet, size: tuple[int, int]) -> tuple[torch.Tensor, tor
                 step = 2**level
                 places, inside = [], True
                 for pixel, n, at in ((x, width, cx), (y, height, cy)):
-                    edge = [round((at * n + side * patch * step / 2) * 256) / 256 for side in (-1, 1)]
+                    edge = [met(at * n + side * patch * step / 2, n) for side in (-1, 1)]
                     inside &= edge[0] <= pixel + 0.5 < edge[1]
-                    place = (pixel + 0.5 - round(at * n * 256) / 256) / step + (patch - 1) / 2
+                    place = (pixel + 0.5 - met(at * n, n)) / step + (patch - 1) / 2
                     places.append(min(max(place, 0.0), patch - 1.0))
                 if not inside or level >= finest:
                     continue

@@ -2,7 +2,9 @@
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32: the dtype of the result.
 #include "sampling.cuh"
 
-#define PER_PIXEL 256.0f  // centres are rounded to such parts of a pixel: patches of the grid meet texels exactly
+// Of a side, 2^-22: as far off may fp32 positions be. A centre no further from a whole or half pixel is there: patches of the
+// grid meet texels exactly.
+#define ROUNDING (1.0f / 4194304.0f)
 
 struct Patches {
     cudaTextureObject_t texture, texels;  // the same memory, filtered and by the nearest texel
@@ -19,11 +21,15 @@ __device__ __forceinline__ float clamped(float value, float least, float most) {
     return fminf(fmaxf(value, least), most);  // NaN is the least
 }
 
+__device__ __forceinline__ float on_pixels(float at, float side) {
+    float pixel = at * side, near = rintf(2.0f * pixel) * 0.5f;
+    return fabsf(pixel - near) <= side * ROUNDING ? near : pixel;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) patches(const Patches p) {
     unsigned index = blockIdx.x, layer = index / p.budget;
     const float* site = p.sites + 3ull * index;
-    float centre_x = rintf(site[0] * p.width * PER_PIXEL) / PER_PIXEL;
-    float centre_y = rintf(site[1] * p.height * PER_PIXEL) / PER_PIXEL;
+    float centre_x = on_pixels(site[0], p.width), centre_y = on_pixels(site[1], p.height);
     float level = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
     int fine = (int)level;
     float between = level - (float)fine, whole = (float)(1 << fine);

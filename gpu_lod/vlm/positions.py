@@ -10,7 +10,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.base import cells_of
 from gpu_lod.errors import InputError
-from gpu_lod.gather_patches import PER_PIXEL
+from gpu_lod.gather_patches import centres_of
 
 Layout = Literal["half", "interleaved"]
 
@@ -22,8 +22,8 @@ def grid_positions(sites: torch.Tensor, size: tuple[int, int], patch: int) -> to
     Units: cells of P x P pixels, whatever the level.
     Convention: the position of cell (j, i)'s own patch is (0, j, i) exactly, so a centre p pixels from the edge is at
         p / P - 1/2. A patch that was shifted inward at a far edge is where it is: at n / P - 1 for n pixels, between
-        the last two cells. A level-1 patch over cells 0 and 1 is at 1/2. Centres are rounded to 1/256 px, as
-        `gather_patches` rounds them; gradients pass as if they were not.
+        the last two cells. A level-1 patch over cells 0 and 1 is at 1/2. Centres within fp32's rounding of a
+        whole or half pixel are there, as in `gather_patches`; gradients pass as if none were moved.
 
     Args:
         size: (height, width) of the picture in pixels.
@@ -38,9 +38,7 @@ def grid_positions(sites: torch.Tensor, size: tuple[int, int], patch: int) -> to
         what = tuple(sites.shape) if isinstance(sites, torch.Tensor) else type(sites).__name__
         raise InputError(f"sites are {what}; expected a floating-point tensor [..., K, 3]: (x, y, level).")
     work = sites if sites.dtype == torch.float64 else sites.float()
-    pixels = work[..., :2] * work.new_tensor([width, height])
-    pixels = pixels + ((pixels.detach() * PER_PIXEL).round() / PER_PIXEL - pixels.detach())
-    x, y = (pixels / patch - 0.5).unbind(-1)
+    x, y = (centres_of(work, (height, width), work.dtype) / patch - 0.5).unbind(-1)
     return torch.stack([work[..., 2], y, x], dim=-1)
 
 
