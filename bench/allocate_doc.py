@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from rows import RESULTS
 
+import gpu_lod as lod
 from gpu_lod.report.files import between, write
 from gpu_lod.report.plots import figure_of, svg_of
 
@@ -33,6 +35,17 @@ COLUMNS = [
     (f"{ALONE}, a call each", True),
 ]
 Data = dict[str, Any]
+Found = dict[tuple[str, str, bool], dict[str, Any]]
+"""Rows by allocator, job, and whether they are of a batch."""
+
+TREE_CUTS = "FoveatedPyramid", "TokenDAG"
+LEARNED = {name for name in lod.allocate.names() if isinstance(lod.allocate.make(name), torch.nn.Module)}
+GOALS = [
+    ("GridTopK", ["GridTopK"], 4.0),
+    ("tree cuts", [*TREE_CUTS], 8.0),
+    ("all that do not learn", [name for name in lod.allocate.names() if name not in LEARNED], 40.0),
+]
+"""Milliseconds for one picture on two cores, at most."""
 
 
 def result_files() -> list[Path]:
@@ -77,11 +90,45 @@ def tables(path: Path) -> str:
             f"Picture of {rows * first['patch']} x {columns * first['patch']}, grid {rows} x {columns}, K = "
             f"{first['budget']}, fp32, from the picture to its patches, milliseconds a picture: median ± half the "
             f"interquartile range; of {batch} pictures in a call, and of {batch} calls, another picture each, "
-            f"a part in {batch} ([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}).",
+            f"a part in {batch} ([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}, commit "
+            f"{data['commit']}{'' if data.get('memory_kept') else ', with fresh memory for large results'}).",
             "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            *([goals(found)] if data["tensors"] == "cpu" else []),
+            batches(found),
             f"![Cost of choosing the sites over the side of the grid and over K]({plot_of(path).name})",
         ]
     )
+
+
+def goals(found: Found) -> str:
+    """What was aimed at on two cores, and whether it was reached: by the slowest of each kind."""
+    lines = ["| aimed at on two cores | relevance given | picture alone |", "| --- | --- | --- |"]
+    for what, names, most in GOALS:
+        cells = [f"{what} at most {most:g} ms"]
+        for job in (GIVEN, ALONE):
+            rows = [found[name, job, False] for name in names if (name, job, False) in found]
+            if not rows:
+                cells.append("")
+                continue
+            slowest = max(rows, key=lambda row: row["median_ms"])
+            word = "reached" if slowest["median_ms"] <= most else "missed"
+            cells.append(f"{word}: {slowest['allocator']} {figure(slowest)}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def batches(found: Found) -> str:
+    """Which allocators take longer for a picture of a batch than in a call of its own, by more than both spread."""
+    slower = []
+    for name, job, many in found:
+        if many and job in (GIVEN, ALONE):
+            together, apart = found[name, job, True], found.get((name, f"{job}, a call each", True))
+            if apart and together["median_ms"] > apart["median_ms"] + (together["iqr_ms"] + apart["iqr_ms"]) / 2:
+                ratio = together["median_ms"] / apart["median_ms"]
+                slower.append(f"{name} ({'relevance given' if job == GIVEN else 'picture alone'}) {ratio:.2f} times")
+    if not slower:
+        return "No picture of a batch takes longer than in a call of its own, beyond the spread."
+    return f"Longer for a picture of the batch than in a call of its own, beyond the spread: {', '.join(slower)}."
 
 
 def figure(row: Data) -> str:

@@ -97,6 +97,32 @@ def test_the_tables_show_every_side_and_the_plot_every_allocator(measured: Path)
     assert "GridTopK" in allocate_doc.plot(data)
 
 
+def test_the_goals_are_judged_by_the_slowest() -> None:
+    def row(name: str, ms: float, batch: int = 1) -> dict[str, Any]:
+        return {"allocator": name, "median_ms": ms, "iqr_ms": 0.2, "batch": batch}
+
+    given, alone = bench_allocate.JOBS
+    found = {
+        ("GridTopK", given, False): row("GridTopK", 3.9),
+        ("GridTopK", alone, False): row("GridTopK", 4.1),
+        ("FoveatedPyramid", given, False): row("FoveatedPyramid", 7.0),
+        ("TokenDAG", given, False): row("TokenDAG", 8.5),
+        ("SoftVortex", given, False): row("SoftVortex", 99.0),  # learned: no goal
+    }
+    text = allocate_doc.goals(found)
+    assert "| GridTopK at most 4 ms | reached: GridTopK 3.90 ± 0.10 | missed: GridTopK 4.10 ± 0.10 |" in text
+    assert "| tree cuts at most 8 ms | missed: TokenDAG 8.50 ± 0.10 |  |" in text
+    assert "| all that do not learn at most 40 ms | reached: TokenDAG 8.50 ± 0.10 | reached: GridTopK" in text
+    batch = {
+        ("GridTopK", given, True): row("GridTopK", 66.0, 32),
+        ("GridTopK", f"{given}, {bench_allocate.EACH}", True): row("GridTopK", 60.0, 32),
+        ("Voronoi", given, True): row("Voronoi", 60.1, 32),
+        ("Voronoi", f"{given}, {bench_allocate.EACH}", True): row("Voronoi", 60.0, 32),
+    }
+    assert allocate_doc.batches(batch).endswith("spread: GridTopK (relevance given) 1.10 times.")
+    assert allocate_doc.batches({key: value for key, value in batch.items() if key[0] == "Voronoi"}).startswith("No ")
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_committed_files_hold_every_allocator(path: Path) -> None:
     data = json.loads(path.read_text())
