@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gpu_lod import checks, precision
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, saliency_map
-from gpu_lod.gaussian import BINOMIAL, mirrored
+from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.patch_grid import Pool, along, pooled
 from gpu_lod.pyramid import burt_sizes
@@ -31,9 +31,9 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
     """[B, ceil(H / P), ceil(W / P)] of images [B, C, H, W], fp32, in plain torch; differentiable.
 
     On a CPU in bands of some rows of patches, but for small pictures and where a graph is kept: what is made on the way
-    stays small, and its memory is used again. What lies between samples is read by products with small matrices of
-    weights, in less time than by sums of strided views. They multiply by 0 too, so what is not finite spreads further
-    there.
+    stays small, and its memory is used again. What lies between samples is read at every other pixel by products with
+    small matrices of weights, in less time than by sums of strided views, and at the others as means of these. Products
+    multiply by 0 too, so what is not finite spreads further there.
     """
     count, _, height, width = images.shape
     small = min(height, width) < _LEAST or len(burt_sizes(height, width)) < LEVELS
@@ -59,30 +59,45 @@ def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
         bands.append((height - side, height))  # the last patches are flush with the edge
     most = max(end - begin for begin, end in bands) + _COARSEST + _BLOCK
     wide = -(-width // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
-    memory = images.new_empty(1 if pool == "mean" else 2, count, most, wide, dtype=torch.float32)
-    rows = [_rows(samples, memory, *band, patch, pool)[..., :width] for band in bands]
-    return along(torch.cat(rows, dim=-2), -1, patch, pool).div_(len(PAIRS))
+    memory = images.new_empty(1 if pool == "mean" else 2, count, 2, most, wide // 2, dtype=torch.float32)
+    rows = torch.cat([_rows(samples, memory, *band, patch, pool) for band in bands], dim=-2)
+    whole = rows.movedim(1, -1).flatten(-2)[..., :width]
+    return along(whole, -1, patch, pool).div_(len(PAIRS))
 
 
 def _rows(
     samples: Sequence[torch.Tensor], memory: torch.Tensor, begin: int, end: int, patch: int, pool: Pool
 ) -> torch.Tensor:
-    """Rows begin..end - 1 of the saliency, pooled along columns, in memory that is there."""
+    """Rows begin..end - 1 of the saliency, pooled along columns, in memory that is there: [B, 2, h, w / 2], the even
+    columns and the odd ones."""
     low = begin // _COARSEST * _COARSEST
-    blocks = -(-(end - low) // _BLOCK)
+    count = -(-(end - low) // 2) * 2
     total: torch.Tensor | None = None
     for index, ((centre, _), few) in enumerate(zip(PAIRS, samples, strict=True)):
-        factor = 1 << centre
-        first = low // factor
-        wide = _widened(few[:, first : first + blocks * _BLOCK // factor + 1], factor)
-        room = memory[min(index, len(memory) - 1), :, : blocks * _BLOCK]
-        _lengthened(wide, factor, room)
-        part = room[:, begin - low : end - low].abs_()
+        room = memory[min(index, len(memory) - 1), :, :, :count]
+        _magnitudes(few[:, low >> centre :], 1 << centre, room)
+        part = room[:, :, begin - low : end - low]
         if pool == "mean":
             part = along(part, -2, patch)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total if pool == "mean" else along(total, -2, patch, pool)
+
+
+def _magnitudes(samples: torch.Tensor, factor: int, out: torch.Tensor) -> None:
+    """Absolute values at every pixel, `out` [B, 2, h, w / 2] by columns, of samples `factor` pixels apart."""
+    rows, columns = out.shape[-2] // 2, out.shape[-1]
+    if factor > 2:
+        blocks = -(-(rows + 1) // _BLOCK)
+        wide = _widened(samples[:, : blocks * _BLOCK * 2 // factor + 1], factor // 2)
+        samples = wide.new_empty(len(wide), blocks * _BLOCK, wide.shape[-1])
+        _lengthened(wide, factor // 2, samples)
+    even = samples[:, : rows + 1, :columns]
+    odd = torch.lerp(even, samples[:, : rows + 1, 1 : columns + 1], 0.5)
+    for column, values in enumerate((even, odd)):
+        torch.abs(values[:, :-1], out=out[:, column, ::2])
+        torch.lerp(values[:, :-1], values[:, 1:], 0.5, out=out[:, column, 1::2])
+    out[:, :, 1::2].abs_()
 
 
 def _difference(levels: Sequence[torch.Tensor], centre: int, surround: int, height: int, width: int) -> torch.Tensor:
@@ -102,7 +117,7 @@ def _difference(levels: Sequence[torch.Tensor], centre: int, surround: int, heig
 def _reach(height: int, width: int, factor: int) -> tuple[int, int]:
     """Rows and columns of samples that whole blocks of pixels lie between."""
     wide = _SAMPLES * _COARSEST
-    return (height + _BLOCK + _COARSEST) // factor + 2, -(-width // wide) * wide // factor + 1
+    return (height + 3 * _BLOCK + _COARSEST) // factor + 2, -(-width // wide) * wide // factor + _SAMPLES + 1
 
 
 def _reaching(samples: torch.Tensor, factor: int, height: int, width: int) -> torch.Tensor:
@@ -120,7 +135,7 @@ def _between(factor: int, samples: int) -> torch.Tensor:
     return matrix.flatten(0, 1)
 
 
-_FACTORS = {1 << level for centre, surround in PAIRS for level in (centre, surround - centre)}
+_FACTORS = {factor for centre, surround in PAIRS for factor in (1 << centre >> 1, 1 << surround - centre)}
 _WIDER = {factor: _between(factor, _SAMPLES).t().contiguous() for factor in _FACTORS}
 _LONGER = {factor: _between(factor, _BLOCK // factor) for factor in _FACTORS}
 
@@ -151,34 +166,42 @@ def _level_one(images: torch.Tensor) -> torch.Tensor:
     tall, wide = -(-height // 2), -(-width // 2)
     result = images.new_empty(count, 1, tall, wide, dtype=torch.float32)
     at_once = max(_BAND // (count * width) // 2, 1)
-    luma = result.new_empty(count, 1, 2 * at_once + 3, width)
+    luma = result.new_empty(count, 2 * at_once + 3, width)
+    # Two columns more before the first and behind the last, mirrored about these.
+    made = result.new_empty(count, at_once, 2 * wide + 4)
     side, near, middle = BINOMIAL[:3]
-    unit = 255 if images.dtype == torch.uint8 else 1
     weights = LUMA if channels > 2 else (1.0,)
+    # What is common to all weights is multiplied with at the end.
+    common = side * weights[0] / (255 if images.dtype == torch.uint8 else 1)
+    weighing = result.new_empty(3, 2 * wide)
+    for pair, even, odd in zip(weighing, (middle, side, side), (near, near, 0.0), strict=True):
+        pair[::2], pair[1::2] = common * even, common * odd
+    here, before, after = weighing
     for row in range(0, tall, at_once):
         rows = min(at_once, tall - row)
         # The luma of the rows that these rest on, mirrored about the outermost ones.
         begin, end = 2 * row - 2, 2 * (row + rows) + 1
         there = slice(max(begin, 0), min(end, height))
-        inner = luma[..., there.start - begin : there.stop - begin, :]
-        for channel, weight in enumerate(weights):
-            colour = images[:, channel : channel + 1, there].float()
-            if channel == 0:
-                torch.mul(colour, weight / unit, out=inner)
-            else:
-                inner.add_(colour, alpha=weight / unit)
+        inner = luma[:, there.start - begin : there.stop - begin]
+        first, *rest = ((images[:, channel, there], weight / weights[0]) for channel, weight in enumerate(weights))
+        if rest and images.dtype == torch.float32:
+            (colour, weight), *rest = rest
+            torch.add(first[0], colour, alpha=weight, out=inner)
+        else:
+            inner.copy_(first[0])
+        for colour, weight in rest:
+            inner.add_(colour.float(), alpha=weight)
         for outside in (*range(begin, 0), *range(height, end)):
             inside = -outside if outside < 0 else 2 * height - 2 - outside
-            luma[..., outside - begin, :] = luma[..., inside - begin, :]
-
-        def tap(k: int, rows: int = rows) -> torch.Tensor:
-            return luma[..., k : k + 2 * rows - 1 : 2, :]
-
-        made = (tap(2) * middle).add_(tap(1) + tap(3), alpha=near).add_(tap(0) + tap(4), alpha=side)
-        made = mirrored(made, 0, 2)
-        part = result[..., row : row + rows, :]
-        even, odd = made[..., ::2], made[..., 1::2]
-        torch.mul(even[..., 1 : wide + 1], middle, out=part)
-        part.add_(odd[..., :wide] + odd[..., 1 : wide + 1], alpha=near)
-        part.add_(even[..., :wide] + even[..., 2 : wide + 2], alpha=side)
+            luma[:, outside - begin] = luma[:, inside - begin]
+        taps = [luma[:, k : k + 2 * rows - 1 : 2] for k in range(5)]
+        inmost = torch.add(taps[1], taps[3]).add_(taps[2], alpha=middle / near)
+        column = made[:, :rows]
+        torch.add(taps[0], taps[4], out=column[..., 2 : width + 2]).add_(inmost, alpha=near / side)
+        for k in range(1, 2 * wide + 3 - width):
+            column[..., width + 1 + k] = column[..., width + 1 - k]
+        column[..., :2] = column[..., 3:5].flip(-1)
+        # Two columns are one of the result: even and odd ones have weights of their own, and are added last.
+        both = (column[..., 2:-2] * here).addcmul_(column[..., :-4], before).addcmul_(column[..., 4:], after)
+        torch.add(both[..., ::2], both[..., 1::2], out=result[:, 0, row : row + rows])
     return result
