@@ -305,7 +305,7 @@ def _program(
         loads = {
             "SOURCE_PER_WORD": source.per_word,
             "SOURCE_BFLOAT16": source.dtype == torch.bfloat16,
-            "PAIRS": even and source.paired,
+            "PAIRED": even and source.paired,
         }
     program = ctx.programs.compute(
         "single_pass.comp",

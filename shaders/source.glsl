@@ -3,7 +3,7 @@
 // SOURCE_PER_WORD  elements of the source in a word: 1 = fp32, 2 = fp16, or bfloat16 with SOURCE_BFLOAT16, 4 = uint8
 // CONVERT          with REDUCE_MEAN: values times a scale plus an offset
 // EVEN             its sides are even (or 1 where the level below keeps it: then not EVEN)
-// PAIRS            elements 2i and 2i + 1 of a row lie in one word
+// PAIRED           elements 2i and 2i + 1 of a row lie in one word
 // FROM_TEXTURE     with REDUCE_MEAN: a layer is a plane; where sides are even one bilinear fetch averages four texels
 uniform ivec2 u_source_size;
 uniform int u_channels;
@@ -73,7 +73,7 @@ VALUE source_element(int index) {
 
 VALUE source_texel(ivec2 at) { return source_element(source_index(at)); }
 
-#if defined(PAIRS) && SOURCE_PER_WORD > 1
+#if defined(PAIRED) && SOURCE_PER_WORD > 1
 void source_pair(int index, out VALUE a, out VALUE b) {
     uint bits = b_source[index / SOURCE_PER_WORD] >> (index % SOURCE_PER_WORD * SOURCE_BITS);
     a = source_value(bits & SOURCE_MASK);
