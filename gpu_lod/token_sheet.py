@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
 import matplotlib
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from gpu_lod.allocation import Allocation, Skipped
 from gpu_lod.demo.panels import FAINT, INK, PAPER, TIMES
 from gpu_lod.drawing import as_rgb, as_tensor
+from gpu_lod.lettering import NAME, NOTE, TITLE, fitted, font
 from gpu_lod.token_set import TokenSet
 
 NUMBERED = 64
@@ -24,8 +23,8 @@ _SIDE, _SIDE_ALONE = 380, 960
 """Side in pixels of a square of a panel's area, among others and alone."""
 _MARGIN, _GAP, _WITHIN = 48, 44, 8
 _HEADER, _CAPTION, _NARROWEST = 170, 84, 430
-_TITLE, _NAME, _NOTE, _SMALLEST = 46, 28, 22, 10
-"""Sizes of letters in pixels: made for screens of two pixels a point."""
+_SMALLEST = 10
+"""Size in pixels below which a rank is not written."""
 _COLOURS, _DARK, _PALE = "turbo", 0.2, 0.9
 """The part of the colour map in use: its ends are hard to see on a dimmed picture."""
 
@@ -85,33 +84,33 @@ def _columns(count: int, cell: tuple[int, int]) -> int:
 def _head(page: Image.Image, name: str, about: str, highest: float) -> None:
     draw = ImageDraw.Draw(page)
     room = page.width - 2 * _MARGIN
-    draw.text((_MARGIN, _MARGIN), _fitted(name, _font(_TITLE, True), room), INK, _font(_TITLE, True))
-    draw.text((_MARGIN, _MARGIN + 60), _fitted(about, _font(_NOTE), room), FAINT, _font(_NOTE))
+    draw.text((_MARGIN, _MARGIN), fitted(name, font(TITLE, True), room), INK, font(TITLE, True))
+    draw.text((_MARGIN, _MARGIN + 60), fitted(about, font(NOTE), room), FAINT, font(NOTE))
     top, high = _MARGIN + 104, 18
     words = "level"
-    left = _MARGIN + round(_font(_NOTE).getlength(words)) + 14
+    left = _MARGIN + round(font(NOTE).getlength(words)) + 14
     bar = min(room - left + _MARGIN - 20, 420)
-    draw.text((_MARGIN, top + high / 2), words, FAINT, _font(_NOTE), anchor="lm")
+    draw.text((_MARGIN, top + high / 2), words, FAINT, font(NOTE), anchor="lm")
     ramp = _colours(torch.linspace(0, highest, bar), highest)
     for x, shade in enumerate(ramp):
         draw.line(((left + x, top), (left + x, top + high)), shade)
     for level in range(math.floor(highest) + 1):
         at = left + level / highest * (bar - 1)
         draw.line(((at, top + high), (at, top + high + 5)), FAINT, 2)
-        draw.text((at, top + high + 8), str(level), FAINT, _font(_NOTE), anchor="mt")
+        draw.text((at, top + high + 8), str(level), FAINT, font(NOTE), anchor="mt")
 
 
 def _caption(page: Image.Image, result: Allocation | Skipped, left: int, top: int, width: int) -> None:
     draw = ImageDraw.Draw(page)
-    draw.text((left, top), result.name, INK, _font(_NAME, True))
+    draw.text((left, top), result.name, INK, font(NAME, True))
     if isinstance(result, Skipped):
-        lines = textwrap.wrap(f"skipped: {result.reason}", max(10, int(width / (0.56 * _NOTE))))
-        draw.multiline_text((left, top + 40), "\n".join(lines), FAINT, _font(_NOTE), spacing=6)
+        lines = textwrap.wrap(f"skipped: {result.reason}", max(10, int(width / (0.56 * NOTE))))
+        draw.multiline_text((left, top + 40), "\n".join(lines), FAINT, font(NOTE), spacing=6)
         return
     if result.untrained:
-        draw.text((left + _font(_NAME, True).getlength(result.name) + 14, top + 5), "untrained", FAINT, _font(_NOTE))
+        draw.text((left + font(NAME, True).getlength(result.name) + 14, top + 5), "untrained", FAINT, font(NOTE))
     note = f"coverage {100 * result.coverage:.1f}%   PSNR {spoken(result.psnr)}"
-    draw.text((left, top + 40), note, FAINT, _font(_NOTE))
+    draw.text((left, top + 40), note, FAINT, font(NOTE))
 
 
 def spoken(psnr: float) -> str:
@@ -142,27 +141,11 @@ def _tokens(dimmed: Image.Image, tokens: TokenSet, times: float, highest: float)
         for number in order:
             size = round(min(max(dimmed.size) / 44, tokens.patch * 2 ** min(sites[number][2], 30) * times / 2))
             if size >= _SMALLEST:  # otherwise it would hide its token
-                rank, font = str(number + 1), _font(size, True)
-                draw.text(centres[number], rank, "white", font, anchor="mm", stroke_width=2, stroke_fill="black")
+                rank, letters = str(number + 1), font(size, True)
+                draw.text(centres[number], rank, "white", letters, anchor="mm", stroke_width=2, stroke_fill="black")
     return page.convert("RGB")
 
 
 def _colours(levels: torch.Tensor, highest: float) -> list[tuple[int, int, int]]:
     places = _DARK + (_PALE - _DARK) * (levels / highest).clamp(0, 1)
     return [tuple(shade) for shade in matplotlib.colormaps[_COLOURS](places.numpy(), bytes=True)[:, :3].tolist()]
-
-
-@cache
-def _font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """The font that matplotlib brings along, the same on every machine."""
-    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"DejaVuSans{'-Bold' if bold else ''}.ttf"
-    return ImageFont.truetype(path, size)
-
-
-def _fitted(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """The text, shortened to a width in pixels."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
