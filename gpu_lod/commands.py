@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import typer
 
@@ -14,7 +17,11 @@ import gpu_lod as lod
 from gpu_lod import images, printing
 from gpu_lod.context import context_for
 from gpu_lod.patch_grid import pooled
-from gpu_lod.saliency import PATCH, luma, saliency
+from gpu_lod.pyramid import burt_sizes
+from gpu_lod.saliency import PATCH, colour, luma, saliency
+
+KEPT = 0.2
+"""Share of the patches that `cull` keeps where no threshold is given."""
 
 app = typer.Typer(
     add_completion=False,
@@ -253,6 +260,60 @@ def laplacian(
     _report("laplacian", image, [path], pyramid.levels, choice, as_json)
 
 
+@app.command()
+def gaussian(
+    image: Picture,
+    levels: Annotated[int | None, typer.Option(help="How many, the picture included. (default: all)")] = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the Gaussian pyramid of a picture as an atlas of its levels."""
+    path = _path(image, "gaussian", output)
+    with _on(device), printing.busy("gaussian"):
+        picture = images.load(image)
+        arguments: dict[str, Any] = {"levels": levels, "backend": _backend(backend, device)}
+        choice = lod.explain(lod.gaussian, picture, **arguments)
+        pyramid = lod.gaussian(picture, **arguments)
+        images.save(images.atlas(pyramid.levels), path)
+    _report("gaussian", image, [path], pyramid.levels, choice, as_json)
+
+
+@app.command()
+def energy(
+    image: Picture,
+    levels: Annotated[
+        int | None, typer.Option(help="How many, the picture's own included. (default: 4, or all)")
+    ] = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the oriented energy of a picture: a row a level, its strongest orientations first, then each of the four.
+
+    90 degrees answers to lines of text, 0 to upright strokes.
+    """
+    path = _path(image, "energy", output)
+    with _on(device), printing.busy("energy"):
+        picture = colour(images.load(image))
+        full = len(burt_sizes(*picture.shape[-2:]))
+        arguments: dict[str, Any] = {
+            "levels": min(4, full) if levels is None else levels, "backend": _backend(backend, device)
+        }  # fmt: skip
+        choice = lod.explain(lod.oriented_energy, picture, **arguments)
+        energies = lod.oriented_energy(picture, **arguments)
+        from gpu_lod import sheets
+
+        least = sheets.noise_of(picture)
+        found = sheets.shares(energies, least)
+        images.save(sheets.energy(energies, image.stem, least), path)
+    if not as_json:
+        printing.show_energies(energies, found)
+    _report("oriented_energy", image, [path], energies, choice, as_json, {"shares": found})
+
+
 @app.command("log-polar")
 def log_polar(
     image: Picture,
@@ -399,6 +460,92 @@ def sites(
 
 
 @app.command()
+def patches(
+    image: Picture,
+    fixation: Fixation = "0.5,0.5",
+    budget: Annotated[int, typer.Option(min=1, help="How many.")] = 273,
+    patch: Annotated[int, typer.Option(min=1, help="Samples along a patch's side.")] = PATCH,
+    e0: Eccentricity = 0.05,
+    border: Annotated[Literal["clamp", "zero"], typer.Option(help="What is outside the picture.")] = "clamp",
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the patches at the cortical sites of a picture as a contact sheet, each framed by its level's colour.
+
+    They are in the order of the sites, as an encoder would read them; `sites` draws where they lie.
+    """
+    path = _path(image, "patches", output)
+    point = _fixation(fixation)
+    with _on(device), printing.busy("patches"):
+        picture = images.load(image)
+        height, width = picture.shape[-2:]
+        found = lod.cortical_sites(point, budget, (height, width), patch, e0)
+        arguments: dict[str, Any] = {"patch": patch, "border": border, "backend": _backend(backend, device)}
+        choice = lod.explain(lod.gather_patches, picture, found, **arguments)
+        gathered = lod.gather_patches(picture, found, **arguments)
+        from gpu_lod import sheets
+
+        about = f"{budget} patches of {patch} \N{MULTIPLICATION SIGN} {patch} samples about {point[0]:g}, {point[1]:g}"
+        images.save(sheets.patches(gathered, found, image.stem, about), path)
+    more = {"patch": patch, "sites": found.tolist()}
+    _report("gather_patches", image, [path], [gathered], choice, as_json, more)
+
+
+@app.command()
+def cull(
+    image: Picture,
+    threshold: Annotated[
+        float | None, typer.Option(help="Of the relevance, 0 to 1. (default: what a fifth of the patches reach)")
+    ] = None,
+    of: Annotated[
+        Literal["saliency", "gradient"], typer.Option(help="What relevance is; gradient finds print on paper.")
+    ] = "saliency",
+    patch: Annotated[int, typer.Option(min=1, help="Pixels along the side of a patch, a texel of the map.")] = PATCH,
+    boxes: Annotated[
+        list[str] | None,
+        typer.Option("--box", metavar="X0,Y0,X1,Y1", help="Also bound the relevance in this box; again for more."),
+    ] = None,
+    backend: Backend = "auto",
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw which patches of a picture are relevant enough, and the nodes of the Hi-Z pyramid that are pruned unseen.
+
+    Boxes are fractions of width and height, y down. Their bounds, from four texels of a pyramid each, stand beside the
+    largest and smallest values in them: where the upper bound is below the threshold, all of the box is pruned.
+    """
+    path = _path(image, "cull", output)
+    areas = [_box(text) for text in boxes or []]
+    with _on(device), printing.busy("cull"):
+        picture = images.load(image)
+        relevance = pooled(saliency(picture, "gradient" if of == "gradient" else "centre-surround"), patch)
+        how: dict[str, Any] = {"backend": _backend(backend, device)}
+        limit = float(np.quantile(relevance.numpy(), 1 - KEPT)) if threshold is None else threshold
+        hz = lod.hiz(relevance, **how)
+        choice = lod.explain(lod.cull, hz, limit, **how)
+        culled = lod.cull(hz, limit, **how)
+        from gpu_lod import sheets
+
+        bounds = [sheets.bounds_of(relevance, hz, area, picture.shape[-2:], patch, how) for area in areas]
+        about = f"{of}, threshold {limit:.3g}; {int(culled.mask.sum())} of {culled.mask.numel()} patches kept"
+        images.save(sheets.culling(picture, relevance, culled, bounds, patch, image.stem, about), path)
+    if not as_json:
+        printing.show_culled(hz, culled, limit, bounds)
+    more = {
+        "threshold": limit if math.isfinite(limit) else str(limit),
+        "kept": len(culled.indices),
+        "pruned": len(culled.pruned),
+        "tested": culled.tested,
+        "texels": sum(level.numel() for level in hz.levels),
+        "boxes": [asdict(bound) for bound in bounds],
+    }
+    _report("cull", image, [path], hz.levels, choice, as_json, more)
+
+
+@app.command()
 def allocate(
     image: Picture,
     name: Annotated[
@@ -534,6 +681,21 @@ def _fixation(text: str) -> tuple[float, float]:
     return x, y
 
 
+def _box(text: str) -> tuple[float, float, float, float]:
+    try:
+        x0, y0, x1, y1 = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not X0,Y0,X1,Y1, such as 0.1,0.2,0.5,0.6.", param_hint="'--box'"
+        ) from None
+    if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
+        raise typer.BadParameter(
+            f"{text!r} is no box in the picture; expected fractions, 0 to 1, with x0 < x1 and y0 < y1.",
+            param_hint="'--box'",
+        )
+    return x0, y0, x1, y1
+
+
 def _path(image: Path, verb: str, output: Path | None) -> Path:
     """Where to write; an extension that cannot be written fails before any work."""
     path = Path("out") if output is None else output
@@ -548,7 +710,10 @@ def _of(file: Path, name: str, every: bool) -> Path:
     return file.with_name(f"{file.stem}.{name}{file.suffix}") if every else file
 
 
-def _report(verb: str, image: Path, paths: list[Path], results: Any, choice: Any, as_json: bool) -> None:
+def _report(
+    verb: str, image: Path, paths: list[Path], results: Any, choice: Any, as_json: bool,
+    more: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     if as_json:
         return _print_json(
             {
@@ -561,6 +726,7 @@ def _report(verb: str, image: Path, paths: list[Path], results: Any, choice: Any
                 "generator": choice.generator,
                 "reason": choice.reason,
                 "renderer": _renderer(results) if choice.backend == "gl" else None,
+                **(more or {}),
             }
         )
     _wrote(paths)

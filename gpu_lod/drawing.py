@@ -125,7 +125,7 @@ def footprints(image: torch.Tensor, sites: torch.Tensor, patch: int) -> torch.Te
     page = page.resize((width * times, height * times), Image.Resampling.BICUBIC)
     draw = ImageDraw.Draw(page)
     highest = max(1.0, float(sites[:, 2].max()))
-    colours = _coloured(sites[:, 2] / highest * 0.85)
+    colours = level_colours(sites[:, 2], highest)
     thick = max(1, round(max(page.size) / 700))
     for (x, y, level), shade in zip(sites.tolist(), colours.tolist(), strict=True):
         radius = patch * 2**level * times / 2
@@ -133,6 +133,11 @@ def footprints(image: torch.Tensor, sites: torch.Tensor, patch: int) -> torch.Te
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), outline=tuple(shade), width=thick)
         draw.ellipse((x - thick, y - thick, x + thick, y + thick), fill=tuple(shade))
     return as_tensor(page)
+
+
+def level_colours(levels: torch.Tensor, highest: float) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Of sites [K], uint8 [K, 3]: the finest dark, the highest pale, but not too pale for paper."""
+    return _coloured(levels / highest * 0.85)
 
 
 def as_tensor(page: Image.Image) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,14 @@ from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.tables import Table, Timed
 
 if TYPE_CHECKING:
+    import torch
+
     from gpu_lod.allocation import Allocation, Skipped
+    from gpu_lod.cull import Culled
     from gpu_lod.demo.rows import Row
     from gpu_lod.doctor import Finding
+    from gpu_lod.pyramid import Pyramid
+    from gpu_lod.sheets import Bounds
 
 EXTENSIONS = (
     "GL_ARB_buffer_storage",
@@ -243,6 +249,43 @@ def show_rows(rows: list[Row]) -> None:
     )
     if not all(row.steady for row in rows):
         console.print("?: unsteady, the middle half of the times spans more than half the median; measure again.")
+
+
+def show_energies(energies: Sequence[torch.Tensor], shares: list[list[float]]) -> None:
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    count = len(shares[0])
+    for name in ("level", "size", *(f"{180 * k / count:g} degrees" for k in range(count))):
+        table.add_column(name, justify="right", no_wrap=True)
+    for level, (values, parts) in enumerate(zip(energies, shares, strict=True)):
+        height, width = values.shape[-2:]
+        table.add_row(str(level), f"{width} x {height}", *(f"{100 * part:.1f}%" for part in parts))
+    _console().print(table)
+
+
+def show_culled(hz: Pyramid, culled: Culled, threshold: float, bounds: Sequence[Bounds]) -> None:
+    total, texels = culled.mask.numel(), sum(level.numel() for level in hz.levels)
+    levels = Counter(culled.pruned[:, -3].tolist())
+    which = ", ".join(f"{levels[level]} at level {level}" for level in sorted(levels, reverse=True))
+    lines = [
+        f"kept {len(culled.indices)} of {total} patches, of a relevance from {threshold:.3g}",
+        f"pruned {len(culled.pruned)} nodes{f': {which}' if which else ''}",
+        f"tested {culled.tested} of the {texels} texels of all levels",
+    ]
+    for number, one in enumerate(bounds, 1):
+        low, high = (f"{value:.3g}" for value in (one.lower, one.upper))
+        lines.append(
+            f"box {number} ({', '.join(f'{side:g}' for side in one.box)}): bounds {low} to {high}, "
+            f"values {one.least:.3g} to {one.largest:.3g}; {_fate(one, threshold)}"
+        )
+    for line in lines:
+        _console().print(line, soft_wrap=True, markup=False)
+
+
+def _fate(one: Bounds, threshold: float) -> str:
+    """What the bounds alone say of a box."""
+    if one.upper < threshold:
+        return "nothing in it reaches the threshold"
+    return "all of it reaches the threshold" if one.lower >= threshold else "the bounds do not decide"
 
 
 def show_allocations(results: list[Allocation | Skipped]) -> None:

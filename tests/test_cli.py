@@ -52,7 +52,8 @@ def test_as_a_module(tmp_path: Path) -> None:
 def test_help_and_version(tmp_path: Path) -> None:
     assert done(tmp_path, "--version") == f"gpu-lod {lod.__version__}\n"
     text = done(tmp_path, "--help")
-    for command in ("info", "doctor", "demo", "mipmap", "hiz", "laplacian", "log-polar"):
+    verbs = ("mipmap", "hiz", "gaussian", "laplacian", "energy", "log-polar", "foveate", "features", "sites", "patches")
+    for command in ("info", "doctor", "demo", *verbs, "cull"):
         assert command in text
 
 

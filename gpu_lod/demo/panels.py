@@ -205,8 +205,8 @@ def _draw_cull(axes: Axes, image: torch.Tensor, culled: Culled, wide: float) -> 
     _imshow(axes, shown)
     used = set()
     for _, level, y, x in culled.pruned.tolist():
-        left, right = _span(x, level, columns, width)
-        top, bottom = _span(y, level, rows, height)
+        left, right = span(x, level, columns, width)
+        top, bottom = span(y, level, rows, height)
         inset = 0.004 * max(height, width) if level else 0.0015 * max(height, width)
         axes.add_patch(
             Rectangle(
@@ -219,7 +219,7 @@ def _draw_cull(axes: Axes, image: torch.Tensor, culled: Culled, wide: float) -> 
         _legend(axes, sorted(used), wide)
 
 
-def _span(index: int, level: int, starts: Sequence[int], n: int) -> tuple[int, int]:
+def span(index: int, level: int, starts: Sequence[int], n: int) -> tuple[int, int]:
     """Pixels along a side that a node covers: those of every patch whose canonical ancestor it is."""
     last = max(1, len(starts) >> level) - 1
     begin = index << level
