@@ -1,4 +1,9 @@
-"""Draw the pictures of gallery.md again: verbs on a photograph, and every allocator on it, a page and a chart."""
+"""Draw the pictures of gallery.md again: verbs on a photograph or a page, and every allocator on these and a chart.
+
+python docs/gallery.py [VERB ...]
+
+All of them, or those of some verbs (the names of the commands).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,20 @@ OUT = DOCS.parent / "out" / "gallery"
 FIXATIONS = {"astronaut": "0.43,0.21", "page": "0.28,0.4", "chart": "0.6,0.3"}
 WIDTH, BYTES = 2000, 590_000
 """What a picture in the repository may have, in pixels and bytes."""
+SHEET = 1600, 200_000
+"""The same of the sheets of one verb."""
 VERBS = {
     "foveate": ["--fixation", FIXATIONS["astronaut"]],
     "sites": ["--fixation", FIXATIONS["astronaut"]],
+    "patches": ["--fixation", FIXATIONS["astronaut"]],
     "log-polar": ["--fixation", FIXATIONS["astronaut"], "--back"],
+    "gaussian": ["--levels", "6"],
     "laplacian": [],
+    "energy": [],
+    "cull": ["--box", "0.12,0.45,0.3,0.63", "--box", "0.6,0.62,0.97,0.95"],
     "features": ["--fixation", FIXATIONS["astronaut"]],
 }
+SHEETS = ("patches", "gaussian", "energy", "cull")
 
 
 def chart() -> Image.Image:
@@ -46,31 +58,36 @@ def chart() -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
-def shrink(sheet: Path, to: Path) -> None:
+def shrink(sheet: Path, to: Path, width: int = WIDTH, most: int = BYTES) -> None:
     """As wide as fits a page, and as good as fits the size."""
     with Image.open(sheet) as opened:
         picture = opened.convert("RGB")
-    if picture.width > WIDTH:
-        picture = picture.resize((WIDTH, round(picture.height * WIDTH / picture.width)), Image.Resampling.LANCZOS)
+    if picture.width > width:
+        picture = picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)
     for quality in range(88, 20, -4):
         encoded = io.BytesIO()
         picture.save(encoded, "JPEG", quality=quality, optimize=True)
-        if encoded.tell() <= BYTES:
+        if encoded.tell() <= most:
             break
     to.write_bytes(encoded.getvalue())
     print(f"wrote {to.relative_to(DOCS.parent)}, quality {quality}, {encoded.tell() // 1000} kB")
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     np.save(OUT / "query.npy", np.zeros(512, np.float32))  # for AdaptiveStratified, which is not trained to hear one
     pictures = {"astronaut": Image.fromarray(data.astronaut()), "page": Image.fromarray(data.page()), "chart": chart()}
     for name, picture in pictures.items():
         picture.save(OUT / f"{name}.png")
-    for verb, options in VERBS.items():
-        run(verb, "astronaut.png", *options, "-o", f"{verb}.png")
-    for drawn in [*VERBS, "log-polar.back"]:
-        shrink(OUT / f"{drawn}.png", DOCS / f"{drawn}.jpg")
+    chosen = arguments or [*VERBS, "allocate"]
+    if unknown := {*chosen} - {*VERBS, "allocate"}:
+        sys.exit(f"there is no {', '.join(sorted(unknown))}; expected {', '.join(VERBS)} or allocate")
+    for verb in [verb for verb in VERBS if verb in chosen]:
+        run(verb, f"{'page' if verb == 'energy' else 'astronaut'}.png", *VERBS[verb], "-o", f"{verb}.png")
+        for drawn in (verb, f"{verb}.back") if "--back" in VERBS[verb] else (verb,):
+            shrink(OUT / f"{drawn}.png", DOCS / f"{drawn}.jpg", *(SHEET if verb in SHEETS else ()))
+    if "allocate" not in chosen:
+        return
     for name, fixation in FIXATIONS.items():
         options = ["--with", "all", "--fixation", fixation, "--query", "query.npy"]
         run("allocate", f"{name}.png", *options, "-o", f"{name}.sheet.png")
@@ -82,4 +99,4 @@ def run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
