@@ -403,7 +403,7 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
         ("features", partial(bench_features.rows, [(first[0] // 2, first[1] // 2, first[2])])),
     ]
     if first[0] >= 224:
-        several.append(("batches", bench_samplers.batches))
+        several += [("batches", bench_samplers.batches), ("batches of readers", bench_hiz.batches)]
     for name, rows in several:
         jobs.append((name, partial(rows, run.seconds, device, run.race)))
     for size in rest:

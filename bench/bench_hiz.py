@@ -1,4 +1,4 @@
-"""Who builds a Hi-Z pyramid fastest, and what do cull and region_max cost beside one comparison?"""
+"""Who builds a Hi-Z pyramid fastest, and what do cull, region_max and region_min cost beside plain torch?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_mipmap import HELD_NOTE, _chain, is_power
+from bench_samplers import SEPARATE
 from inputs import ANEW, generators_of, inputs_for, job, picture, pyramid_bytes
 from rows import Row
 from timer import Race, able, race
@@ -98,6 +99,12 @@ def zero_copy(sizes: list[tuple[int, int, int]], seconds: float) -> Iterator[Row
         )  # fmt: skip
 
 
+COMPARED = {
+    "torch one comparison": "the mask alone, without indices and nodes",
+    "torch comparison and nonzero": "the mask and indices, without nodes",
+}
+
+
 def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """Of a pyramid that is there: a sparse map in which culling has something to prune."""
     relevance = picture(side, side, channels=1).to(device) ** 8
@@ -116,16 +123,18 @@ def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 
         yield Row(
             "cull", "end to end", side, side, 1, 1, "float32", "warm", relevance.nbytes, race(sides, seconds=seconds),
             note=f"{share:.0%} kept, {culled.tested} of {relevance.numel()} texels tested",
-            other_job={
-                "torch one comparison": "the mask alone, without indices and nodes",
-                "torch comparison and nonzero": "the mask and indices, without nodes",
-            },
+            other_job=COMPARED,
         )  # fmt: skip
     boxes = torch.rand(1, 4096, 2, 2).sort(dim=2).values.flatten(2).to(device)
-    for note, source in (("", lambda: hz), (f"; {ANEW}", lambda: lod.Pyramid(hz.levels, "max"))):
+    low = lod.hiz(relevance, "min", backend="gl").upload()
+    for verb, note, source in (
+        (lod.region_max, "", lambda: hz),
+        (lod.region_max, f"; {ANEW}", lambda: lod.Pyramid(hz.levels, "max")),
+        (lod.region_min, "", lambda: low),  # the same shader, so that one row tells whether it is the same time
+    ):
 
-        def bounds(backend: Any, source: Any = source) -> object:
-            return lod.region_max(source(), boxes, backend=backend)
+        def bounds(backend: Any, verb: Any = verb, source: Any = source) -> object:
+            return verb(source(), boxes, backend=backend)
 
         sides = {
             "auto": partial(bounds, "auto"),
@@ -133,6 +142,41 @@ def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 
             "torch gather": partial(bounds, "torch"),
         }
         yield Row(
-            "region_max", "end to end", side, side, 1, 1, "float32", "warm", boxes.nbytes * 2,
+            verb.__name__, "end to end", side, side, 1, 1, "float32", "warm", boxes.nbytes * 2,
             race(sides, seconds=seconds), note=f"4096 boxes{note}",
+        )  # fmt: skip
+
+
+def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int = 32, side: int = 224) -> Iterator[Row]:
+    """One call for the pyramids of a batch beside a call for each of them."""
+    relevance = picture(side, side, batch=batch, channels=1).to(device) ** 8
+    threshold = float(relevance.flatten().quantile(0.8))
+    boxes = torch.rand(batch, 256, 2, 2).sort(dim=2).values.flatten(2).to(device)
+    verbs: list[tuple[Callable[..., object], str, Any, int]] = [
+        (lod.cull, "max", threshold, relevance.nbytes),
+        (lod.region_max, "max", boxes, boxes.nbytes * 2),
+        (lod.region_min, "min", boxes, boxes.nbytes * 2),
+    ]
+    for verb, reduce, what, moved in verbs:
+        whole = lod.hiz(relevance, reduce, backend="gl").upload()  # type: ignore[arg-type]
+        parts = [lod.hiz(one[None], reduce, backend="gl").upload() for one in relevance]  # type: ignore[arg-type]
+        each = [what] * batch if verb is lod.cull else list(boxes.split(1))
+
+        def separately(verb: Any = verb, parts: Any = parts, each: Any = each) -> object:
+            return [verb(one, its, "gl") for one, its in zip(parts, each, strict=True)]
+
+        sides: dict[str, Callable[[], object]] = {
+            "auto": partial(verb, whole, what, "auto"),
+            "gl one call": partial(verb, whole, what, "gl"),
+            SEPARATE: separately,
+            "torch one call": partial(verb, whole, what, "torch"),
+        }
+        if verb is lod.cull:
+            sides["torch one comparison"] = lambda: relevance >= threshold
+            sides["torch comparison and nonzero"] = lambda: (relevance >= threshold).nonzero()
+        other = {SEPARATE: "as many calls as images", **COMPARED}
+        yield Row(
+            verb.__name__, "end to end", side, side, batch, 1, "float32", "warm", moved, race(sides, seconds=seconds),
+            other_job={name: why for name, why in other.items() if name in sides},
+            note=f"a batch in one call; {'20% kept' if verb is lod.cull else '256 boxes an image'}",
         )  # fmt: skip

@@ -140,6 +140,30 @@ def gaussians(image: torch.Tensor, levels: int) -> tuple[Sides, dict[str, str]]:
     return sides, other
 
 
+def laplacians(image: torch.Tensor, levels: int) -> tuple[Sides, Sides]:
+    """Laplacian pyramids of single images, and the way back."""
+    if not cv2 or len(image) != 1:
+        return {}, {}
+    array = hwc(image)
+
+    def there() -> list[Any]:
+        result = [array]
+        for _ in range(levels - 1):
+            result.append(cv2.pyrDown(result[-1]))
+            result[-2] = result[-2] - cv2.pyrUp(result[-1], dstsize=_size(result[-2])[::-1])
+        return result
+
+    bands = there()
+
+    def back() -> Any:
+        result = bands[-1]
+        for band in reversed(bands[:-1]):
+            result = band + cv2.pyrUp(result, dstsize=_size(band)[::-1])
+        return result
+
+    return {"opencv pyrDown, pyrUp (HWC)": there}, {"opencv pyrUp (HWC)": back}
+
+
 def log_polars(image: torch.Tensor, cache: str, rings: int, wedges: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Log-polar maps of single images: ways that take (array, fixation) with their inputs; all do another job."""
     if len(image) != 1 or image.dtype == torch.float16:

@@ -93,6 +93,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_hiz.rows(main, cold, seconds),
             bench_hiz.zero_copy(held, seconds),
             *(bench_hiz.readers(seconds, side=side) for side in ([one] if quick else [sizes[0][0], one, 2 * one])),
+            bench_hiz.batches(seconds, batch=2 if quick else 32, side=sizes[0][0]),
         ],
         "log_polar": [
             bench_log_polar.rows(sizes, F32, ["warm"], seconds),
@@ -103,6 +104,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
         ],
         "pyramids": [
             bench_pyramids.rows(few if quick else [*few, *main[1:], *SIDES[-2:]], seconds),
+            bench_pyramids.alone(square, seconds),
             bench_pyramids.inverse(list(dict.fromkeys([*few, *odd])), F32, seconds),
             bench_pyramids.inverse(square, small, seconds),
             bench_pyramids.inverse(odd, small[:1], seconds),

@@ -44,6 +44,7 @@ import bench_cuda  # noqa: E402
 import bench_hiz  # noqa: E402
 import bench_mipmap  # noqa: E402
 import bench_parts  # noqa: E402
+import bench_pyramids  # noqa: E402
 import bench_samplers  # noqa: E402
 import bridge_cost  # noqa: E402
 import cuda_peers  # noqa: E402
@@ -870,6 +871,38 @@ def test_gaussian_and_log_polar_libraries_run() -> None:
     maps = [way(arrays[0], torch.tensor([[0.4, 0.6]])) for way, arrays in ways.values()]
     assert all(found.shape == (32, 16, 3) for found in maps)
     assert np.abs(maps[0] - maps[1])[:, :12].max() < 6, "the rings inside the picture, within two pixels"
+
+
+@pytest.mark.parametrize("size", [(64, 48), (53, 77)])
+def test_laplacian_opponents_do_the_job(size: tuple[int, int]) -> None:
+    image = inputs.picture(*size, batch=2)
+    expected = lod.laplacian(image, 5, backend="torch")
+    there, back = bench_pyramids.laplacian_ways()
+    assert len(there) == len(back) == 3
+    for name, way in there.items():
+        for level, right in zip(way(image), expected, strict=True):  # type: ignore[call-overload]
+            assert torch.allclose(level, right, atol=1e-5), name
+    for name, way in back.items():
+        assert torch.allclose(way(expected), image, atol=1e-5), name  # type: ignore[arg-type]
+    assert peers.laplacians(image, 5) == ({}, {})
+    [opencv], [again] = (list(sides.values()) for sides in peers.laplacians(image[:1], 5))
+    for level, right in zip(planes(opencv()), expected, strict=True):
+        assert torch.allclose(level, right[0].double(), atol=1e-5)
+    assert torch.allclose(planes([again()])[0], image[0].double(), atol=1e-5)
+
+
+def test_rows_of_verbs_alone_and_of_batches_of_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer, "TRIES", 1)
+    rows = [*bench_pyramids.alone([(32, 48, 1)], 0.001), *bench_hiz.batches(0.001, batch=3, side=16)]
+    assert [row.verb for row in rows] == ["laplacian", "collapse", "cull", "region_max", "region_min"]
+    for row in rows[:2]:
+        assert row.note == "5 levels" and {"auto", "gl compute", "torch strided sums"} <= {*row.sides}
+        assert row.moved_bytes == 32 * 48 * 3 * 4 * 2 + 32 * 48 * 3 * 4 // 3
+    for row in rows[2:]:
+        assert row.note.startswith("a batch in one call; ") and (row.batch, row.channels) == (3, 1)
+        assert {"auto", "gl one call", "gl a call for each image", "torch one call"} <= {*row.sides}
+        assert "gl a call for each image" in row.other_job and {*row.other_job} <= {*row.sides}
+        assert row.best("gl") == "gl one call" and row.best("torch") == "torch one call"
 
 
 @pytest.mark.parametrize(

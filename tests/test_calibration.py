@@ -759,6 +759,63 @@ def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path
     assert len(made) == len(seeds.results())
 
 
+def results_of(*rows: tuple[str, int, int, int, str, dict[str, float]]) -> dict[str, Any]:
+    """A result file of rows (verb, batch, channels, side, note, median of each side)."""
+    return {
+        "device": "llvmpipe", "cpu": "a CPU", "threads": 2, "driver": "Mesa", "software": True, "date": "2026-01-01",
+        "rows": [
+            {
+                "verb": verb, "part": "end to end", "size": [side, side], "batch": batch, "channels": channels,
+                "dtype": "float32", "cache": "warm", "note": note, "other_job": {"gl a call for each image": "", **{
+                    name: "" for name in sides if "comparison" in name
+                }},
+                "sides": {name: {"median_ms": ms, "iqr_ms": 0.1} for name, ms in sides.items()},
+            }
+            for verb, batch, channels, side, note, sides in rows
+        ],
+    }  # fmt: skip
+
+
+def test_rows_of_bounds_and_batches_become_what_the_verbs_ask() -> None:
+    """region_min goes by the times of region_max, and of both kinds of rows the one counts where OpenGL gains least."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    batch = {"auto": 2.0, "gl one call": 1.0, "gl a call for each image": 0.1, "torch one call": 3.0}
+    data = results_of(
+        ("region_max", 1, 1, 1024, "4096 boxes", {"gl": 1.0, "torch gather": 4.0}),
+        ("region_min", 1, 1, 1024, "4096 boxes", {"gl": 1.0, "torch gather": 2.0}),
+        ("region_max", 4, 1, 64, "a batch in one call; 256 boxes an image", batch),
+        ("cull", 4, 1, 64, "a batch in one call; 20% kept", {**batch, "torch one comparison": 0.01}),
+    )
+    found = {one.question: one.ways for one in seeds.table(data).entries}
+    one, several = lod.hiz(noise(1, 1, 1024, 1024)).upload(), lod.hiz(noise(4, 1, 64, 64)).upload()
+    low = lod.hiz(noise(1, 1, 1024, 1024), "min").upload()
+    assert len(found) == 3
+    for verb, hz in ((lod.region_max, one), (lod.region_min, low)):
+        assert {way: timed.median_ms for way, timed in found[asked(verb, hz, torch.zeros(1, 4096, 4))].items()} == {
+            "gl": 1.0, "torch": 2.0
+        }  # fmt: skip
+    for question in (asked(lod.region_max, several, torch.zeros(4, 256, 4)), asked(lod.cull, several, 0.5)):
+        assert {way: timed.median_ms for way, timed in found[question].items()} == {"gl": 1.0, "torch": 3.0}
+
+
+def test_a_verb_that_was_timed_alone_goes_by_that() -> None:
+    """Not by a row in which a pyramid was made and collapsed again, wherever in the file it stands."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    both = ("laplacian", 1, 3, 1024, "5 levels, and collapsed again", {"gl compute": 9.0, "torch strided sums": 3.0})
+    there = ("laplacian", 1, 3, 1024, "5 levels", {"gl compute": 2.0, "torch conv2d": 3.0, "torch strided sums": 4.0})
+    for rows in ((both, there), (there, both)):
+        found = {one.question.verb: one for one in seeds.table(results_of(*rows)).entries}
+        assert {way: timed.median_ms for way, timed in found["laplacian"].ways.items()} == {"gl": 2.0, "torch": 3.0}
+        assert {way: timed.median_ms for way, timed in found["collapse"].ways.items()} == {"gl": 9.0, "torch": 3.0}
+        image = noise(1, 3, 1024, 1024)
+        assert found["laplacian"].question == asked(lod.laplacian, image, 5)
+        assert found["collapse"].question == asked(lod.collapse, lod.laplacian(image, 5))
+
+
 def test_seeds_answer_what_the_verbs_ask() -> None:
     """At the sizes of the benchmark a verb's question is one of the seeds' own."""
     calibration.reload()

@@ -25,6 +25,7 @@ REASONS = {
     "gather_patches": "Sites on the grid are copies of pixels: there is nothing to filter, and torch copies.",
     "cull": "Where much is kept, descent visits most texels, and torch's comparison streams through memory.",
     "region_max": "Four fetches a box: the fixed cost of a call is most of it.",
+    "region_min": "As for region_max, of which it is the other way round.",
 }
 """By verb, in few words; kept here alone."""
 
