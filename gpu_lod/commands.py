@@ -241,6 +241,9 @@ def laplacian(
     image: Picture,
     levels: Annotated[int | None, typer.Option(help="How many bands and the rest. (default: all)")] = None,
     gain: Annotated[float, typer.Option(min=0.0, help="Contrast of the differences, which are drawn about grey.")] = 4,
+    back: Annotated[
+        bool, typer.Option("--back", help="Also write the picture that the bands add up to again: <name>.back.png.")
+    ] = False,
     backend: Backend = "auto",
     device: Device = None,
     output: Output = None,
@@ -256,8 +259,14 @@ def laplacian(
         white = 255.0 if picture.dtype == torch.uint8 else 1.0
         bands = [(white / 2 + gain * band.float()) for band in pyramid.levels[:-1]]
         drawn = images.atlas([*bands, pyramid[-1].float()], background=white / 2).clamp(0, white)
-        images.save(drawn.round().byte() if picture.dtype == torch.uint8 else drawn.to(picture.dtype), path)
-    _report("laplacian", image, [path], pyramid.levels, choice, as_json)
+        whole = picture.dtype == torch.uint8
+        images.save(drawn.round().byte() if whole else drawn.to(picture.dtype), path)
+        paths = [path]
+        if back:
+            paths.append(path.with_name(f"{path.stem}.back{path.suffix}"))
+            again = lod.collapse(pyramid, arguments["backend"])
+            images.save(again.round().clamp(0, 255).byte() if whole else again.to(picture.dtype), paths[-1])
+    _report("laplacian", image, paths, pyramid.levels, choice, as_json)
 
 
 @app.command()

@@ -59,6 +59,13 @@ def test_gaussian(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "out" / "cat.gaussian.png"), atlas(levels))
 
 
+def test_a_laplacian_pyramid_adds_up_to_the_picture_again(pictures: Path) -> None:
+    for name, options in (("odd.png", ()), ("small.png", ("--device", "0"))):
+        found = json.loads(done(pictures, "laplacian", name, "--back", "--levels", "3", *options, "--json"))
+        assert found["output"] == [f"out/{name[:-4]}.laplacian.png", f"out/{name[:-4]}.laplacian.back.png"]
+        assert torch.equal(load(pictures / found["output"][1]), load(pictures / name))
+
+
 # -- energy ------------------------------------------------------------------------------------------------------------
 
 
