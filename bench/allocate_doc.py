@@ -90,8 +90,8 @@ def tables(path: Path) -> str:
             f"Picture of {rows * first['patch']} x {columns * first['patch']}, grid {rows} x {columns}, K = "
             f"{first['budget']}, fp32, from the picture to its patches, milliseconds a picture: median ± half the "
             f"interquartile range; of {batch} pictures in a call, and of {batch} calls, another picture each, "
-            f"a part in {batch} ([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}, commit "
-            f"{data['commit']}{'' if data.get('memory_kept') else ', with fresh memory for large results'}).",
+            f"a part in {batch} ([file](../bench/results/allocate/{path.name}), torch {data['versions']['torch']}, "
+            f"commit {data['commit']}{'' if data.get('memory_kept') else ', with fresh memory for large results'}).",
             "\n".join("| " + " | ".join(line) + " |" for line in lines),
             *([goals(found)] if data["tensors"] == "cpu" else []),
             batches(found),
