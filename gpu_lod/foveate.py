@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from gpu_lod.enlarging import enlarged
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
-from gpu_lod.log_polar import bilinear
+from gpu_lod.log_polar import bilinear, cropped
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.planewise import bands
 from gpu_lod.program import MAX_GROUPS
@@ -217,13 +217,16 @@ def reference(
     in_place = not (needs_grad(points, *chain) or any(map(checks.transformed, (points, *chain))))
     lasts = [len(chain) - 1] * len(points)
     if not checks.transformed(points):
-        lasts = [_highest((x, y), size, e0, bias, len(chain) - 1) for x, y in points.tolist()]
+        reads = bias - math.log2(math.ceil(anisotropy))
+        lasts = [_highest((x, y), size, e0, reads, len(chain) - 1) for x, y in points.tolist()]
     cut = [slice(0, height)]
-    if in_place and top.device.type == "cpu" and anisotropy == 1:
-        texels = planewise.PART // 4
-        if top.dtype != work:  # in fp32 they are several times the picture
-            texels = min(texels, max(height * width // 10, planewise.PART // 16))
-        cut = [rows for _, rows in bands(1, height, width, texels)]
+    if in_place and top.device.type == "cpu":
+        part, texels = planewise.PART // 4, len(points) * height * width
+        if anisotropy > 1:  # the places of probes take several times what is made
+            part = min(planewise.PART // 16, max(texels // 30, planewise.PART // (128 if top.dtype == work else 512)))
+        elif top.dtype != work:  # in fp32 they are several times the picture
+            part = min(part, max(height * width // 10, planewise.PART // 16))
+        cut = [rows for _, rows in bands(1, height, width, part)]
     result = None
     if in_place and (len(points) > 1 or len(cut) > 1):
         result = torch.empty_like(top, memory_format=torch.contiguous_format)
@@ -233,7 +236,7 @@ def reference(
         for rows in cut:
             level = level_map(point, size, e0, bias, rows) if kept is None else kept[rows]
             if anisotropy > 1:
-                part = _probes(one, point, level, anisotropy)
+                part = _probes(one, point, level, e0, bias, anisotropy, rows, lasts[image], in_place=in_place)
             else:
                 part = _trilinear(one, point, level, e0, bias, rows, lasts[image], in_place=in_place)
             if result is None:
@@ -278,12 +281,39 @@ def _trilinear(
     in_place: bool,
 ) -> torch.Tensor:
     """Some rows of one image [1, C, H, W], which read no level beyond the last."""
-    size = height, width = chain[0].shape[-2], chain[0].shape[-1]
+    size = chain[0].shape[-2], chain[0].shape[-1]
+
+    def enlarged_(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
+        found = _enlarged(chain[index], index, size, box, point.dtype)
+        if in_place and index == last:
+            found = found.contiguous() if last else found.clone()  # never the source itself
+        return found
+
+    return _blended(enlarged_, point, level, size, e0, bias, rows, last, in_place=in_place)
+
+
+def _blended(
+    made: Callable[[int, tuple[int, int, int, int]], torch.Tensor],
+    point: torch.Tensor,
+    level: torch.Tensor,
+    size: tuple[int, int],
+    e0: float,
+    bias: float,
+    rows: slice,
+    last: int,
+    *,
+    in_place: bool,
+) -> torch.Tensor:
+    """Levels blended from the coarsest to the finest.
+
+    Args:
+        made: rows y0..y1 and columns x0..x1 of a level at full size; of the last one it is written to.
+        level: of each pixel of these rows, or what `level_map` gives before it is clamped.
+    """
+    height, width = size
     first, end = rows.start, rows.stop
     fx, fy = (0.0, 0.0) if checks.transformed(point) else point.tolist()
-    result = _enlarged(chain[last], last, size, (first, end, 0, width), point.dtype)
-    if in_place:
-        result = result.contiguous() if last else result.clone()  # never the source itself
+    result = made(last, (first, end, 0, width))
     for index in range(last - 1, -1, -1):
         # Pixels that read this level or a finer one; all where a graph must be kept.
         reach = max(e0 * (2.0 ** (index + 1 - bias) - 1) * max(size), 0.0) if in_place else math.inf
@@ -292,7 +322,7 @@ def _trilinear(
         y0, y1 = max(y0, first), min(y1, end)
         if y0 >= y1 or x0 >= x1:
             break
-        fine = _enlarged(chain[index], index, size, (y0, y1, x0, x1), point.dtype)
+        fine = made(index, (y0, y1, x0, x1))
         coarse = result[..., y0 - first : y1 - first, x0:x1]
         share = level[y0 - first : y1 - first, x0:x1] - index
         if in_place:
@@ -354,25 +384,60 @@ def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.d
     return torch.lerp(texels.index_select(-2, above - low), texels.index_select(-2, below - low), share)
 
 
-def _probes(chain: list[torch.Tensor], point: torch.Tensor, level: torch.Tensor, anisotropy: float) -> torch.Tensor:
-    """One image [1, C, H, W]: the mean of several trilinear samples along the radius."""
+def _probes(
+    chain: list[torch.Tensor],
+    point: torch.Tensor,
+    level: torch.Tensor,
+    e0: float,
+    bias: float,
+    anisotropy: float,
+    rows: slice,
+    last: int,
+    *,
+    in_place: bool,
+) -> torch.Tensor:
+    """Some rows of one image [1, C, H, W]: the mean of several trilinear samples along the radius."""
     size = height, width = chain[0].shape[-2], chain[0].shape[-1]
-    x, y = torch.broadcast_tensors(*_away(point, size))
-    e = (x.square() + y.square()).clamp(min=1e-30).sqrt()
-    pixels = torch.exp2(level)
     probes = math.ceil(anisotropy)
-    read = (level - math.log2(probes)).clamp(min=0, max=len(chain) - 1)
-    total = torch.zeros((), dtype=point.dtype, device=point.device)
-    for probe in range(probes):
-        step = pixels * ((probe + 1) / (probes + 1) - 0.5) / e
-        at_x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5 + x * step) / width
-        at_y = (torch.arange(height, dtype=point.dtype, device=point.device)[:, None] + 0.5 + y * step) / height
-        grid = torch.stack([2 * at_x - 1, 2 * at_y - 1], dim=-1)[None]
-        for index, texels in enumerate(chain):
-            weight = (1 - (read - index).abs()).clamp(min=0)
-            if checks.transformed(weight) or bool((weight > 0).any()):
-                total = total + weight * bilinear(texels, grid, point.dtype)
-    return total / probes
+    read = level - math.log2(probes)
+    if in_place:  # a band seldom reads them all
+        last = min(last, max(math.ceil(float(read.max())), 0))
+    x, y = _away(point, size, rows)
+    step = torch.exp2(level) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
+    # As grid_sample counts.
+    radius = torch.stack([x * step * (2 / width), y * step * (2 / height)], dim=-1)
+    across, down = (
+        (2 * torch.arange(first, end, dtype=point.dtype, device=point.device) + 1) / n - 1
+        for first, end, n in ((0, width, width), (rows.start, rows.stop, height))
+    )
+    centre = torch.stack(torch.broadcast_tensors(across, down[:, None]), dim=-1)
+    shifts = torch.arange(1, probes + 1, dtype=point.dtype, device=point.device) / (probes + 1) - 0.5
+
+    def mean(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
+        here = slice(box[0] - rows.start, box[1] - rows.start), slice(*box[2:])
+        return _mean_of_probes(chain[index], centre[here], radius[here], shifts)
+
+    return _blended(mean, point, read, size, e0, bias - math.log2(probes), rows, last, in_place=in_place)
+
+
+def _mean_of_probes(
+    level: torch.Tensor, centre: torch.Tensor, radius: torch.Tensor, shifts: torch.Tensor
+) -> torch.Tensor:
+    """[1, C, h, w] of one level, at `centre + shift * radius` [h, w, 2]. On a CPU as many probes at once as there are
+    threads, which share the images of a batch."""
+    at_once = torch.get_num_threads() if level.device.type == "cpu" else 1
+    if level.dtype != centre.dtype and level.device.type == "cpu" and not checks.transformed(centre):
+        ends = torch.stack([torch.add(centre, radius, alpha=float(shift)) for shift in (shifts[0], shifts[-1])])
+        level, crop = cropped(level, ends.detach(), centre.dtype, small=0)
+        if crop is not None:
+            centre, radius = torch.addcmul(crop[1], centre, crop[0]), radius * crop[0]
+    total: torch.Tensor | None = None
+    for some in shifts.split(at_once):
+        grid = centre + radius * some[:, None, None, None]
+        found = bilinear(level.expand(len(some), -1, -1, -1), grid, centre.dtype).sum(0, keepdim=True)
+        total = found if total is None else total + found
+    assert total is not None
+    return total / len(shifts)
 
 
 def _gl(

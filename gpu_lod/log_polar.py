@@ -337,11 +337,15 @@ def converted(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> tu
 
 
 def cropped(
-    level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype
+    level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, small: int = _SMALL
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """What is read of a level between the outermost places of a grid, in the dtype that torch computes in: of a large
-    level mostly a small part. And, if it is, the scale and the shift [2] from the grid to one of that part."""
-    if level.numel() < _SMALL:
+    level mostly a small part. And, if it is, the scale and the shift [2] from the grid to one of that part.
+
+    Args:
+        small: texels below which all of it is converted.
+    """
+    if level.numel() < small or level.dtype == dtype:
         return level.to(dtype), None
     box, scales, shifts = [], [], []
     for axis, n in enumerate((level.shape[-1], level.shape[-2])):

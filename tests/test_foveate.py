@@ -269,9 +269,34 @@ def test_no_anisotropy_is_anisotropy_of_one() -> None:
     levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
     point = torch.tensor([0.4, 0.6])
     level = level_map(point, (40, 56), 0.05, 0.0)
-    assert torch.allclose(_probes(levels, point, level, 1.0), reference(levels, point[None], 0.05), atol=1e-5)
-    kept = reference(levels, point[None], 0.05, kept=level)
-    assert torch.equal(kept, reference(levels, point[None], 0.05))
+    expected = reference(levels, point[None], 0.05)
+    for in_place in (True, False):
+        found = _probes(levels, point, level, 0.05, 0.0, 1.0, slice(0, 40), len(levels) - 1, in_place=in_place)
+        assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.equal(reference(levels, point[None], 0.05, kept=level), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probes_in_bands_equal_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """And those with a graph, which are made of the whole."""
+    rows_of, level_map = [], module.level_map
+    monkeypatch.setattr(module, "level_map", lambda *a: (rows_of.append(a[-1]), level_map(*a))[1])
+    slack = {torch.uint8: 1.0, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5}[dtype]
+    for shape, more in (((2, 3, 96, 70), {}), ((1, 1, 33, 80), {"bias": 2.0}), ((3, 67, 45), {"e0": 0.01})):
+        levels = list(lod.mipmap(noise(*shape, dtype=dtype), backend="torch").levels)
+        points = torch.tensor([[0.3, 0.8], [1.0, 0.0]])[: 1 if len(shape) == 3 else shape[0]]
+        for anisotropy in (1.5, 4.0, 16.0):
+            results, made = [], []
+            for part in (2**24, 2**16, 16):
+                monkeypatch.setattr(planewise, "PART", part)
+                rows_of.clear()
+                results.append(reference(levels, points, **{"e0": 0.1, "anisotropy": anisotropy, **more}))
+                made.append(len(rows_of) // len(points))
+            assert made[0] == 1 < made[1] <= made[2]
+            wide = points.clone().requires_grad_()
+            results.append(reference(levels, wide, **{"e0": 0.1, "anisotropy": anisotropy, **more}).detach())
+            for result in results[1:]:
+                assert float((result.float() - results[0].float()).abs().max()) <= slack, (shape, anisotropy)
 
 
 @pytest.mark.parametrize("backend", ["torch", "gl"])
