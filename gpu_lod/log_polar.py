@@ -265,7 +265,8 @@ def reference(
     in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
     result = top.new_empty(len(centre), top.shape[-3], rule.rings, rule.wedges) if in_place else None
     few = in_place and top.dtype != work and top.device.type == "cpu"
-    most = max(_AT_ONCE // (len(centre) * rule.wedges), 1) if few else rule.rings
+    at_once = min(_AT_ONCE, max(len(centre) * height * width // 32, _AT_ONCE // 8))  # of small pictures less
+    most = max(at_once // (len(centre) * rule.wedges), 1) if few else rule.rings
     bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
@@ -280,7 +281,7 @@ def reference(
         if few:
             reach = radii[last - 1] * aspect
             ends = torch.cat([centre - reach, centre + reach], dim=1)
-            read = [cropped(level, ends, work) for level in pair]
+            read = [cropped(level, ends, work, small=0) for level in pair]  # two ends a level cost nothing to ask
         else:
             read = [(level.to(work), None) for level in pair]
         for begin in range(first, last, most):
