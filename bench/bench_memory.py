@@ -7,7 +7,7 @@ Each call runs in a process of its own, forked before OpenGL or torch's threads 
 shaders are compiled and libraries loaded, and all that it took is given back; what it takes the second time is the
 highest resident size the system saw during it, less the size before it. Foreign pages can only add to that, so what is
 above the bound is measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
-chain of RGB in RGBA texels is 1.78 pictures.
+chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,30 @@ import torch
 from rows import RESULTS, common, slug, write
 
 import gpu_lod as lod
+from gpu_lod.feature_passes import FeatureTexture
 from gpu_lod.report.files import between
 from gpu_lod.report.files import write as write_text
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 MARKS = "<!-- tables: python bench/bench_memory.py --doc -->", "<!-- end of the tables -->"
-SIZES = ((1, 3, 1024, 1024), (1, 3, 1080, 1920), (1, 3, 1001, 777), (8, 3, 512, 512), (1, 3, 48, 16384))
+SIZES = (
+    (1, 3, 1024, 1024),
+    (1, 3, 1080, 1920),
+    (1, 3, 1001, 777),
+    (8, 3, 512, 512),
+    (1, 3, 48, 16384),
+    (1, 3, 224, 224),
+)
 QUICK_SIZES, QUICK_VERBS = ((2, 3, 256, 320),), ("mipmap", "foveate")
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("gl", "torch")
 RUNS = 3
 FIXATION = torch.tensor([0.4, 0.6])
 OF_RESULT, OF_PICTURE = 2.0, 1.8
+ALLOWANCE = 2**18
+"""Bytes beside the bound, whatever the sizes: the three smallest tiles that a chain is made through as texels (64 KiB
+each, texture_chain.TILE_BYTES), and what one and the same call varies by."""
+
 Data = dict[str, Any]
 Call = Callable[[str], Any]
 
@@ -65,10 +78,26 @@ def _cull(image: torch.Tensor) -> Call:
     return call
 
 
-def _region_max(image: torch.Tensor) -> Call:
-    bounds = lod.hiz(image, backend="torch")
+def _region(reduce: Any, image: torch.Tensor) -> Call:
+    bounds, verb = lod.hiz(image, reduce, backend="torch"), lod.region_max if reduce == "max" else lod.region_min
     boxes = torch.rand(image.shape[0], 256, 4, generator=torch.Generator().manual_seed(1)).sort(-1).values
-    return lambda backend: lod.region_max(bounds, boxes, backend=backend)
+    return lambda backend: verb(bounds, boxes, backend=backend)
+
+
+def _log_polar(image: torch.Tensor) -> Call:
+    rings = 64 if max(image.shape[-2:]) < 512 else 256
+    return lambda backend: lod.log_polar(image, FIXATION, rings, 2 * rings, backend=backend)
+
+
+def _with_a_graph(image: torch.Tensor) -> Call:
+    """What a forward takes, and what stays until its backward."""
+    return _log_polar(image.requires_grad_())
+
+
+def _sites(image: torch.Tensor) -> Call:
+    size = tuple(image.shape[-2:])
+    points = FIXATION.expand(image.shape[0], 2)
+    return lambda _: lod.cortical_sites(points, budget=273, size=size, patch=14)
 
 
 VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
@@ -78,19 +107,34 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "laplacian": lambda x: lambda backend: lod.laplacian(x, backend=backend),
     "collapse": _collapse,
     "oriented_energy": lambda x: lambda backend: lod.oriented_energy(x, backend=backend),
-    "log_polar": lambda x: lambda backend: lod.log_polar(x, FIXATION, 256, 512, backend=backend),
+    "log_polar": _log_polar,
+    "log_polar, gradients asked for": _with_a_graph,
     "inverse_log_polar": lambda x: (
         lambda backend: lod.inverse_log_polar(x, FIXATION, tuple(x.shape[-2:]), backend=backend)
     ),
     "foveate": lambda x: lambda backend: lod.foveate(x, FIXATION, backend=backend),
+    "foveate, anisotropy 4": lambda x: lambda backend: lod.foveate(x, FIXATION, anisotropy=4, backend=backend),
     "gather_patches": _patches,
     "feature_maps": lambda x: lambda backend: lod.feature_maps(x, fixation=FIXATION, backend=backend),
+    "feature_maps, as_texture": lambda x: (
+        lambda backend: lod.feature_maps(x, fixation=FIXATION, as_texture=True, backend=backend)
+    ),
     "cull": _cull,
-    "region_max": _region_max,
+    "region_max": partial(_region, "max"),
+    "region_min": partial(_region, "min"),
+    "cortical_sites": _sites,
 }
 
-PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz}
+PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz, "region_min": lod.hiz}
 """What verbs take that take no picture."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+ONLY = {
+    "log_polar, gradients asked for": (FLOATS, ("gl",)),  # with a graph torch does nothing in parts
+    "feature_maps, as_texture": (DTYPES, ("gl",)),
+    "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
+}
+"""Dtypes and backends of what has not all of them."""
 
 _ROW = {
     "type": "object",
@@ -119,6 +163,8 @@ def picture(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes
+    if isinstance(value, FeatureTexture):
+        return value.texture.key.nbytes
     return sum(map(nbytes, value.levels if isinstance(value, lod.Pyramid) else value))
 
 
@@ -139,7 +185,11 @@ def _one(verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...]) ->
     if backend == "gl":
         gc.collect()
         lod.Context().trim()
-    given = nbytes(PYRAMIDS[verb](image, backend="torch")) if verb in PYRAMIDS else image.nbytes
+    given = image.nbytes
+    if verb == "cortical_sites":
+        given = FIXATION.expand(shape[0], 2).contiguous().nbytes
+    elif verb in PYRAMIDS:
+        given = nbytes(PYRAMIDS[verb](image, backend="torch"))
     gc.collect()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
@@ -153,9 +203,10 @@ def measure(verbs: Iterable[str], sizes: tuple[tuple[int, ...], ...], runs: int 
     # A fresh process a call; this one must start neither OpenGL nor torch's threads.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for verb in verbs:
+            dtypes, backends = ONLY.get(verb, (DTYPES, BACKENDS))
             for shape in sizes:
-                for dtype in DTYPES:
-                    for backend in BACKENDS:
+                for dtype in (dtype for dtype in DTYPES if dtype in dtypes):
+                    for backend in backends:
                         row: Data = {"verb": verb, "dtype": str(dtype)[6:], "backend": backend, "shape": list(shape)}
                         for run in range(runs):
                             given, result, peak = pool.apply(_one, (verb, dtype, backend, shape))
@@ -184,10 +235,15 @@ def tables(path: Path) -> str:
     for verb in dict.fromkeys(row["verb"] for row in data["rows"]):
         for dtype in DTYPES:
             own = [row for row in data["rows"] if row["verb"] == verb and row["dtype"] == str(dtype)[6:]]
+            if not own:
+                continue
             shown = [row for row in own if row["shape"] == first]
             cells = [f"`{verb}`", str(dtype)[6:], f"{shown[0]['result'] / shown[0]['picture']:.2f}"]
             for backend in BACKENDS:
-                (here,) = (row for row in shown if row["backend"] == backend)
+                here = next((row for row in shown if row["backend"] == backend), None)
+                if here is None:
+                    cells += [""] * 2
+                    continue
                 worst = max((row for row in own if row["backend"] == backend), key=share)
                 over = worst["peak"] * (1 - 1 / share(worst)) / 2**20
                 cells.append(f"{here['peak'] / here['picture']:.2f}")
