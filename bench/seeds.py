@@ -74,6 +74,7 @@ def _entries(row: dict[str, Any], date: str, cuda: bool) -> Iterator[Entry]:
         if "torch" in ways:
             shape = [row["batch"], row["channels"], *row["size"]]
             words = [f"{' x '.join(map(str, shape))} {row['dtype']}", *filter(None, [row["note"].partition(";")[0]])]
+            words += [ANISOTROPIC] * row["note"].endswith(ANISOTROPIC)
             yield Entry(question, ", ".join(words), date, ways)
 
 
@@ -122,9 +123,11 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         return [Question(verb, state, 0, made, batch, batch * area)]
     if verb == "inverse_log_polar":
         return sampler(area)
-    if verb == "foveate" and "torch has kept" not in note and not note.endswith(ANISOTROPIC) and note != IMAGE:
+    if verb == "foveate" and "torch has kept" not in note and note != IMAGE:
         whole_words = width % {"uint8": 4, "float16": 2}.get(dtype, 1) == 0
-        return sampler(area, foveated(texture=not note.endswith(ANEW), whole_words=whole_words))
+        probes = int(ANISOTROPIC.split()[-1]) if note.endswith(ANISOTROPIC) else 1
+        how = foveated(texture=not note.endswith(ANEW), whole_words=whole_words, anisotropic=probes > 1)
+        return sampler(area * probes, how)
     if verb == "log_polar" and not note.startswith("from an image"):
         return sampler(64 * 128 if together else 256 * 512)
     if verb == "gather_patches":

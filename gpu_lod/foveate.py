@@ -60,9 +60,11 @@ def foveate(
     Convention: each pixel is read at its own position at level max(0, log2((e + e0) / e0) + bias), trilinear over the
         mean mip chain, texel i's centre at (i + 0.5) / n, clamped to the edge; past the last level the last is read.
         With anisotropy a > 1 the footprint is 2^level pixels along the radius and 2^level / a across it, as crowding
-        zones of the visual field are. torch, and GL on software renderers, take the mean of ceil(a) trilinear samples
-        along the radius, as the extension describes it; texture units, on GL and CUDA, filter it in their own way, and
-        so differ where there is detail.
+        zones of the visual field are. torch, and GL on software renderers, take the mean of N = ceil(a) trilinear
+        samples along the radius, as the extension describes it: sample i of 1..N lies 2^level (i / (N + 1) - 1/2)
+        pixels out, and is read at level max(0, level - log2(N)). Texture units, on GL and CUDA, filter in their own
+        way, and so differ where there is detail. There gradients are those of the samples' mean: its exact adjoint,
+        and so that of the forward only as nearly as the two agree.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
@@ -70,9 +72,9 @@ def foveate(
         bias: added to the level: more is blurrier.
         anisotropy: 1 to 16.
         backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL where
-            that measures faster: seldom for small pictures that are no texture yet (`Pyramid.upload`). All give
-            gradients in src, "torch" also in the fixation. "cuda" does not check the values of a fixation that is a
-            CUDA tensor.
+            that measures faster: seldom for small pictures that are no texture yet (`Pyramid.upload`), and with
+            anisotropy on software renderers alone. All give gradients in src, "torch" also in the fixation. "cuda" does
+            not check the values of a fixation that is a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
@@ -138,31 +140,40 @@ def _choose(
     chosen = dispatch.sampler(src, fixation, "fixation", once=True)
     if chosen is not None:
         return chosen
-    if anisotropy > 1:
-        return Choice("torch", "with anisotropy the two backends filter differently; ask for backend='gl' by name")
+    if anisotropy > 1 and image.device.type != "cpu":
+        return Choice("torch", BY_UNIT)
     channels, height, width = image.shape[-3:]
     batch = image.shape[0] if image.ndim == 4 else 1
     there = isinstance(src, Pyramid) and src.is_texture
     words = width * image.dtype.itemsize % 4 == 0
-    return dispatch.measured(
+    context = src.texture_context() if isinstance(src, Pyramid) else None
+    chosen = dispatch.measured(
         "foveate",
         image,
-        batch * height * width,
-        state=state(texture=there, whole_words=words),
+        batch * height * width * math.ceil(anisotropy),
+        state=state(texture=there, whole_words=words, anisotropic=anisotropy > 1),
         channels=channels,
         batch=batch,
-        context=src.texture_context() if isinstance(src, Pyramid) else None,
+        context=context,
     )
+    if anisotropy > 1 and chosen.backend == "gl" and not (context or context_for(image)).software:
+        return Choice("torch", BY_UNIT)
+    return chosen
 
 
-def state(*, texture: bool, whole_words: bool) -> str:
+BY_UNIT = "with anisotropy a GPU's texture units filter in their own way; ask for backend='gl' by name"
+
+
+def state(*, texture: bool, whole_words: bool, anisotropic: bool = False) -> str:
     """What the times depend on beside sizes.
 
     Args:
         texture: the source is one already.
         whole_words: rows are whole words of the buffer; others take another shader.
+        anisotropic: so do several samples a pixel, each of which counts as one.
     """
-    return ", ".join([dispatch.NO_TEXTURE] * (not texture) + ["ragged rows"] * (not whole_words))
+    found = ["anisotropic"] * anisotropic + [dispatch.NO_TEXTURE] * (not texture)
+    return ", ".join(found + ["ragged rows"] * (not whole_words))
 
 
 def _like(src: torch.Tensor | Pyramid, *_: Any) -> torch.Tensor:

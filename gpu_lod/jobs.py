@@ -39,6 +39,9 @@ class Job:
     prepare: Callable[[torch.device], Arguments]
 
 
+PROBES = 4
+"""Of anisotropic foveation: most callers' is far from the 16 there may be."""
+
 _ROUNDS = (
     (512, 1, True), (1024, 1, True), (224, 8, True), (224, 1, True), (512, 1, False), (1024, 1, False), (224, 8, False),
     (2048, 1, True), (512, 8, True), (224, 32, True), (2048, 1, False), (224, 1, False), (512, 8, False),
@@ -67,6 +70,7 @@ def _common(side: int, batch: int) -> Iterator[Job]:
     for dtype in (torch.float32, torch.uint8):
         yield from _samplers(shape, dtype)
         yield _job(foveate, shape, dtype, _seen_once, "no texture yet")
+    yield _job(foveate, shape, torch.float32, _by_probes, f"anisotropy {PROBES}")
     yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
     yield _job(cull, maps, torch.float32, _sparse, "20% kept")
     if batch * side**2 <= 2**20:  # forty channels of more are a strain on memory
@@ -157,6 +161,11 @@ def _seen(*numbers: Any) -> Arguments:
     *sizes, image = numbers
     pyramid, points = mipmap(image, backend="torch").upload(), _points(image)
     return lambda: (pyramid, next(points), *sizes)
+
+
+def _by_probes(image: torch.Tensor) -> Arguments:
+    seen = _seen(image)
+    return lambda: (*seen(), 0.05, 0.0, float(PROBES))
 
 
 def _seen_once(image: torch.Tensor) -> Arguments:

@@ -96,6 +96,12 @@ LINEAR = {
         lambda x: (x, FIXATION, 0.1),
         lambda x: foveated(mip_chain(x), FIXATION, 0.1),
     ),
+    "foveate, anisotropic": Call(
+        lod.foveate,
+        image,
+        lambda x: (x, FIXATION, 0.03, 0.0, 3.0),
+        lambda x: foveated(mip_chain(x), FIXATION, 0.03, 0.0, 3.0),
+    ),
     "foveate of a pyramid": Call(
         lod.foveate,
         lambda: levels("mean"),

@@ -295,3 +295,39 @@ def foveate(
         results.append(torch.stack([a + (b - a) * (lod - fine), torch.maximum(da, db), (b - a).abs()]))
     stacked = torch.stack(results)
     return stacked[:, 0], stacked[:, 1], stacked[:, 2]
+
+
+def probes(
+    levels: list[torch.Tensor], fixation: torch.Tensor, anisotropy: float, e0: float = 0.05, bias: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Anisotropic foveation as EXT_texture_filter_anisotropic filters: of a footprint of Pmax along the radius and Pmin
+    across it, N = min(ceil(Pmax / Pmin), maxAniso) trilinear samples at log2(Pmax / N), at i / (N + 1) - 1/2 of the
+    footprint for i of 1..N; a level below 0 is level 0. Pmax is 2^level pixels, Pmin that over the anisotropy, maxAniso
+    16. In float64, with the largest texel difference and the level difference of each sample, of which means are taken.
+    """
+    levels = [level.double() for level in levels]
+    batch, _, height, width = levels[0].shape
+    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).expand(height, width)
+    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height)[:, None].expand(height, width)
+    results = []
+    for image in range(batch):
+        fx, fy = fixation[image].double()
+        across, down = (x - fx) * width, (y - fy) * height
+        pixels = torch.hypot(across, down)
+        level = (1 + pixels / max(height, width) / e0).log2().add(bias).clamp(min=0)
+        longest = 2**level
+        count = min(math.ceil(anisotropy - 1e-9), 16)
+        read = (longest / count).log2().clamp(0, len(levels) - 1)
+        fine = read.floor().long()
+        mine = [one[image] for one in levels]
+        parts = []
+        for i in range(1, count + 1):
+            along = longest * (i / (count + 1) - 0.5)
+            turned = torch.where(pixels > 0, along / pixels, 0.0)
+            at = x + across * turned / width, y + down * turned / height
+            a, da = _bilinear(mine, fine, *at)
+            b, db = _bilinear(mine, (fine + 1).clamp(max=len(levels) - 1), *at)
+            parts.append(torch.stack([a + (b - a) * (read - fine), torch.maximum(da, db), (b - a).abs()]))
+        results.append(torch.stack(parts).mean(0))
+    stacked = torch.stack(results)
+    return stacked[:, 0], stacked[:, 1], stacked[:, 2]

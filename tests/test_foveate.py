@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches, stored_range
 from images import DTYPES, noise, smooth
 from oracle import foveate as oracle
-from times import fastest
+from oracle import probes
+from times import asked, fastest
 
 import gpu_lod as lod
 from gpu_lod import planewise
@@ -336,6 +337,55 @@ def test_anisotropic_parity(photo: torch.Tensor, anisotropy: float, dtype: torch
             assert float((found.float() - expected.float()).abs().max()) <= close, more
 
 
+def check_probes(pyramid: lod.Pyramid, fixation: torch.Tensor, anisotropy: float, way: str, **options: float) -> None:
+    """Against float64, on a renderer that takes the samples itself."""
+    found = lod.foveate(pyramid, fixation, anisotropy=anisotropy, backend=way, **options)  # type: ignore[arg-type]
+    levels = [level if pyramid.batched else level[None] for level in pyramid.levels]
+    expected, texels, blend = probes(levels, fixation.expand(pyramid.batch, 2), anisotropy, **options)
+    if not pyramid.batched:
+        expected, texels, blend = expected[0], texels[0], blend[0]
+    assert found.dtype == pyramid.dtype and found.shape == pyramid[0].shape and found.is_contiguous()
+    # Positions are fp32, of places as far out as the footprint, and so is the logarithm.
+    slack = 4 * max(pyramid.size) * 2.0**-22 * texels + 2.0**-18 * blend
+    # Of a pixel whose centre is the fixation but for rounding, rounding says which way the radius points.
+    height, width = pyramid.size
+    y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
+    points = fixation.double().expand(pyramid.batch, 2)[:, :, None, None]
+    here = torch.hypot(x / width - points[:, 0], y / height - points[:, 1]) * max(height, width) < 1e-4
+    slack = slack + stored_range(pyramid.dtype) * (here[:, None] if pyramid.batched else here)
+    assert_matches(found, expected, "trilinear", slack=slack, where=f"{way} {anisotropy} {options}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", ["torch", "gl"])
+def test_anisotropic_parity_with_float64(way: str, dtype: torch.dtype) -> None:
+    for shape in ((2, 3, 64, 96), (3, 1, 33, 21), (4, 57, 40), (1, 2, 1, 1), (1, 3, 1, 50), (2, 2, 130, 3)):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        for anisotropy, options in (
+            (1.5, {}),
+            (2.0, {"e0": 0.5}),
+            (4.0, {"e0": 0.01}),
+            (5.2, {"e0": 0.004, "bias": 0.7}),
+            (16.0, {"e0": 0.002, "bias": 2.0}),
+        ):
+            check_probes(pyramid, torch.rand(pyramid.batch, 2), anisotropy, way, **options)
+
+
+@pytest.mark.parametrize("way", ["torch", "gl"])
+def test_anisotropic_parity_at_corners_and_texel_centres(way: str) -> None:
+    pyramid = lod.mipmap(noise(5, 3, 41, 61))
+    points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.5]])
+    for anisotropy in (2.0, 7.0):
+        check_probes(pyramid, points, anisotropy, way, e0=0.02)
+
+
+@pytest.mark.parametrize("way", ["torch", "gl"])
+def test_anisotropic_parity_of_short_pyramids(way: str) -> None:
+    for levels in (1, 2, 3):
+        pyramid = lod.mipmap(noise(3, 48, 64), levels=levels)
+        check_probes(pyramid, torch.tensor([0.3, 0.6]), 3.0, way, e0=0.01, bias=1.0)
+
+
 @pytest.mark.parametrize("backend", ["torch", "gl"])
 def test_anisotropy_follows_its_arguments(photo: torch.Tensor, backend: Any) -> None:
     image = photo.float() / 255
@@ -401,6 +451,27 @@ def test_wrong_sources() -> None:
         lod.foveate(noise(5, 8, 8), (0.5, 0.5))
 
 
+def test_auto_takes_probes_by_their_times(
+    photo: torch.Tensor, unseeded: Path, ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a software renderer, where both backends take the same ones; each counts as a sample."""
+    pyramid = lod.mipmap(photo).upload()
+    asked_ = [asked(lod.foveate, pyramid, (0.5, 0.5), anisotropy=a) for a in (1.0, 2.5, 4.0)]
+    assert [question.state for question in asked_] == ["", "anisotropic", "anisotropic"]
+    assert asked_[2].work == 4 * asked_[0].work
+    fastest("gl", lod.foveate, pyramid, (0.5, 0.5), anisotropy=4)
+    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
+    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "gl"
+    found = lod.foveate(pyramid, (0.4, 0.3), anisotropy=4)
+    assert ctx.owns(found)
+    expected = lod.foveate(pyramid, (0.4, 0.3), anisotropy=4, backend="torch")
+    assert float((found.float() - expected.float()).abs().max()) <= 1
+    monkeypatch.setattr(Sharing, "software", False)
+    chosen = lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4)
+    assert chosen.backend == "torch"
+    assert "in their own way" in chosen.reason or "not been measured" in chosen.reason
+
+
 def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: lod.Context, unseeded: Path) -> None:
     """Of a pyramid, and of an image, whose chain torch makes: as fast as chains are made."""
     image = photo.float() / 255
@@ -454,7 +525,7 @@ def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor, unseeded: P
     assert lod.explain(lod.foveate, photo, (0.5, 0.5)).backend == "torch"
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
     assert lod.explain(lod.foveate, pyramid.upload(), (0.5, 0.5)).backend == "gl"
-    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "torch"
+    assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "torch"  # a question of its own
     assert lod.explain(lod.foveate, pyramid, torch.tensor([0.5, 0.5], requires_grad=True)).backend == "torch"
     small = lod.mipmap(photo[:, :120, :120].contiguous()).upload()
     assert lod.explain(lod.foveate, small, (0.5, 0.5)).backend == "torch"
