@@ -156,6 +156,40 @@ def anisotropic(seconds: float, device: str = "cpu", race: Race = race, side: in
 ANISOTROPIC = "anisotropy 16"
 
 
+WITH_BACKWARD = "forward and backward"
+
+
+def gradients(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
+    """From an image to its gradient. What a shader has made is differentiated by torch, which makes the chain again."""
+    image = picture(side, side).to(device).requires_grad_()
+    points = cycle(torch.rand(16, 1, 2).unbind())
+    sites = cycle([lod.cortical_sites(next(points), BUDGET, (side, side)) for _ in range(16)])
+    rings, wedges = min(side // 4, 256), min(side // 2, 512)
+    verbs: list[tuple[str, Callable[..., torch.Tensor], Iterator[torch.Tensor], str, tuple[int, ...]]] = [
+        ("log_polar", lod.log_polar, points, f"{rings} x {wedges} samples", (rings, wedges)),
+        ("foveate", lod.foveate, points, "", ()),
+        ("gather_patches", lod.gather_patches, sites, f"{BUDGET} x 14 x 14, cortical sites", ()),
+    ]
+    for name, verb, places, words, sizes in verbs:
+        result = verb(image.detach(), next(places), *sizes, backend="torch")
+        weights = torch.rand_like(result)
+
+        def there_and_back(
+            backend: str, verb: Any = verb, places: Any = places, sizes: Any = sizes, weights: Any = weights
+        ) -> object:
+            return torch.autograd.grad(verb(image, next(places), *sizes, backend=backend), image, weights)
+
+        sides: dict[str, Callable[[], object]] = {
+            "auto": partial(there_and_back, "auto"),
+            "gl compute": partial(there_and_back, "gl"),
+            "torch": partial(there_and_back, "torch"),
+        }
+        yield Row(
+            name, "end to end", side, side, 1, 3, "float32", "warm", 2 * (image.nbytes + result.nbytes),
+            race(sides, seconds=seconds), note="; ".join(filter(None, [words, f"{IMAGE}, {WITH_BACKWARD}"])),
+        )  # fmt: skip
+
+
 def sites_by_search(fixation: torch.Tensor, budget: int, size: tuple[int, int], patch: int = 14) -> torch.Tensor:
     """Cortical sites as one would write them: the density by bisection, N inverted by a table."""
     height, width = size

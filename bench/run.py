@@ -118,6 +118,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_samplers.foveate_once(square, small, seconds),
             bench_samplers.foveate_at_one_place(seconds, side=one),
             bench_samplers.anisotropic(seconds, side=one),
+            bench_samplers.gradients(seconds, side=one),
             bench_samplers.cortical_sites([1, 2] if quick else [1, 32], seconds),
             bench_samplers.gather_patches(all_sizes, F32, seconds),
             bench_samplers.gather_patches(square, small, seconds),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_pyramids import AND_BACK
-from bench_samplers import ANISOTROPIC, IMAGE
+from bench_samplers import ANISOTROPIC, IMAGE, WITH_BACKWARD
 from inputs import ANEW
 from rows import slug
 
@@ -99,6 +99,8 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
     """What the verb asks before it does the row's job."""
     verb, note, batch, channels, dtype = (row[name] for name in ("verb", "note", "batch", "channels", "dtype"))
     height, width = row["size"]
+    if note.endswith(WITH_BACKWARD):  # whose forward alone is chosen
+        return []
     area, planes, together = height * width, batch * channels, note.startswith("a batch in one call")
 
     def sampler(work: int, state: str = "") -> list[Question]:

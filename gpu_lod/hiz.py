@@ -29,7 +29,8 @@ def hiz(
     Units: any; uint8, float16, bfloat16 or float32, kept exactly. Negative values and infinities are fine.
     Convention: each texel is the max (min) of every texel that its footprint touches: 2 x 2, or 3 along an odd side.
         The canonical ancestor of texel j at level l is min(j >> l, n_l - 1) along each side. A footprint that holds a
-        NaN is NaN (torch.amax's rule): NaN says "unknown", and `cull` never prunes there.
+        NaN is NaN (torch.amax's rule), the same on every backend and by every generator but "sampler", which refuses
+        it: NaN says "unknown", and `cull` never prunes there.
 
     Args:
         reduce: "max" or "min".

@@ -94,6 +94,7 @@ def collapse(pyramid: Pyramid, backend: Backend = "auto") -> torch.Tensor:
     Raises:
         InputError: not a Laplacian pyramid.
         UnsupportedError: a backend that is not available.
+        LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
 
     Source: Burt and Adelson (1983).

@@ -62,7 +62,10 @@ def log_polar(
         sample is read at level max(0, log2(longer * max(arc, radial step))), trilinear over the mean mip chain, texel
         i's centre at (i + 0.5) / n; levels past the last are clamped to it. skimage's warp_polar and OpenCV's warpPolar
         begin at angle 0 and their innermost radius instead of half a step on, and do not filter; skimage's log radii
-        are r_min = 1 px, OpenCV's are one pixel less, so "cortical" with e0 = 1 px.
+        are r_min = 1 px, OpenCV's are one pixel less, so "cortical" with e0 = 1 px. Turning the picture about the
+        fixation by a wedge's angle moves the map by a wedge, and, with spacing "log", scaling it by the ratio of two
+        neighbouring radii moves it by a ring: within 0.1 of the picture's range where no wave is shorter than 4 of the
+        outermost samples, 0.01 where none is shorter than 16.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].

@@ -41,6 +41,7 @@ def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
     Raises:
         InputError: a pyramid that is no full max pyramid; boxes of the wrong shape, with NaN or infinity, or x1 < x0.
         UnsupportedError: a backend that is not available.
+        LimitError: larger than the device's textures or storage buffers.
         PyramidChangedError: a level was written to since the pyramid was built.
 
     Source: Greene, Kass and Miller, "Hierarchical Z-Buffer Visibility" (SIGGRAPH 1993).
@@ -53,6 +54,9 @@ def region_min(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
     """A lower bound of each box over a min pyramid: `region_max` the other way round.
 
     A box that touches no texel gives +inf (255 for uint8). See `region_max` for the rest.
+
+    Raises:
+        InputError, UnsupportedError, LimitError, PyramidChangedError: as `region_max`, of a full min pyramid.
     """
     return _region(hz, boxes, backend, "min")
 

@@ -137,6 +137,39 @@ def test_rotation_about_the_fixation_shifts_wedges(way: str) -> None:
     assert (a.roll(10, dims=-1) - b).abs().max() < 2e-4
 
 
+def waves(u: torch.Tensor, v: torch.Tensor, shortest: float) -> torch.Tensor:
+    """A picture [3, ...] in [0, 1] of places in pixels from the fixation, with no shorter wave than said."""
+    directions = ((0.7, 1.0), (2.0, 1.4), (2.9, 1.2))
+    phases = [2 * math.pi / (n * shortest) * (u * math.cos(angle) + v * math.sin(angle)) for angle, n in directions]
+    return torch.stack([0.5 + 0.5 * torch.sin(phase + 0.4) for phase in phases])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("samples", "error"), [(4, 0.1), (16, 0.01)])
+@pytest.mark.parametrize(("turn", "zoom"), [(1, 0), (-3, 0), (0, 1), (0, -2), (2, 1)])
+def test_turns_and_zooms_about_the_fixation_shift_wedges_and_rings(
+    way: str, turn: int, zoom: int, samples: int, error: float
+) -> None:
+    """By whole wedges and rings, about a fixation off the centre, to the docstring's error of the range for waves of so
+    many of the outermost samples."""
+    height, width, rings, wedges, r_min, r_max = 256, 320, 24, 48, 0.04, 0.35
+    fixation = torch.tensor([0.42, 0.55], dtype=torch.float64)
+    y, x = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
+    x, y = x.double() - fixation[0] * width, y.double() - fixation[1] * height
+    angle, ratio = turn * 2 * math.pi / wedges, (r_max / r_min) ** (zoom / rings)
+    turned = (x * math.cos(angle) + y * math.sin(angle)) / ratio, (y * math.cos(angle) - x * math.sin(angle)) / ratio
+    shortest = samples * width * r_max * 2 * math.pi / wedges
+    a, b = (
+        sample(waves(*places, shortest).float(), fixation.float(), rings, wedges, way, r_min=r_min, r_max=r_max)
+        for places in ((x, y), turned)
+    )
+    a = a.roll(turn, dims=-1)
+    kept = slice(max(zoom, 0), rings + min(zoom, 0)), slice(max(-zoom, 0), rings - max(zoom, 0))
+    assert float((b[:, kept[0]] - a[:, kept[1]]).abs().max()) < error
+    wrong = a.roll(1, dims=-1)
+    assert float((b[:, kept[0]] - wrong[:, kept[1]]).abs().max()) > 5e-2  # which tells a wedge
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_scaling_shifts_rings(way: str) -> None:
     """Twice the size about the fixation is a shift of ln 2 / ln(r_max / r_min) rings, to 1% on a smooth picture."""
