@@ -510,6 +510,57 @@ def test_pyramids_are_sampled_in_any_context() -> None:
     """)
 
 
+def test_pyramids_are_bounded_culled_and_collapsed_in_any_context() -> None:
+    """Whichever they are a texture of, a closed one too; memory of a context that is not current says so."""
+    succeed("""
+        import moderngl, torch, gpu_lod as lod
+        relevance, boxes = torch.rand(2, 20, 30), torch.tensor([[0.1, 0.2, 0.5, 0.4], [0.0, 0.0, 1.0, 1.0]])
+        def bounds(high, low, bands):
+            culled = lod.cull(high, 0.7, backend="gl")
+            return [
+                value.clone() for value in (
+                    lod.region_max(high, boxes, backend="gl"), lod.region_min(low, boxes, backend="gl"),
+                    culled.mask, culled.indices, culled.pruned, lod.collapse(bands, backend="gl"),
+                )
+            ]
+        def pyramids(context=None, backend="torch"):
+            made = lod.hiz(relevance, backend=backend), lod.hiz(relevance, "min", backend=backend)
+            if context is not None:
+                made = [pyramid.upload(context) for pyramid in made]
+            return *made, lod.laplacian(relevance, 3, backend=backend)
+        expected = bounds(*pyramids())
+        assert torch.allclose(expected[-1], relevance, atol=1e-5)
+        def same(found):
+            for one, two in zip(bounds(*found), expected):
+                assert torch.allclose(one.double(), two.double(), atol=1e-5)
+        mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+        own = lod.Context()
+        ours, held = pyramids(own), pyramids(own, "gl")
+        with mine:
+            adopted = lod.Context.adopt(mine)
+            with adopted:
+                theirs, in_its_memory = pyramids(adopted), pyramids(adopted, "gl")
+                for found in (theirs, in_its_memory, ours):
+                    same(found)
+        same(theirs)  # its context is not current any more
+        high, low, bands = in_its_memory  # and neither can what lies in its memory be read by shaders
+        for call in (
+            lambda: lod.region_max(high, boxes, backend="gl"), lambda: lod.region_min(low, boxes, backend="gl"),
+            lambda: lod.cull(high, 0.7, backend="gl"), lambda: lod.collapse(bands, backend="gl"),
+        ):
+            try:
+                call()
+            except lod.errors.ContextNotCurrentError as error:
+                assert "not current" in str(error)
+            else:
+                raise AssertionError("used where it is not current")
+        same(held)
+        own.close()
+        same(ours)    # nor open
+        same(theirs)
+    """)
+
+
 def test_an_interrupt_while_compiling_waits() -> None:
     """moderngl's C code does not survive an exception from a signal handler, so the verb ends first."""
     out = succeed("""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import FIXATION, LINEAR, SIZE
+from calls import BOXES, FIXATION, LINEAR, SIZE
 from images import noise
 
 import gpu_lod as lod
@@ -52,15 +52,52 @@ def test_a_constant_stays_constant(name: str, backend: str, dtype: torch.dtype) 
         (lambda x, p, f, s: lod.laplacian(x, 4, backend="gl"), 6),
         (lambda x, p, f, s: lod.oriented_energy(x, 2, backend="gl"), 2),
         (lambda x, p, f, s: lod.feature_maps(x, f, backend="gl"), 3),
+        (lambda x, p, f, s: lod.foveate(p, f, anisotropy=3, backend="gl"), 1),
+        (lambda x, p, f, s: lod.hiz(x, generator="compute"), 6),
+        (lambda x, p, f, s: lod.hiz(x, generator="single-pass"), 1),
+        (lambda x, p, f, s: lod.collapse(lod.laplacian(x, 4, backend="torch"), backend="gl"), 3),
+        (lambda x, p, f, s: lod.cull(lod.hiz(x, backend="torch"), 0.9, backend="gl"), 1),
+        (lambda x, p, f, s: lod.region_max(lod.hiz(x, backend="torch"), BOXES, backend="gl"), 1),
+        (lambda x, p, f, s: lod.region_min(lod.hiz(x, "min", backend="torch"), BOXES, backend="gl"), 1),
     ],
     ids=[
         "gather_patches", "log_polar", "foveate", "inverse_log_polar", "compute", "single-pass", "gaussian",
-        "laplacian", "oriented_energy", "feature_maps",
+        "laplacian", "oriented_energy", "feature_maps", "foveate, anisotropic", "hiz", "hiz, single-pass", "collapse",
+        "cull", "region_max", "region_min",
     ],
 )  # fmt: skip
 def test_a_batch_takes_no_more_dispatches(
     verb: Callable[..., Any], fewest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counts = dispatches(verb, (1, 8), monkeypatch)
+    assert counts[0] == counts[1] >= fewest
+    if fewest == 1:
+        assert counts == [1, 1]
+
+
+@pytest.mark.parametrize("side", [64, 200])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda x, p, f, s: lod.gather_patches(x, s, 8, backend="gl"),
+        lambda x, p, f, s: lod.log_polar(x, f, 16, 32, backend="gl"),
+        lambda x, p, f, s: lod.foveate(x, f, backend="gl"),
+    ],
+    ids=["gather_patches", "log_polar", "foveate"],
+)
+def test_a_batch_of_images_takes_dispatches_by_its_chains(
+    ctx: lod.Context, verb: Callable[..., Any], side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A software renderer makes chains of images a tile at a time, to keep memory's bound: as many images together as
+    a tile holds, so never more dispatches than image by image. Elsewhere the chains are one pyramid's."""
+    one, several = dispatches(verb, (1, 8), monkeypatch, side)
+    assert one <= several <= 8 * one if ctx.software else several == one
+
+
+def dispatches(
+    verb: Callable[..., Any], batches: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, side: int = 64
+) -> list[int]:
+    """How many a call takes, of each batch."""
     counts = []
     dispatch = Program.dispatch_groups
 
@@ -68,8 +105,8 @@ def test_a_batch_takes_no_more_dispatches(
         counts[-1] += 1
         dispatch(self, x, y, z)
 
-    for batch in (1, 8):
-        image = noise(batch, 3, 64, 64)
+    for batch in batches:
+        image = noise(batch, 3, side, side)
         sites = torch.rand(batch, 5, 3)
         arguments = image, lod.mipmap(image).upload(), torch.rand(batch, 2), sites
         verb(*arguments)  # whatever is made once
@@ -77,6 +114,4 @@ def test_a_batch_takes_no_more_dispatches(
         with monkeypatch.context() as watched:
             watched.setattr(Program, "dispatch_groups", counted)
             verb(*arguments)
-    assert counts[0] == counts[1] >= fewest
-    if fewest == 1:
-        assert counts == [1, 1]
+    return counts

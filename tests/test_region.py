@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_bad_boxes(boxes: torch.Tensor, hint: str) -> None:
         with pytest.raises(InputError, match=hint):
             lod.region_max(hz, boxes, backend=way)
         assert lod.region_max(hz, torch.tensor([[0.0, 0, 1, 1]]), backend=way).shape == (2, 1, 1)
+
+
+@pytest.mark.parametrize("backend", ["auto", *WAYS])
+@pytest.mark.parametrize("verb", [lod.region_max, lod.region_min])
+def test_pyramids_of_other_filters_have_no_bounds(verb: Any, backend: str) -> None:
+    for pyramid in (lod.gaussian(noise(1, 8, 8)), lod.laplacian(noise(1, 8, 8)), lod.mipmap(noise(1, 8, 8))):
+        with pytest.raises(InputError, match=f"this is a {pyramid.reduce} one: pass hiz"):
+            verb(pyramid, torch.rand(3, 4), backend=backend)
 
 
 def test_wrong_pyramids() -> None:
