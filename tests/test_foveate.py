@@ -283,7 +283,7 @@ def test_probes_in_bands_equal_the_whole(monkeypatch: pytest.MonkeyPatch, dtype:
     rows_of, level_map = [], module.level_map
     monkeypatch.setattr(module, "level_map", lambda *a: (rows_of.append(a[-1]), level_map(*a))[1])
     slack = {torch.uint8: 1.0, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5}[dtype]
-    for shape, more in (((2, 3, 96, 70), {}), ((1, 1, 33, 80), {"bias": 2.0}), ((3, 67, 45), {"e0": 0.01})):
+    for shape, more in (((2, 3, 96, 70), {}), ((1, 1, 33, 80), {"bias": 2.0}), ((3, 240, 40), {"bias": 2.0})):
         levels = list(lod.mipmap(noise(*shape, dtype=dtype), backend="torch").levels)
         points = torch.tensor([[0.3, 0.8], [1.0, 0.0]])[: 1 if len(shape) == 3 else shape[0]]
         for anisotropy in (1.5, 4.0, 16.0):
