@@ -232,12 +232,12 @@ def reference(
         lasts = [_highest((x, y), size, e0, reads, len(chain) - 1) for x, y in points.tolist()]
     cut = [slice(0, height)]
     if in_place and top.device.type == "cpu":
-        part, texels = planewise.PART // 4, len(points) * height * width
+        most, texels = planewise.PART // 4, len(points) * height * width
         if anisotropy > 1:  # the places of probes take several times what is made
-            part = min(planewise.PART // 16, max(texels // 30, planewise.PART // (128 if top.dtype == work else 512)))
+            most = min(planewise.PART // 16, max(texels // 30, planewise.PART // (128 if top.dtype == work else 512)))
         elif top.dtype != work:  # in fp32 they are several times the picture
-            part = min(part, max(height * width // 10, planewise.PART // 16))
-        cut = [rows for _, rows in bands(1, height, width, part)]
+            most = min(most, max(height * width // 10, planewise.PART // 16))
+        cut = [rows for _, rows in bands(1, height, width, most)]
     result = None
     if in_place and (len(points) > 1 or len(cut) > 1):
         result = torch.empty_like(top, memory_format=torch.contiguous_format)
