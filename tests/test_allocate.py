@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from typing import Any
+import random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from images import noise
 from scripts import succeed
@@ -80,30 +81,77 @@ KINDS = [
 ]  # fmt: skip
 
 
+MOST = 1024
+"""Of the budgets that are tried."""
+CASES = 14
+"""For each allocator and kind of relevance."""
+
+
+class Case(NamedTuple):
+    batch: int
+    rows: int
+    columns: int
+    ragged: tuple[int, int]
+    budget: int
+    there: int
+    """Sites; more than any budget, where there are as many as are asked for."""
+
+
+def sites_there(name: str, rows: int, columns: int) -> int:
+    if name in ANY_BUDGET:
+        return 2**20
+    # A wavelet's levels end where one node covers the picture.
+    levels = {"PyramidTopK": 4, "Wavelet": min(4, 1 + (max(rows, columns) - 1).bit_length())}.get(name, 1)
+    return sum(-(-rows // 2**level) * -(-columns // 2**level) for level in range(levels))
+
+
+def cases(name: str, kind: str) -> list[Case]:
+    """Grids of up to 40 x 40, some of a single row or column, and of the sites that there are one, all, or a part."""
+    draw = random.Random(f"{name} {kind}")
+    found = []
+    for index in range(CASES):
+        rows, columns = (draw.choice((1, *(draw.randint(low, 40) for low in (1, 1, 1, 32)))) for _ in range(2))
+        there = sites_there(name, rows, columns)
+        most = min(there, MOST)
+        budget = (most, draw.randint(1, most), draw.randint(-(-most // 2), most))[index % 3] if index else 1
+        found.append(Case(draw.randint(1, 3), rows, columns, (draw.randint(0, 3), draw.randint(0, 3)), budget, there))
+    return found
+
+
+def test_cases_reach_from_one_site_to_all_there_are() -> None:
+    for name in NAMES:
+        every = [case for kind in KINDS for case in cases(name, kind)]
+        assert len(set(every)) > 0.9 * len(every), "no case twice"
+        assert {case.batch for case in every} == {1, 2, 3} and len({case.ragged for case in every}) == 16
+        assert any(case.rows == 1 < case.columns for case in every) and any(case.rows > 35 for case in every)
+        budgets = [case.budget for case in every]
+        assert min(budgets) == 1 and max(budgets) == MOST and sum(budget > 503 for budget in budgets) > 15
+        for kind in KINDS:
+            assert len({case.budget for case in cases(name, kind)}) > CASES / 2
+        if name not in ANY_BUDGET:
+            assert sum(1 < case.budget == case.there for case in every) > 10
+            assert sum(1 < case.budget < case.there for case in every) > len(every) / 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4)
-@given(
-    rows=st.integers(1, 40), columns=st.integers(1, 40), batch=st.integers(1, 3), budget=st.integers(1, 1024),
-    ragged=st.tuples(st.integers(0, 3), st.integers(0, 3)), seed=st.integers(0, 2**20),
-)  # fmt: skip
-def test_exactly_k_sites(
-    name: str, kind: str, rows: int, columns: int, batch: int, budget: int, ragged: tuple[int, int], seed: int
-) -> None:
-    torch.manual_seed(seed)
-    budget = budget if name in ANY_BUDGET else min(budget, rows * columns)
-    relevance = maps(kind, batch, rows, columns)
-    tokens = chosen(name, budget, relevance, ragged=ragged)
-    assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget)
-    if not lod.allocate.make(name, 1).blends:
-        for sites in tokens.sites:
-            assert len(sites.unique(dim=0)) == budget, "a site twice"
-    assert torch.isfinite(tokens.sites).all()
-    assert float(tokens.sites[..., :2].min()) >= 0 and float(tokens.sites[..., :2].max()) <= 1
-    assert float(tokens.sites[..., 2].min()) >= 0
-    assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), "by relevance, high first"
-    again = chosen(name, budget, relevance, ragged=ragged)
-    assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores)
+@pytest.mark.usefixtures("one_thread")
+def test_exactly_k_sites(name: str, kind: str) -> None:
+    blends = lod.allocate.make(name, 1).blends
+    for case in cases(name, kind):
+        batch, rows, columns, ragged, budget, _ = case
+        relevance = maps(kind, batch, rows, columns)
+        tokens = chosen(name, budget, relevance, ragged=ragged)
+        assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget), case
+        if not blends:
+            for sites in tokens.sites:
+                assert len(sites.unique(dim=0)) == budget, ("a site twice", case)
+        assert torch.isfinite(tokens.sites).all(), case
+        assert float(tokens.sites[..., :2].min()) >= 0 and float(tokens.sites[..., :2].max()) <= 1, case
+        assert float(tokens.sites[..., 2].min()) >= 0, case
+        assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), ("by relevance, high first", case)
+        again = chosen(name, budget, relevance, ragged=ragged)
+        assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores), case
 
 
 @pytest.mark.parametrize("name", NAMES)
