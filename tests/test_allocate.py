@@ -938,8 +938,11 @@ def test_budgets_that_do_not_fit() -> None:
         if name in ANY_BUDGET:
             assert chosen(name, 40, torch.rand(1, 3, 3)).budget == 40
             continue
-        with pytest.raises(InputError, match=r"budget is 40"):
+        # PyramidTopK has as many levels as it is asked for, also where one node covers the picture.
+        there = {"PyramidTopK": 9 + 4 + 1 + 1, "Wavelet": 9 + 4 + 1}.get(name, 9)
+        with pytest.raises(InputError, match=rf"budget is 40, and (there are|the grid of 3 x 3 has) {there} [pc]"):
             chosen(name, 40, torch.rand(1, 3, 3))
+        assert chosen(name, there, torch.rand(1, 3, 3)).budget == there
 
 
 @pytest.mark.parametrize(
@@ -957,6 +960,43 @@ def test_budgets_that_do_not_fit() -> None:
 def test_bad_input(arguments: dict[str, Any], hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         lod.allocate.FoveatedPyramid(9)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("labels", "hint"),
+    [
+        (torch.zeros(2, 50, 61).long(), r"int64 \(2, 50, 61\); expected integers, \(2, 50, 60\) one a pixel"),
+        (torch.zeros(2, 5, 4).long(), r"int64 \(2, 5, 4\); .* or \(2, 4, 5\) one a patch"),
+        (torch.zeros(3, 50, 60).long(), r"int64 \(3, 50, 60\)"),
+        (torch.zeros(50).long(), r"int64 \(50,\)"),
+        (torch.zeros(2, 50, 60), r"labels are torch\.float32 \(2, 50, 60\); expected integers"),
+        (torch.zeros(4, 5).half(), r"labels are torch\.float16 \(4, 5\); expected integers"),
+    ],
+)
+def test_bad_labels(labels: torch.Tensor, hint: str) -> None:
+    allocator, image = lod.allocate.HybridAtlas(9), torch.rand(2, 3, 50, 60)
+    with pytest.raises(InputError, match=hint):
+        allocator(image, labels=labels)
+    with pytest.raises(InputError, match=hint):
+        allocator(lod.mipmap(image), torch.rand(2, 4, 5), labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("query", "hint"),
+    [
+        (torch.rand(7), r"float32 \(7,\); expected floats \[2, 8\] or \[8\]"),
+        (torch.rand(2, 9), r"float32 \(2, 9\); expected floats \[2, 8\]"),
+        (torch.rand(3, 8), r"float32 \(3, 8\)"),
+        (torch.rand(1, 2, 8), r"float32 \(1, 2, 8\)"),
+        (torch.ones(8).long(), r"int64 \(8,\); expected floats"),
+        (torch.full((8,), math.nan), "query holds NaN"),
+    ],
+)
+def test_bad_queries(query: torch.Tensor, hint: str) -> None:
+    allocator = lod.allocate.AdaptiveStratified(9, width=8)
+    for what in ({"image": torch.rand(2, 3, 50, 60)}, {"relevance": torch.rand(2, 4, 5)}):
+        with pytest.raises(InputError, match=hint):
+            allocator(**what, query=query)
 
 
 @pytest.mark.parametrize(
