@@ -493,6 +493,36 @@ def test_downsample_covers_the_picture_in_rows_alike(budget: int) -> None:
     assert float(lod.rebuild(tokens, (80, 121)).coverage) == 1
 
 
+@pytest.mark.parametrize("name", ["Downsample", "Hexagonal"])
+@pytest.mark.parametrize("size", [(84, 126), (79, 123)], ids=str)
+def test_what_tiles_evenly_is_ordered_by_the_relevance_at_its_sites(name: str, size: tuple[int, int]) -> None:
+    """Without relevance all alike, so row by row; with it the same sites, by the cells of the grid that they are in."""
+    image, relevance = torch.rand(2, 3, *size), torch.randint(9, (2, 6, 9)).float()
+    relevance[0, 0, 0], relevance[1, 5, 8] = math.inf, -math.inf
+    allocator = lod.allocate.make(name, 54)
+    plain, tokens = allocator(image), allocator(image, relevance)
+    assert (plain.scores == 1).all() and torch.equal(allocator(image, torch.full_like(relevance, 4)).sites, plain.sites)
+    rows = plain.sites[0, :, :2].flip(-1).tolist()
+    assert rows == sorted(rows) and torch.equal(plain.sites[0], plain.sites[1])
+    for b in range(2):
+        held = [
+            float(relevance[b, int(y * size[0] / 14), int(x * size[1] / 14)]) for x, y, _ in plain.sites[b].tolist()
+        ]
+        order = sorted(range(54), key=lambda index: -held[index])  # Python's is stable too
+        assert tokens.sites[b].tolist() == plain.sites[b, order].tolist()
+        assert tokens.scores[b].tolist() == [held[index] for index in order]
+    assert tokens.patches is not None
+    assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+
+
+def test_convention_a_site_on_an_edge_is_in_the_cell_after_it() -> None:
+    """Whatever the division rounds to: 16 rows of a picture of 32 cells are all on edges."""
+    for patch in range(2, 64):
+        scene = base.Scene((32 * patch, 32 * patch), patch, torch.arange(32.0).expand(1, 32, 32), *[None] * 4)
+        sites = ((torch.arange(16) + 0.5) / 16)[None, :, None].expand(1, 16, 2)
+        assert base.at_sites(scene, scene.relevance, sites)[0].tolist() == list(range(1, 32, 2))
+
+
 def test_random_differs_by_its_seed() -> None:
     relevance = torch.rand(1, 16, 16)
     one, same, other = (lod.allocate.Random(20, 4, seed=seed)(relevance=relevance).sites for seed in (0, 0, 1))

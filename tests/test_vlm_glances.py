@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_lod as lod
-from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Stratified, find_fixations
+from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Random, Stratified, find_fixations
 from gpu_lod.allocate.base import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.vlm import Glances, attention_entropy, glances
@@ -226,6 +226,20 @@ def test_gradients_go_through_what_was_bought() -> None:
     assert tokens.patches is not None
     tokens.patches[:, 9:].sum().backward()
     assert image.grad is not None and image.grad.sum((1, 2, 3)).tolist() == [0, 5 * 14 * 14 * 3]
+
+
+@pytest.mark.parametrize("image", [None, torch.rand(2, 3, 168, 280)], ids=["sites alone", "image"])
+@pytest.mark.parametrize("base", [20, Hexagonal(20), Random(20)], ids=["number", "Hexagonal", "Random"])
+def test_the_first_glance_is_the_one_that_was_encoded(base: Any, image: torch.Tensor | None) -> None:
+    """Even ones look at no relevance: given for the second glance, it would turn the order of the first."""
+    relevance = torch.arange(240.0).view(12, 20).expand(2, 12, 20)
+    look = Glances(base, 9, threshold=-1)
+    tokens = look(image, relevance).tokens
+    for first in (look.first(image, relevance), look.first(torch.rand(2, 3, 168, 280))):
+        assert torch.equal(tokens.sites[:, :20], first.sites) and (first.scores == 1).all()
+    assert (tokens.scores[:, 20] > 20).all()
+    with pytest.raises(InputError, match="relevance is"):
+        look.first(torch.rand(2, 3, 168, 280), torch.rand(2, 5, 5))
 
 
 def test_a_second_glance_over_the_finest_grid() -> None:

@@ -56,6 +56,15 @@ def test_sites_alone_and_one_image() -> None:
     assert torch.equal(whole.sites, tokens.sites) and torch.equal(whole.patches, tokens.patches)
 
 
+def test_relevance_leaves_the_base_row_by_row() -> None:
+    relevance = torch.arange(35.0).view(5, 7)
+    for image in (None, torch.rand(3, 70, 98)):
+        tokens = lod.vlm.Saccades(lod.allocate.GridTopK(4), base=9, budget=4)(image, relevance)
+        places = tokens.sites[:9, :2].flip(-1).tolist()
+        assert places == sorted(places) and (tokens.scores[:9] == 1).all()
+        assert tokens.scores[9:].tolist() == [34, 33, 32, 31]
+
+
 def test_normalised_patches() -> None:
     saccades = lod.vlm.Saccades(lod.allocate.GridTopK(4), base=9, budget=4)
     image = noise(1, 3, 56, 56, dtype=torch.uint8)

@@ -385,8 +385,16 @@ def at_sites(scene: Scene, values: torch.Tensor, sites: torch.Tensor) -> torch.T
     """[B, K]: values [B, Hg, Wg] of the grid's cells that sites [B, K, 2 or 3] are in."""
     cells = []
     for n, count, place in zip(scene.size, scene.grid, (sites[..., 1], sites[..., 0]), strict=True):
-        cells.append((place.detach() * n / scene.patch).long().clamp(0, count - 1))
+        # Sites of lattices lie on edges of cells, and a GPU divides by a number by multiplying with its inverse.
+        along = torch.div(place.detach() * n, scene.patch, rounding_mode="floor")
+        cells.append(along.long().clamp(0, count - 1))
     return values.flatten(1).gather(1, cells[0] * scene.grid[1] + cells[1])
+
+
+def scored(scene: Scene, sites: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sites [B, K, 3] by the relevance at them, high first, equal ones in the order they are in; and that: [B, K]."""
+    scores, order = ordered(at_sites(scene, scene.relevance, sites), sites.shape[1])
+    return sites.gather(1, order[..., None].expand_as(sites)), scores
 
 
 def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:

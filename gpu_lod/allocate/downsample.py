@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register, scored
 
 
 @register
@@ -16,7 +16,8 @@ class Downsample(Allocator):
     """K patches that tile the picture evenly, whatever is in it: near-square cells in rows, K spread over the rows by
     largest remainder, so exactly K. Each is read at the level at which its P samples span the longer side of its cell.
 
-    Scores are all 1, and the order is row by row.
+    Scores, and with them the order, are the relevance that was given, of the grid's cells that the sites are in; equal
+    ones, and all without relevance, which score 1, go row by row.
 
     Args:
         rows: how many; None makes the cells as square as may be.
@@ -41,5 +42,4 @@ class Downsample(Allocator):
             x = (torch.arange(columns, dtype=torch.float64, device="cpu") + 0.5) / columns
             y = torch.full_like(x, (row + 0.5) / rows)
             sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
-        found = torch.cat(sites).float().to(scene.device).expand(scene.batch, -1, -1)
-        return found.contiguous(), torch.ones_like(found[..., 0])
+        return scored(scene, torch.cat(sites).float().to(scene.device).expand(scene.batch, -1, -1))

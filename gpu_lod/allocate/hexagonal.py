@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from gpu_lod.allocate.base import Allocator, Need, Scene, register
+from gpu_lod.allocate.base import Allocator, Need, Scene, register, scored
 
 
 @register
@@ -26,7 +26,10 @@ class Hexagonal(Allocator):
     Each is read at the level at which its P samples span the longest side, along x or y, of the triangles that
     neighbours make (on the hexagonal grid the larger of a row's step and the distance of rows): no gap is left between
     them. Along the border some stay open, where patches reach past it: 1 to 3% of the picture at K = 273, up to 11% at
-    K = 17. Scores are all 1, and the order is row by row.
+    K = 17.
+
+    Scores, and with them the order, are the relevance that was given, of the grid's cells that the sites are in; equal
+    ones, and all without relevance, which score 1, go row by row.
     """
 
     needs: ClassVar[tuple[Need, ...]] = ()
@@ -42,8 +45,7 @@ class Hexagonal(Allocator):
         y = ((row + 0.5) / rows).expand_as(x)
         level = torch.full_like(x, math.log2(max(1.0, side / self.patch)))
         found = torch.stack([x.sort(dim=1).values, y, level], dim=-1).flatten(0, 1).float().to(scene.device)
-        found = found.expand(scene.batch, -1, -1).contiguous()
-        return found, found.new_ones(found.shape[:2])
+        return scored(scene, found.expand(scene.batch, -1, -1))
 
 
 @functools.lru_cache(maxsize=256)

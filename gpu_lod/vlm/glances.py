@@ -118,7 +118,8 @@ class Glances:
         tokens, bought, *_ = look(image, relevance, attention)
 
     Args:
-        base: tokens of the first glance, or its allocator; a number is `Downsample`: even over the whole picture.
+        base: tokens of the first glance, or its allocator; a number is `Downsample`: even over the whole picture. One
+            that needs no relevance gets none: its tokens are those of `first`, in their order, whatever is given.
         more: tokens of the second, or its allocator; a number is `FoveatedPyramid`.
         threshold: in [0, 1]; 1 never buys, and below 0 all do. How spread attention is differs between encoders: take a
             quantile of entropies on pictures of your own, which is the share that does not buy.
@@ -147,6 +148,8 @@ class Glances:
         query: torch.Tensor | None = None,
     ) -> TokenSet:
         """The coarse glance alone."""
+        if relevance is not None and "relevance" not in self.base.needs:
+            relevance = torch.ones_like(checks.dense(relevance, "relevance"))
         return self.base(image, relevance, self._asked(query))
 
     def _asked(self, query: torch.Tensor | None) -> torch.Tensor | None:
@@ -170,6 +173,8 @@ class Glances:
             attention: of the coarse pass; None takes the relevance on the grid instead.
         """
         scene, batched = _scene(self.base, image, relevance, self._asked(query), None)
+        if "relevance" not in self.base.needs:
+            scene = replace(scene, relevance=torch.ones_like(scene.relevance))
         # Saliency is dear: where attention decides, it is taken of those that buy, and a stand-in has the rest checked.
         later = relevance is None and attention is not None
         even = scene.relevance if batched else scene.relevance[0]

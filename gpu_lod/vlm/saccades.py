@@ -91,7 +91,9 @@ class Saccades:
                 f"{type(self.allocator).__name__} gives {fine.budget} tokens, and {self.allocator.budget} saccades are "
                 f"asked for. Make it with budget={self.allocator.budget}."
             )
-        coarse = self.gestalt(image, relevance if image is None else None, mean=mean, std=std)
+        # Without a picture relevance gives the size, and an even one leaves the base row by row.
+        even = torch.ones_like(checks.tensor(relevance, "relevance")) if image is None else None
+        coarse = self.gestalt(image, even, mean=mean, std=std)
         sites = torch.cat([coarse.sites, fine.sites], dim=-2)
         scores = torch.cat([coarse.scores, fine.scores.to(coarse.scores.dtype)], dim=-1)
         patches = None
