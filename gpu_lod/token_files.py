@@ -33,16 +33,19 @@ def check_sites_path(path: Path, patches: bool) -> None:
 def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bool = False) -> None:
     """Sites [K, 3] and scores [K] of unbatched tokens, with what is known about them. Makes the parent folder.
 
-    JSON has no infinity and no NaN: null stands for them.
+    JSON has no infinity and no NaN: null stands for them. Features [K, D] are written too if there are any, which JSON
+    does not hold.
 
     Args:
         about: allocator, image, size and so on; strings or what JSON holds. safetensors keeps it as metadata, in JSON.
         patches: [K, C, P, P] too, in safetensors.
 
     Raises:
-        FileError: an unknown extension, patches in JSON, or the file cannot be written.
+        FileError: an unknown extension, patches or features in JSON, or the file cannot be written.
     """
     check_sites_path(path, patches)
+    if tokens.features is not None and path.suffix.lower() == ".json":
+        raise FileError(f"{path}: JSON holds no features. Write .safetensors, or tokens whose features are None.")
     about = about | {"budget": tokens.budget, "patch": tokens.patch, "convention": CONVENTION}
     if path.suffix.lower() == ".json":
         data = _json(about | {"sites": tokens.sites.tolist(), "scores": tokens.scores.tolist()}, indent=1).encode()
@@ -53,6 +56,8 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         if patches:
             assert tokens.patches is not None
             tensors["patches"] = tokens.patches
+        if tokens.features is not None:
+            tensors["features"] = tokens.features
         metadata = {key: value if isinstance(value, str) else _json(value) for key, value in about.items()}
         # Copies, for tensors that share memory are refused.
         data = save(

@@ -10,15 +10,22 @@ from torch.utils import _pytree
 from gpu_lod import checks
 from gpu_lod.errors import InputError
 
+_TENSORS = ("sites", "scores", "patches", "weights", "features")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenSet:
     """Exactly K tokens for every image of a batch, by relevance, high first. It is a pytree.
 
-    Features [B, K, D] that an encoder makes of them stand beside it in `gpu_lod.vlm.Encoded`.
+    Allocators read patches and leave features None: those are what an encoder makes of the patches, or pools at the
+    sites. What `gpu_lod.vlm.encode` gives has them beside its tokens, and
+
+        tokens = dataclasses.replace(encoded.tokens, features=encoded.features)
+
+    puts them in.
 
     Shape: sites [B, K, 3], scores [B, K], patches [B, K, C, P, P] or None where no image was given, weights
-        [B, K, Hg Wg] or None; without B for an unbatched one.
+        [B, K, Hg Wg] or None, features [B, K, D], floating point, or None; without B for an unbatched one.
     Convention: a site is (x, y, level), x and y in [0, 1] of width and height, y down: P x P samples 2^level pixels
         apart.
     """
@@ -30,9 +37,10 @@ class TokenSet:
     """P."""
     weights: torch.Tensor | None = None
     """How much of each level-0 patch, row by row, goes into each token, where an allocator blends: they sum to 1."""
+    features: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sites", "scores", "patches", "weights"):
+        for name in _TENSORS:
             value = getattr(self, name)
             if not isinstance(value, torch.Tensor) and (value is not None or name in ("sites", "scores")):
                 raise InputError(
@@ -51,6 +59,15 @@ class TokenSet:
                 f"patches are {tuple(self.patches.shape)}; expected {(*lead, 'C', self.patch, self.patch)}, a patch of "
                 "each site. Read them with gather_patches, or leave them None."
             )
+        if self.features is not None:
+            shape, kind = tuple(self.features.shape), self.features.dtype
+            if shape[:-1] != lead or not shape[-1] or not kind.is_floating_point:
+                expected = ", ".join(map(str, (*lead, "D")))
+                raise InputError(
+                    f"features are {kind} {shape}; expected floating-point ones [{expected}], those of each site. "
+                    "Reorder them with the tokens, or leave them None."
+                )
+            checks.same_device(self.sites, self.features, "features", "the sites")
 
     @property
     def budget(self) -> int:
@@ -80,6 +97,8 @@ class TokenSet:
 
     def __repr__(self) -> str:
         what = "no patches" if self.patches is None else f"patches {tuple(self.patches.shape)}"
+        if self.features is not None:
+            what += f", features {tuple(self.features.shape)}"
         return f"<TokenSet of {self.budget} sites {tuple(self.sites.shape)}, {what}>"
 
 
@@ -90,13 +109,12 @@ def blended(weights: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
 
 
 def _flatten(tokens: TokenSet) -> tuple[list[object], int]:
-    return [tokens.sites, tokens.scores, tokens.patches, tokens.weights], tokens.patch
+    return [getattr(tokens, name) for name in _TENSORS], tokens.patch
 
 
 def _unflatten(values: object, patch: int) -> TokenSet:
     tokens = object.__new__(TokenSet)  # tree_map may put anything here
-    names = ("sites", "scores", "patches", "weights", "patch")
-    for name, value in zip(names, (*values, patch), strict=True):  # type: ignore[misc]
+    for name, value in zip((*_TENSORS, "patch"), (*values, patch), strict=True):  # type: ignore[misc]
         object.__setattr__(tokens, name, value)
     return tokens
 

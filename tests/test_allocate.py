@@ -6,7 +6,9 @@ import heapq
 import importlib
 import json
 import math
+import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -1091,6 +1093,40 @@ def test_token_sets_are_pytrees() -> None:
     for shape in ((5, 5), (2, 4, 3, 8, 8), (2, 5, 3, 14, 14), (4, 3, 14, 14)):
         with pytest.raises(InputError, match="a patch of each site"):
             lod.TokenSet(noise(2, 4, 3), noise(2, 4), torch.zeros(shape), 14)
+
+
+def test_token_sets_hold_features() -> None:
+    """With patches or without; they go wherever the rest of the tokens does."""
+    tokens = lod.allocate.GridTopK(4)(torch.rand(2, 3, 28, 28))
+    assert tokens.features is None and "features" not in repr(tokens)
+    features = torch.rand(2, 4, 7)
+    both, alone = replace(tokens, features=features), replace(tokens, patches=None, features=features.bfloat16())
+    assert torch.equal(both.sites, tokens.sites) and both.patches is tokens.patches and both.features is features
+    assert repr(both).endswith("patches (2, 4, 3, 14, 14), features (2, 4, 7)>")
+    assert repr(alone) == "<TokenSet of 4 sites (2, 4, 3), no patches, features (2, 4, 7)>"
+    doubled = torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf * 2, both)
+    assert torch.equal(doubled.features, features * 2) and torch.equal(doubled.patches, both.patches * 2)
+    assert doubled.weights is None and doubled.patch == 14
+    one = lod.TokenSet(tokens.sites[0], tokens.scores[0], None, 14, features=features[0])
+    assert pickle.loads(pickle.dumps(one)).features.shape == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("features", "hint"),
+    [
+        (torch.zeros(2, 5, 7), r"float32 \(2, 5, 7\); expected floating-point ones \[2, 4, D\]"),
+        (torch.zeros(4, 7), r"\(4, 7\)"),
+        (torch.zeros(2, 4), r"\(2, 4\)"),
+        (torch.zeros(2, 4, 1, 7), r"\(2, 4, 1, 7\)"),
+        (torch.zeros(2, 4, 0), r"\(2, 4, 0\)"),
+        (torch.zeros(2, 4, 7).long(), r"features are torch\.int64"),
+        (torch.zeros(2, 4, 7, device="meta"), r"features is on meta and the sites on cpu"),
+        ([1.0], "features is a list; expected a torch tensor"),
+    ],
+)
+def test_bad_features(features: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        lod.TokenSet(noise(2, 4, 3), noise(2, 4), None, 14, features=features)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,6 +90,19 @@ def test_safetensors(tmp_path: Path, picture: Path) -> None:
                 assert torch.equal(file.get_tensor(name), getattr(tokens, name))
             about = file.metadata()
         assert about["allocator"] == "GridTopK" and json.loads(about["size"]) == [26, 37] and about["patch"] == "4"
+
+
+def test_features_are_written_beside_patches(tmp_path: Path) -> None:
+    tokens = lod.allocate.GridTopK(4, 4)(torch.rand(3, 16, 24))
+    held = replace(tokens, features=torch.rand(4, 9)[:, ::2])
+    for patches in (False, True):
+        token_files.write_sites(tmp_path / "t.safetensors", held, {}, patches)
+        with safe_open(tmp_path / "t.safetensors", "pt") as file:
+            assert set(file.keys()) == {"sites", "scores", "features", *(("patches",) if patches else ())}
+            assert torch.equal(file.get_tensor("features"), held.features)
+    with pytest.raises(FileError, match=r"JSON holds no features\. Write \.safetensors"):
+        token_files.write_sites(tmp_path / "t.json", held, {})
+    assert not (tmp_path / "t.json").exists()
 
 
 def test_all(tmp_path: Path, picture: Path) -> None:

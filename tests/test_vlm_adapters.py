@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -219,6 +220,12 @@ def test_one_image_without_a_batch_and_pyramids() -> None:
     assert alone.hidden.shape == (22, 32) and alone.pooled is not None and alone.pooled.shape == (32,)
     assert torch.allclose(alone.hidden, both.hidden[1], atol=1e-5)
     assert torch.allclose(again.hidden, both.hidden, atol=1e-5)
+    for found, lead in ((both, (2, 21)), (alone, (21,))):
+        tokens = dataclasses.replace(found.tokens, features=found.features)
+        assert tokens.features is not None and tokens.features.shape == (*lead, 32) and tokens.patches is not None
+        with torch.no_grad():  # they are no matter of an encoder
+            once_more = lod.vlm.adapter_for(model)(tokens, (90, 120))
+        assert torch.allclose(once_more.features, tokens.features, atol=1e-5)
 
 
 # -- normalisation -----------------------------------------------------------------------------------------------------

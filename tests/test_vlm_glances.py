@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,6 +160,10 @@ def test_who_is_undecided_buys(photo: torch.Tensor) -> None:
         assert torch.equal(part.sites, tokens.sites[i][found.mask[i]])
         assert part.patches is not None and torch.equal(part.patches, tokens.patches[i][found.mask[i]])
         assert len(part.sites.unique(dim=0)) == part.budget
+    features = torch.rand(3, 150, 5)
+    parts = found._replace(tokens=replace(tokens, features=features)).ragged()
+    for i, part in enumerate(parts):
+        assert torch.equal(part.features, features[i][found.mask[i]])
 
 
 def test_relevance_decides_without_attention() -> None:

@@ -341,10 +341,14 @@ def _part(tokens: TokenSet, first: int, last: int) -> TokenSet:
     if patches is not None:
         patches = patches[first:last] if one else patches[:, first:last]
     return replace(
-        tokens, sites=tokens.sites[..., first:last, :], scores=tokens.scores[..., first:last], patches=patches
+        tokens,
+        sites=tokens.sites[..., first:last, :],
+        scores=tokens.scores[..., first:last],
+        patches=patches,
+        features=None if tokens.features is None else tokens.features[..., first:last, :],
     )
 
 
 def _image(tokens: TokenSet, i: int) -> TokenSet:
-    patches = None if tokens.patches is None else tokens.patches[i]
-    return replace(tokens, sites=tokens.sites[i], scores=tokens.scores[i], patches=patches)
+    patches, features = (None if x is None else x[i] for x in (tokens.patches, tokens.features))
+    return replace(tokens, sites=tokens.sites[i], scores=tokens.scores[i], patches=patches, features=features)

@@ -137,7 +137,7 @@ class Adapter(ABC):
             )
         if tokens.sites.ndim == 3:
             return self.run(tokens, size)
-        one = replace(tokens, sites=tokens.sites[None], scores=tokens.scores[None], patches=patches[None], weights=None)
+        one = TokenSet(tokens.sites[None], tokens.scores[None], patches[None], tokens.patch)
         found = self.run(one, size)
         return replace(
             found,
