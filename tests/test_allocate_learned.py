@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import math
@@ -372,6 +373,81 @@ def test_the_soft_mask() -> None:
     assert torch.equal(tokens.scores, at) and 30 < float(tokens.scores.detach().sum(1).min()) <= 40
     infinite = allocator(relevance=maps("infinities", 1, 12, 15))
     assert torch.equal(infinite.sites[0, 0], GridTopK(1, P)(relevance=maps("infinities", 1, 12, 15)).sites[0, 0])
+
+
+@torch.no_grad()
+def test_the_coverage_penalty_is_a_soft_histogram_of_the_mask() -> None:
+    relevance = maps("noise", 2, 12, 15)
+    relevance[:, :, :5] += 0.5
+    allocator = SoftTopKCoverage(40, P, bins=(4, 3), temperature=0.5)
+    mask = allocator.soft_mask(relevance=relevance).double()
+    held = torch.zeros(2, 4, 3, dtype=torch.float64)
+    for y in range(12):
+        for x in range(15):
+            # Centres of bins are 3 rows and 5 columns apart, the first at cells 1 and 2.
+            row, column = min(max((y - 1) / 3, 0), 3), min(max((x - 2) / 5, 0), 2)
+            for j in range(4):
+                for i in range(3):
+                    held[:, j, i] += mask[:, y, x] * max(0, 1 - abs(row - j)) * max(0, 1 - abs(column - i))
+    expected = (12 * (held / 40).square().sum((1, 2)) - 1).mean()
+    found = allocator.coverage_penalty(relevance=relevance)
+    assert found.dtype == torch.float32 and abs(float(found - expected)) < 1e-5 < float(expected)
+    alone = [float(allocator.coverage_penalty(relevance=one)) for one in relevance]
+    assert sum(alone) / 2 == pytest.approx(float(found), rel=1e-5)
+    # A sharp mask is the choice itself; a grid of fewer cells than bins has fewer bins.
+    sharp = SoftTopKCoverage(40, P, temperature=1e-4)
+    assert float(sharp.coverage_penalty(relevance=relevance)) == pytest.approx(
+        float(coverage_loss(sharp(relevance=relevance).sites)), abs=1e-4
+    )
+    assert float(sharp.coverage_penalty(relevance=torch.rand(1, 5, 8))) < 1e-4
+    with pytest.raises(InputError, match="there are 16"):
+        SoftTopKCoverage(17).coverage_penalty(relevance=torch.rand(4, 4))
+
+
+def test_the_coverage_penalty_has_exact_gradients() -> None:
+    """In relevance, strength and temperature alike."""
+    scene, _ = GridTopK(9, P)._scene(None, maps("noise", 2, 6, 7), None, None, None)
+    relevance = scene.relevance.double().requires_grad_()
+    strength, temperature = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.7, -0.5))
+
+    def penalty(relevance: torch.Tensor, strength: torch.Tensor, log_temperature: torch.Tensor) -> torch.Tensor:
+        allocator = SoftTopKCoverage(9, P, bins=(3, 2))
+        for name, value in (("strength", strength), ("log_temperature", log_temperature)):
+            delattr(allocator, name)
+            setattr(allocator, name, value)
+        return allocator._penalty(dataclasses.replace(scene, relevance=relevance))
+
+    assert torch.autograd.gradcheck(penalty, (relevance, strength, temperature))
+    penalty(relevance, strength, temperature).backward()
+    assert relevance.grad is not None and (relevance.grad != 0).all()
+    assert strength.grad is not None and float(strength.grad) < 0 and temperature.grad is not None
+
+
+@pytest.mark.parametrize("what", ["strength", "relevance"])
+def test_training_on_the_coverage_penalty_covers_the_picture(what: str, salient: torch.Tensor) -> None:
+    """Of a face, a cat and a cup more parts have tokens, half as unevenly: by what trades, or by what is relevant."""
+    allocator = SoftTopKCoverage(64, P, strength=0.0)
+    relevance = torch.nn.Parameter(salient / salient.mean((1, 2), keepdim=True))
+
+    def measured() -> tuple[float, int]:
+        with torch.no_grad():
+            sites = allocator(relevance=relevance).sites
+        bins = (sites[..., 1] * 8).long() * 8 + (sites[..., 0] * 8).long() + 64 * torch.arange(3)[:, None]
+        return float(coverage_loss(sites)), len(bins.unique())
+
+    before = measured()
+    if what == "strength":
+        fit(allocator, lambda: allocator.coverage_penalty(relevance=relevance.detach()), 20, 0.1)
+    else:
+        optimiser = torch.optim.Adam([relevance], lr=0.1)
+        for _ in range(20):
+            optimiser.zero_grad()
+            allocator.coverage_penalty(relevance=relevance).backward()
+            optimiser.step()
+        assert float(allocator.strength.detach()) == 0
+
+    after = measured()
+    assert after[0] < 0.5 * before[0] and after[1] > 1.3 * before[1], (before, after)
 
 
 def test_a_strength_below_nothing_comes_back() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from gpu_lod import checks
 from gpu_lod.allocate.base import Pool, Scene, ordered, register
 from gpu_lod.allocate.learned import Learned, soft_top_k
+from gpu_lod.allocate.losses import coverage_loss
 from gpu_lod.allocate.stratified import ranks_within, room_in, strata_of
 
 
@@ -29,8 +30,16 @@ class SoftTopKCoverage(Learned):
     where relevance ties, it takes bins whole or not at all.)
 
     Scores are the soft top-k of worth, in [0, 1]; over all patches they sum to K, over the chosen ones to nearly that.
-    They have gradients in the relevance, the strength and the temperature; how patches rank in their bin is constant
-    between two swaps and has none. `soft_mask` has those of all patches, to train on what was not chosen too.
+    `soft_mask` has those of all patches, to train on what was not chosen too, and `coverage_penalty` is the penalty on
+    them: of a soft histogram, which has gradients everywhere, where the choice counts whole tokens in bins with edges.
+
+    What has gradients in what: the sites have none. Scores, `soft_mask` and `coverage_penalty` have some in the
+    relevance, the strength and the temperature; scores and mask have none through the count of tokens in a bin, for how
+    patches rank in it is constant between two swaps. `coverage_penalty` does count: it falls as the strength grows, and
+    as relevance moves to where there is little. So strength makes the choice spread, and the penalty in a loss teaches
+    it, and what makes the relevance, how much that is worth:
+
+        loss = task(allocator.soft_mask(image, relevance)) + 0.1 * allocator.coverage_penalty(image, relevance)
 
     Args:
         bins: (rows, columns); no more than the grid has.
@@ -64,11 +73,26 @@ class SoftTopKCoverage(Learned):
         scene, _ = self._scene(image, relevance, None, None, None)
         return self._soft(scene)[1].float().unflatten(1, scene.grid)
 
+    def coverage_penalty(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
+        """How unevenly the soft mask lies over the bins: `coverage_loss` of all patches by it, fp32, the mean over the
+        batch; 0 if all bins hold as much. Has gradients in the relevance, the strength and the temperature."""
+        scene, _ = self._scene(image, relevance, None, None, None)
+        return self._penalty(scene).float()
+
+    def _penalty(self, scene: Scene) -> torch.Tensor:
+        soft = self._soft(scene)[1]
+        every = scene.sites(0, torch.arange(soft.shape[1], device=scene.device))
+        return coverage_loss(every.expand(scene.batch, -1, -1), soft, self._cut(scene))
+
+    def _cut(self, scene: Scene) -> tuple[int, int]:
+        """Rows and columns of bins: no more than the grid has."""
+        return min(self.bins[0], scene.grid[0]), min(self.bins[1], scene.grid[1])
+
     def _soft(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         """What each patch is worth, and the soft top-k of it: [B, Hg Wg], float64."""
         self.enough(scene.grid[0] * scene.grid[1])
         relevance = scene.relevance.flatten(1)
-        cut = [min(count, cells) for count, cells in zip(self.bins, scene.grid, strict=True)]
+        cut = self._cut(scene)
         count = cut[0] * cut[1]
         bin_ = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
         before = ranks_within(relevance, bin_, room_in(bin_, count))
