@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import cat, done, refused, serving
-from PIL import Image
+from PIL import Image, ImageDraw
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -268,6 +269,83 @@ def test_finer_tokens_lie_over_coarser_ones_and_few_are_numbered() -> None:
     assert (panel.amin(0) == 255).any()  # white figures
     for sites, patch in ((both * token_sheet.NUMBERED, 16), ([(0.5, 0.5, 0.0)], 1)):  # too many, too small
         assert not (drawn(image, sites, patch).amin(0) == 255).any()
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[float, float], Any]]:
+    """What is written while it is in use, where, and with which anchor, in the order in which it is."""
+    found: list[tuple[str, tuple[float, float], Any]] = []
+    inside: list[str] = []
+    for name in ("text", "multiline_text"):
+        draw = getattr(ImageDraw.ImageDraw, name)
+
+        def write(self: Any, at: Any, text: str, *args: Any, draw: Any = draw, **kwargs: Any) -> Any:
+            if not inside:  # one is made of the other
+                found.append((text, tuple(at), kwargs.get("anchor")))
+            inside.append(text)
+            try:
+                return draw(self, at, text, *args, **kwargs)
+            finally:
+                inside.pop()
+
+        monkeypatch.setattr(ImageDraw.ImageDraw, name, write)
+    return found
+
+
+def test_ranks_stand_at_their_sites(texts: list[Any]) -> None:
+    """1 is the most relevant. They are painted as tokens are, finer ones over coarser, and of equal ones the first on
+    top; those of tokens too small for it stand nowhere."""
+    sites = [(0.2, 0.3, 2.0), (0.75, 0.5, 1.0), (0.5, 0.9, 0.0), (0.4, 0.6, 3.0), (0.75, 0.55, 1.0)]
+    panel = drawn(torch.zeros(3, 96, 96), sites, 1)
+    ranks = [(text, at) for text, at, anchor in texts if anchor == "mm"]
+    expected = {str(rank): (pytest.approx(x * 960), pytest.approx(y * 960)) for rank, (x, y, _) in enumerate(sites, 1)}
+    assert [text for text, _ in ranks] == ["4", "1", "5", "2"]
+    for text, at in ranks:
+        assert at == expected[text]
+        x, y = (round(place) for place in at)
+        assert (panel[:, y - 9 : y + 9, x - 9 : x + 9].amin(0) == 255).any(), "white figures"
+
+
+@pytest.mark.parametrize("count", [token_sheet.NUMBERED, token_sheet.NUMBERED + 1])
+def test_few_are_numbered(texts: list[Any], count: int) -> None:
+    """All of 64 by the order of the tokens, which is no order of rows, and none of 65."""
+    sites = [((index * 37 % count + 0.5) / count, 0.5, 0.0) for index in range(count)]
+    drawn(torch.zeros(3, 96, 96), sites, 16)
+    ranks = {text: at for text, at, anchor in texts if anchor == "mm"}
+    if count > token_sheet.NUMBERED:
+        assert not ranks
+    else:
+        assert list(ranks) == [str(rank) for rank in range(count, 0, -1)]
+        for rank, (x, y, _) in enumerate(sites, 1):
+            assert ranks[str(rank)] == (pytest.approx(x * 960), pytest.approx(y * 960))
+
+
+def test_captions_say_coverage_and_psnr_of_each(registry: None, texts: list[Any]) -> None:
+    image, times = torch.rand(3, 48, 64), token_sheet.TIMES
+    results = allocation.run_all(image, 4, 8, {})
+    results.append(allocation.run("FoveatedPyramid", image, 48, 8, {}))  # all there is
+    texts.clear()
+    token_sheet.sheet(image, results, 4, 8, "cat")
+    head, about, *words = [(text.replace("\n", " "), at) for text, at, anchor in texts if anchor is None]
+    assert head[0] == "cat" and about[0] == f"4 tokens of 8{times}8 px on 64{times}48 px"
+    expected = []
+    for result in results:
+        expected.append(result.name)
+        if isinstance(result, allocation.Skipped):
+            expected.append("skipped: Asking needs query; pass query=.")
+            continue
+        expected += ["untrained"] * result.untrained
+        covered = float(lod.rebuild(result.tokens, (48, 64)).covered.double().mean())
+        off = float((result.rebuilt.image - image).double().square().mean())
+        expected.append(
+            f"coverage {100 * covered:.1f}%   PSNR " + (f"{-10 * math.log10(off):.1f} dB" if off else "exact")
+        )
+    assert [text for text, _ in words] == expected
+    assert expected[-1] == "coverage 100.0%   PSNR exact" and len(set(expected)) == 9, "they differ"
+    for index, (text, (left, top)) in enumerate(words):
+        if text.startswith(("coverage", "skipped")):  # below the name, which "untrained" follows on its line
+            name, at = words[index - 1 - (words[index - 1][0] == "untrained")]
+            assert name in allocators.names() and at == (left, top - 40)
 
 
 def test_the_sheet_says_who_was_skipped_and_untrained(registry: None) -> None:
