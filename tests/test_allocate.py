@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from images import noise
 from scripts import succeed
+from test_gpu_allocate import CASES as CASES_BESIDE
 from test_gpu_allocate import agree, choices
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -1129,13 +1130,21 @@ def test_bad_features(features: Any, hint: str) -> None:
         lod.TokenSet(noise(2, 4, 3), noise(2, 4), None, 14, features=features)
 
 
+def test_cpu_and_cuda_are_compared_with_all_that_allocators_look_at() -> None:
+    assert {look for _, look in CASES_BESIDE} == {None, "fixation", "labels", "query"}
+    for name, look in CASES_BESIDE:
+        tokens = choices(name, 3, lambda x: x, look=look)
+        if look is not None:
+            assert not torch.equal(tokens.sites, choices(name, 3, lambda x: x).sites), "what is given counts"
+
+
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", lod.allocate.names())
-def test_rounding_decides_nothing_where_cpu_and_cuda_are_compared(name: str, batch: int) -> None:
+@pytest.mark.parametrize(("name", "look"), CASES_BESIDE)
+def test_rounding_decides_nothing_where_cpu_and_cuda_are_compared(name: str, look: str | None, batch: int) -> None:
     """Else the comparison, which runs on GPUs alone, would fail there for what is no bug."""
 
     def nudged(x: torch.Tensor) -> torch.Tensor:
         signs = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).sub(0.5).sign()
-        return x * (1 + 5e-7 * signs)
+        return x * (1 + 5e-7 * signs) if x.is_floating_point() else x
 
-    assert agree(choices(name, batch, nudged), choices(name, batch, lambda x: x))
+    assert agree(choices(name, batch, nudged, look=look), choices(name, batch, lambda x: x, look=look))

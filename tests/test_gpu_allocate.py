@@ -17,8 +17,20 @@ def moved(allocator: Any) -> Any:
     return allocator.cuda() if isinstance(allocator, torch.nn.Module) else allocator
 
 
+LOOKS = {
+    name: [None, *({"fixation", "labels", "query"} & {*made.takes})]
+    for name, made in ((name, lod.allocate.make(name, 1)) for name in lod.allocate.names())
+}
+"""What each is given beside a picture and relevance: nothing that it can do without, and one such thing."""
+CASES = [(name, look) for name, looks in LOOKS.items() for look in sorted(looks, key=str)]
+
+
 def choices(
-    name: str, batch: int, place: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] = lambda x: x
+    name: str,
+    batch: int,
+    place: Callable[[torch.Tensor], torch.Tensor],
+    move: Callable[[Any], Any] = lambda x: x,
+    look: str | None = None,
 ) -> lod.TokenSet:
     """What an allocator chooses where rounding decides nothing: no two cells, or means of cells, are alike, and the
     picture has edges, for superpixels of noise alone grow as the last bits will.
@@ -26,6 +38,7 @@ def choices(
     Args:
         place: of what it is given.
         move: of the allocator.
+        look: what is given though it can do without: a fixation for each picture, labels of pixels, or a query.
     """
     torch.manual_seed(0)
     rows, columns, patch = 19, 26, 14
@@ -36,6 +49,14 @@ def choices(
     relevance = torch.rand(batch, rows, columns) * torch.linspace(0.1, 1, columns)
     allocator = lod.allocate.make(name, 97, patch)
     more = {"query": torch.randn(batch, allocator.query_width or 8)} if "query" in allocator.needs else {}
+    if look == "query":  # weights of bands are not negative
+        more["query"] = torch.rand(batch, allocator.query_width or 8)
+    if look == "fixation":
+        more["fixation"] = torch.tensor([[0.31, 0.62], [0.93, 0.07], [0.52, 0.48]])[:batch]
+    if look == "labels":  # ellipses of other sizes: 0 is what is behind them
+        y, x = (torch.linspace(-1, 1, n) for n in size)
+        away = (y[:, None] * torch.linspace(1, 2, batch)[:, None, None]) ** 2 + x**2
+        more["labels"] = (3 - (away * 4).floor().clamp(max=3)).long()
     with torch.no_grad():
         tokens: lod.TokenSet = move(allocator)(
             place(image), place(relevance), **{key: place(value) for key, value in more.items()}
@@ -52,11 +73,11 @@ def agree(one: lod.TokenSet, two: lod.TokenSet) -> bool:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", lod.allocate.names())
-def test_cpu_and_cuda_agree(name: str, batch: int) -> None:
-    there = choices(name, batch, torch.Tensor.cuda, moved)
+@pytest.mark.parametrize(("name", "look"), CASES)
+def test_cpu_and_cuda_agree(name: str, look: str | None, batch: int) -> None:
+    there = choices(name, batch, torch.Tensor.cuda, moved, look)
     assert there.sites.is_cuda and there.scores.is_cuda and there.patches.is_cuda
-    assert agree(there, choices(name, batch, lambda x: x))
+    assert agree(there, choices(name, batch, lambda x: x, look=look))
 
 
 @pytest.mark.parametrize("name", lod.allocate.names())
