@@ -338,6 +338,30 @@ def test_tables_that_a_graph_reads_are_kept(emulated: EmulatedDevice, monkeypatc
     assert len(tables._kept) == 1 and [len(kept[0]) for kept in tables._captured] == [9]
 
 
+@each
+def test_places_may_begin_at_any_float(emulated: EmulatedDevice, name: str) -> None:
+    """As gaze[i, :2] of [N, 3] does, at four bytes past a multiple of eight."""
+    gaze = torch.rand(4, 3)
+    pyramid = lod.mipmap(noise(3, 24, 30))
+    for one in gaze:
+        found = SAMPLERS[name](pyramid, one[:2], backend="cuda")
+        assert torch.equal(found, SAMPLERS[name](pyramid, one[:2].clone(), backend="cuda"))
+    if name != "gather_patches":
+        batch, points = lod.mipmap(noise(2, 3, 24, 30)), torch.rand(5)
+        for first in (0, 1):
+            fixations = points[first : first + 4].view(2, 2)
+            found = SAMPLERS[name](batch, fixations, backend="cuda")
+            assert torch.equal(found, SAMPLERS[name](batch, fixations.clone(), backend="cuda"))
+
+
+@each
+def test_images_may_begin_at_any_element(emulated: EmulatedDevice, name: str) -> None:
+    for dtype in DTYPES:
+        image = noise(3 * 32 * 32 + 1, 1, 1, dtype=dtype).flatten()[1:].view(3, 32, 32)
+        found = SAMPLERS[name](image, backend="cuda")
+        assert torch.equal(found, SAMPLERS[name](image.clone(), backend="cuda"))
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@
 
 struct Foveate {
     cudaTextureObject_t texture;  // anisotropic if anisotropy is above 1
-    const float2* fixations;      // one a layer
+    const float* fixations;       // x, y; one a layer, from any float on
     element* target;              // [layers, channels, height, width]
     float box_x, box_y;           // (width, height) / longer side / e0
     float bias;
@@ -17,10 +17,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) foveate(const Foveate f) {
     int column = (int)(blockIdx.x * 32 + threadIdx.x % 32), row = (int)(blockIdx.y * (THREADS / 32) + threadIdx.x / 32);
     if (column >= f.width || row >= f.height) return;
     int layer = (int)blockIdx.z;
-    float2 centre = f.fixations[layer];
+    const float* centre = f.fixations + 2 * layer;
     float pixel_x = 1.0f / (float)f.width, pixel_y = 1.0f / (float)f.height;
     float x = ((float)column + 0.5f) * pixel_x, y = ((float)row + 0.5f) * pixel_y;
-    float away_x = (x - centre.x) * f.box_x, away_y = (y - centre.y) * f.box_y;  // in units of e0
+    float away_x = (x - centre[0]) * f.box_x, away_y = (y - centre[1]) * f.box_y;  // in units of e0
     float e = sqrtf(away_x * away_x + away_y * away_y);
     float level = fmaxf(log2f(1.0f + e) + f.bias, 0.0f);
     float4 sample;
