@@ -26,7 +26,9 @@ SHIM = Path(__file__).with_name("cuda_shim.h")
 COMPILER = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 ASCENDING, DESCENDING, SHUFFLED = range(3)
 RUBBISH = 0xCD
-_FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
+_CHECKS = ("-fsanitize=alignment",)
+"""Only to compile with: what they call is in the shim."""
 _BYTES = {"uint8": 1, "float16": 2, "float32": 4}
 
 
@@ -57,7 +59,7 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
             return run_grid(call, grid, threads, order, seed);
         }}
     """
-    flags = [*_FLAGS, *(f"-D{name}" for name in kernel.defines)]
+    flags = [*_FLAGS, *_CHECKS, *(f"-D{name}" for name in kernel.defines)]
     if "__syncthreads" not in texts[kernel.file]:
         flags.append("-DNO_BARRIERS")  # threads need not be fibers, which take longer
     digest = hashlib.sha256(repr((sorted(texts.items()), unit, flags, COMPILER)).encode()).hexdigest()[:24]
@@ -70,9 +72,9 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
             for name, text in texts.items():
                 (Path(build) / name).write_text(text)
             (Path(build) / "unit.cc").write_text(unit)
-            command = [COMPILER, *flags, "unit.cc", "-o", "unit.so"]
-            done = subprocess.run(command, cwd=build, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            for command in ([*flags, "-c", "unit.cc"], ["-shared", "unit.o", "-o", "unit.so"]):
+                done = subprocess.run([COMPILER, *command], cwd=build, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
             os.replace(Path(build) / "unit.so", made)
     result = ctypes.CDLL(str(made))
     result.parameter_bytes.restype = ctypes.c_size_t

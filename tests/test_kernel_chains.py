@@ -223,6 +223,13 @@ def test_layouts(emulated: EmulatedDevice) -> None:
             assert torch.allclose(found, level, atol=1e-6), name
 
 
+def test_a_vector_load_where_none_may_begin_is_seen(emulated: EmulatedDevice) -> None:
+    emulated.changes = (("if (c.fours) make_first_level", "if (true) make_first_level"),)
+    lod.mipmap(noise(32 * 32).view(1, 32, 32), backend="cuda")
+    with pytest.raises(AssertionError, match="where nothing of its type may begin"):
+        lod.mipmap(noise(32 * 32 + 1)[1:].view(1, 32, 32), backend="cuda")
+
+
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
