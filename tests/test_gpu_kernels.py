@@ -17,7 +17,7 @@ from oracle import extreme_chain, mean_chain
 from oracle import foveate as foveate_oracle
 from oracle import gather_patches as patch_oracle
 from oracle import log_polar as polar_oracle
-from scripts import succeed
+from scripts import HERE, succeed
 from test_gather_patches import grid_sites, unfolded
 
 import gpu_lod as lod
@@ -194,6 +194,32 @@ def test_nothing_waits_for_the_gpu(name: str, no_waiting: None) -> None:
         SAMPLERS[name](lod.mipmap(image, backend="cuda").upload(backend="cuda"), at)
         SAMPLERS[name](image, torch.tensor([0.25, 0.75]))
         lod.hiz(image, backend="cuda")
+
+
+@each
+def test_places_may_begin_at_any_float(name: str) -> None:
+    """As those of rows of three floats do. In a process of its own: a misaligned address costs it its context."""
+    succeed(
+        f"""
+        import torch
+        from test_gpu_kernels import CUDA, SAMPLERS
+        image, gaze = torch.rand(3, 301, 203, device=CUDA), torch.rand(4, 3, device=CUDA)
+        for at in gaze[:, :2]:
+            found, expected = (SAMPLERS[{name!r}](image, one) for one in (at, at.clone()))
+            assert torch.equal(found, expected)
+        """,
+        PYTHONPATH=HERE,
+    )
+
+
+@each
+def test_a_pinned_place_may_be_written_to_after_the_call(name: str) -> None:
+    image, at = torch.rand(3, 301, 203, device=CUDA), torch.tensor([0.25, 0.75])
+    expected, pinned = SAMPLERS[name](image, at), at.pin_memory()
+    torch.cuda._sleep(200_000_000)  # about a tenth of a second
+    found = SAMPLERS[name](image, pinned)
+    pinned.fill_(0.9)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])

@@ -354,6 +354,30 @@ def test_places_may_begin_at_any_float(emulated: EmulatedDevice, name: str) -> N
             assert torch.equal(found, SAMPLERS[name](batch, fixations.clone(), backend="cuda"))
 
 
+def test_pinned_places_may_be_written_to_after_the_call(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read when the GPU comes to it, which for memory that is not pinned the call waits for."""
+    pinned, plain = torch.rand(2, 2), torch.rand(2, 2)
+    read: list[int] = []
+
+    def inside(address: int) -> bool:
+        return pinned.data_ptr() <= address < pinned.data_ptr() + pinned.nbytes
+
+    class Elsewhere(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default:
+                read.append(args[0].data_ptr())
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: inside(self.data_ptr()))
+    with Elsewhere():
+        for points in (pinned, pinned[1:].expand(2, 2), plain):
+            assert samplers.placed(emulated, points, torch.device("meta")).is_meta
+    assert len(read) == 3 and read[2] == plain.data_ptr()
+    assert not any(map(inside, read))
+
+
 @each
 def test_images_may_begin_at_any_element(emulated: EmulatedDevice, name: str) -> None:
     for dtype in DTYPES:

@@ -206,7 +206,10 @@ def placed(device: Device, points: torch.Tensor, where: torch.device) -> torch.T
             f"a CUDA graph is being captured, and the fixation or the sites are on {points.device}: the graph would "
             f"read there again whenever it runs. Pass a tensor on {where}, and write to that one."
         )
-    return points.detach().to(where, torch.float32, non_blocking=True).contiguous()
+    points = points.detach()
+    if points.device != where and points.is_pinned():  # read when the GPU comes to it, and written to meanwhile
+        points = points.clone()
+    return points.to(where, torch.float32, non_blocking=True).contiguous()
 
 
 class _Tables:
