@@ -113,7 +113,7 @@ class _Layout:
 
     def _quads(self, base: int) -> bool:
         made = min(self.steps, self.last - base)
-        return made >= 4 and self.margins[base + 1] == (0, 0) and min(self.sizes[base + 3]) > 1
+        return made >= 5 and self.margins[base + 1] == (0, 0) and min(self.sizes[base + 3]) > 1
 
     @property
     def tile(self) -> int:

@@ -10,8 +10,8 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.errors import ShaderError
 
-LEAST = 16
-"""Invocations of a subgroup that shaders ask for."""
+LEAST, MOST = 16, 64
+"""Invocations of a subgroup that shaders ask for: of what is done in lanes there is as much as fills one."""
 _FIELDS = 8
 """Of an invocation in what lanes.comp finds."""
 _MASKS = (1, 2, 3, 4, 8, 12)
@@ -20,7 +20,7 @@ _MASKS = (1, 2, 3, 4, 8, 12)
 def usable(ctx: Context) -> bool:
     """True where the device has them, tuning wants them, and a first try went well. Runs inside `ctx.active()`."""
     limits = ctx.limits
-    if not ctx.tuning.subgroups or limits.subgroup < LEAST:
+    if not ctx.tuning.subgroups or not LEAST <= limits.subgroup <= MOST:
         return False
     if limits.lanes is None:
         limits.lanes = _tried(ctx)

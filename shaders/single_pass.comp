@@ -113,9 +113,10 @@ void from_shared(Made m, ivec2 above) {
 }
 
 #ifdef SUBGROUPS
-// Whether steps 2 to 4 of a tile are of 2 x 2 texels each, none beyond the tile.
+// Whether steps 2 to 4 of a tile are of 2 x 2 texels each, none beyond the tile; and many enough to fill subgroups: one of
+// which only some lanes are at work would meet there, while the others wait at the workgroup's barrier.
 bool fit_lanes(int base, int steps) {
-    return steps >= 4 && margin_of(base + 1) == ivec2(0) && all(greaterThan(size_of(base + 3), ivec2(1))) &&
+    return steps >= 5 && margin_of(base + 1) == ivec2(0) && all(greaterThan(size_of(base + 3), ivec2(1))) &&
         LANES_MEET(16, THREADS_X * THREADS_Y);
 }
 

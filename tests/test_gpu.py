@@ -125,8 +125,9 @@ def test_subgroups_change_no_bit(gl: lod.Context, monkeypatch: pytest.MonkeyPatc
     """Values that invocations hand to one another, and the same through shared memory."""
     with gl.active():
         # A device that says it has them and fails the first try would go on without, and nobody would know.
-        assert subgroups.usable(gl) is (gl.limits.subgroup >= subgroups.LEAST), gl.limits
-    images = [torch.rand(shape, device=CUDA) for shape in ((2, 3, 4096, 4096), (8, 3, 224, 224), (1, 4, 1080, 1920))]
+        assert subgroups.usable(gl) is (subgroups.LEAST <= gl.limits.subgroup <= subgroups.MOST), gl.limits
+    shapes = ((2, 3, 4096, 4096), (8, 3, 224, 224), (1, 4, 1080, 1920), (2, 3, 1024, 1024), (2, 3, 2048, 2048))
+    images = [torch.rand(shape, device=CUDA) for shape in shapes]
     images += [(255 * images[0]).to(torch.uint8), images[0].half()]
 
     def chains() -> list[torch.Tensor]:
