@@ -8,7 +8,7 @@ import math
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -269,9 +269,9 @@ def measured(
     try:
         context = context or context_for(image)
     except Exception as error:  # whatever a driver or a library raises, and after a fork
-        return Choice("torch", f"OpenGL cannot be used here: {error}")
+        return _without_gl(key, f"OpenGL cannot be used here: {error}")
     if not context.usable_here():
-        return Choice("torch", "the context that would be used belongs to another process or thread, or was closed")
+        return _without_gl(key, "the context that would be used belongs to another process or thread, or was closed")
     key = (*key, context.renderer, context.driver)
     chosen = calibration.decided.get(key)
     if chosen is None:
@@ -289,15 +289,36 @@ def _question(key: tuple[Any, ...], work: int) -> Question:
 
 def _decide(key: tuple[Any, ...], gl: GL | None) -> Choice | None:
     """By the tables; None if that depends on the context."""
-    half_octaves, device, threads = key[5:8]
-    question = _question(key, round(2 ** (half_octaves / 2)))
-    verdict = calibration.decide(question, ways(question.verb, cuda=device.type == "cuda"), device, threads, gl)
+    device = key[6]
+    verdict = _verdict(key, ways(key[0], cuda=device.type == "cuda"), gl)
     if device.type == "cuda" and (verdict is None or verdict.way == "torch"):
         problem = why_not(device)
         if problem is not None:
-            return Choice("torch", f"the tensor is on {device}, and OpenGL cannot share memory with it: {problem}")
-    if verdict is None:
-        return None
+            return _without_gl(key, f"the tensor is on {device}, and OpenGL cannot share memory with it: {problem}")
+    return None if verdict is None else _taken(verdict)
+
+
+def _without_gl(key: tuple[Any, ...], problem: str) -> Choice:
+    """By the tables, among the ways that are left where OpenGL is none."""
+    known = (*key, problem)
+    chosen = calibration.decided.get(known)
+    if chosen is None:
+        left = [way for way in ways(key[0], cuda=key[6].type == "cuda") if not way.startswith("gl")]
+        verdict = _verdict(key, left, None)
+        if verdict is None or verdict.way == "torch":
+            chosen = Choice("torch", problem)
+        else:
+            chosen = _taken(replace(verdict, reason=f"{verdict.reason}; {problem}"))
+        calibration.decided[known] = chosen
+    return cast(Choice, chosen)
+
+
+def _verdict(key: tuple[Any, ...], among: Sequence[str], gl: GL | None) -> calibration.Verdict | None:
+    half_octaves, device, threads = key[5:8]
+    return calibration.decide(_question(key, round(2 ** (half_octaves / 2))), among, device, threads, gl)
+
+
+def _taken(verdict: calibration.Verdict) -> Choice:
     backend, _, generator = verdict.way.partition(" ")
     return Choice(cast(Any, backend), verdict.reason, generator or None, verdict.figures)
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from times import entry
 
 import gpu_lod as lod
-from gpu_lod import calibration, dispatch, errors, sharing
+from gpu_lod import calibration, dispatch, errors, sharing, tables
 from gpu_lod import context as context_module
 from gpu_lod.bridge import Device, cuda_errors
 from gpu_lod.bridge import cuda as cuda_module
@@ -436,6 +437,55 @@ def test_auto_says_why_it_does_not_take_gl(
     barred = dispatch.barred(torch.zeros(1, device="meta"))
     assert barred is not None and "CPU and CUDA tensors only" in barred.reason
     calibration.reload()
+
+
+QUESTION = tables.Question("mipmap", "mean", 3, "float32", 1, 2**20)
+
+
+@pytest.mark.parametrize("why", ["no device shares memory", "no context opens", "a context of another thread"])
+def test_without_opengl_auto_takes_the_fastest_of_the_other_ways(
+    why: str, torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenGL was fastest where the times were measured."""
+    image = SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)
+    machine = tables.Machine("cuda", "GPU", 0, "600", "a GPU", "4.6", False)
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    if why == "no device shares memory":
+        monkeypatch.setattr(dispatch, "why_not", lambda device: why)
+    else:
+        monkeypatch.setattr(dispatch, "why_not", lambda device: None)
+
+    def none_opens(tensor: object) -> Any:
+        if why == "no context opens":
+            raise errors.GLUnavailableError(why)
+        return SimpleNamespace(usable_here=lambda: False)
+
+    monkeypatch.setattr(dispatch, "context_for", none_opens)
+
+    def chosen(verb: str = "mipmap", **times: tuple[float, float]) -> dispatch.Choice:
+        measured = entry(QUESTION._replace(verb=verb), **times)
+        calibration.reload()
+        monkeypatch.setattr(calibration, "_seeds", [tables.Table(machine, (measured,))])
+        choices = [
+            dispatch.measured(verb, image, 2**20, state="mean", channels=3)  # type: ignore[arg-type]
+            for _ in range(2)
+        ]
+        assert choices[0] == choices[1]
+        return choices[0]
+
+    reason = "belongs to another process or thread" if "thread" in why else why
+    try:
+        found = chosen(torch=(10, 0.1), cuda=(2, 0.1), gl_compute=(1, 0.1))
+        assert found.backend == "cuda" and found.generator is None and found.figures["cuda"] == 2
+        assert found.reason.startswith("2 ms against 10 ms for torch") and reason in found.reason
+        found = chosen(torch=(2, 0.1), cuda=(10, 0.1), gl_compute=(1, 0.1))
+        assert found.backend == "torch" and reason in found.reason
+        found = chosen("gaussian", torch=(10, 0.1), cuda=(2, 0.1), gl=(1, 0.1))
+        assert found.backend == "torch" and reason in found.reason, "which has no kernel"
+        assert chosen(torch=(10, 0.1), cuda=(1, 0.1), gl_compute=(20, 0.1)).backend == "cuda"
+    finally:
+        calibration.reload()
 
 
 # -- PyCUDA ------------------------------------------------------------------------------------------------------------
