@@ -364,7 +364,7 @@ def test_pinned_places_may_be_written_to_after_the_call(
     def inside(address: int) -> bool:
         return pinned.data_ptr() <= address < pinned.data_ptr() + pinned.nbytes
 
-    class Elsewhere(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+    class Elsewhere(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function is torch.ops.aten._to_copy.default:
                 read.append(args[0].data_ptr())
