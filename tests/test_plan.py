@@ -450,7 +450,7 @@ def test_another_context_is_not_recorded() -> None:
         own = lod.Context()
         held = own.empty(1, 12, 12)
         held.copy_(torch.rand(1, 12, 12))
-        with moderngl.create_context(standalone=True, backend="egl") as window:
+        with moderngl.create_context(standalone=True, backend="egl", require=430) as window:
             adopted = lod.Context.adopt(window)
             with adopted:
                 def both(image):
