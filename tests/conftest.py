@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import at_once
 import hypothesis
 import pytest
 import torch
@@ -31,6 +32,7 @@ if torch.version.cuda is None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    at_once.pytest_configure(config)
     os.environ["GPU_LOD_CACHE"] = "off"  # what was calibrated here is no matter of the tests
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         # Threads of several processes that wait for each other on the same cores cost more than they save.
