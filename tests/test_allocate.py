@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from images import noise
 from scripts import succeed
 from test_gpu_allocate import CASES as CASES_BESIDE
-from test_gpu_allocate import agree, choices
+from test_gpu_allocate import agree, choices, needed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
@@ -1148,3 +1149,16 @@ def test_rounding_decides_nothing_where_cpu_and_cuda_are_compared(name: str, loo
         return x * (1 + 5e-7 * signs) if x.is_floating_point() else x
 
     assert agree(choices(name, batch, nudged, look=look), choices(name, batch, lambda x: x, look=look))
+
+
+@pytest.mark.parametrize("package", ["ptwt", "pywt"])
+def test_a_package_that_is_missing_skips_one_allocator_on_gpus_and_names_itself(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed("Wavelet")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(pytest.skip.Exception, match=f"{package} is not installed, which Wavelet needs"):
+        needed("Wavelet")
+    for name in NAMES:
+        if name != "Wavelet":
+            needed(name)
