@@ -12,11 +12,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from gpu_lod.errors import CaptureError, CudaUnavailableError, DeviceLostError, DeviceMismatchError
+from gpu_lod.errors import (
+    CaptureError,
+    CudaUnavailableError,
+    DeviceLostError,
+    DeviceMismatchError,
+    InteropUnavailableError,
+)
 
 from . import cuda_errors
 from .pool import Loan, Returns
@@ -152,7 +159,14 @@ class CudaDriver:
 
     def register(self, glo: int) -> Any:
         # Read and written by both, so no usage hint: flags 0.
-        return self._call("cudaGraphicsGLRegisterBuffer", self._rt.cudaGraphicsGLRegisterBuffer(glo, 0))
+        handle = self._call("cudaGraphicsGLRegisterBuffer", self._rt.cudaGraphicsGLRegisterBuffer(glo, 0))
+        if not int(handle):  # which nobody checks when it is to be mapped
+            have = _version()
+            raise InteropUnavailableError(
+                "cudaGraphicsGLRegisterBuffer succeeds and returns no handle, as it does in some releases of "
+                f"cuda-bindings; here is {have}. Install another, {INSTALL[:-1]},!={have}', or use interop='pycuda'."
+            )
+        return handle
 
     def unregister(self, handle: Any) -> None:
         self._call("cudaGraphicsUnregisterResource", self._rt.cudaGraphicsUnregisterResource(handle))
@@ -223,6 +237,13 @@ class CudaDriver:
             return str(self._rt.cudaError_t(code).name)
         except ValueError:
             return "unknown"
+
+
+def _version() -> str:
+    try:
+        return version("cuda-bindings")
+    except PackageNotFoundError:
+        return "0"
 
 
 def _array(handles: Sequence[Any]) -> tuple[int, Any]:

@@ -117,6 +117,7 @@ class Bindings:
         self.device = 0
         self.codes: dict[str, int] = {}
         self.gl_devices = [1]
+        self.handle = 0xABC0
         self.events = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -142,7 +143,7 @@ class Bindings:
         if name == "cudaGLGetDevices":
             return (len(self.gl_devices), self.gl_devices)
         if name == "cudaGraphicsGLRegisterBuffer":
-            return (0xABC0 + args[0],)
+            return (self.handle and self.handle + args[0],)
         if name in ("cudaGraphicsMapResources", "cudaGraphicsUnmapResources"):
             array = (ctypes.c_void_p * args[0]).from_address(args[1])
             self.calls[-1] = (name, list(array), args[2])
@@ -207,6 +208,13 @@ def test_many_buffers_are_mapped_in_one_call(torch_has_cuda: SimpleNamespace, bi
     bindings.codes["cudaGraphicsMapResources"] = 219
     with pytest.raises(errors.DeviceMismatchError, match=r"219 \(name219\) in cudaGraphicsMapResources"):
         driver.map(handles, 0)
+
+
+def test_a_handle_that_is_none_is_a_named_error(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    """Some releases of the bindings return success with it."""
+    bindings.handle = 0
+    with pytest.raises(errors.InteropUnavailableError, match=r"returns no handle.*'cuda-bindings==\d+\.\*,!=[\d.]+'"):
+        CudaDriver(0).register(3)
 
 
 def test_the_gl_context_must_be_on_the_same_gpu(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
