@@ -2,7 +2,7 @@
 
 The numbers are the same in the driver and the runtime API.
 
-Source: CUDA Runtime API, cudaError; CUDA Driver API, CUresult.
+Source: CUDA Runtime API, cudaError, and "Graphics Interoperability" on cudaErrorUnknown; CUDA Driver API, CUresult.
 """
 
 from __future__ import annotations
@@ -95,9 +95,19 @@ _ERRORS: dict[int, _Row] = _table(
 )
 
 
+_OUT_OF_TURN = (
+    "It says so of a buffer that is mapped already, or not mapped, too: if buffers were shared here before, that is a bug "
+    "in gpu_lod, and please report it with the traceback. If none were: "
+)
+
+
 def error(code: int, name: str, where: str) -> GpuLodError:
     """The named error for CUDA's `code` (`name` is CUDA's own) met in `where`, with what to do about it."""
     kind, remedy = _ERRORS.get(code, (InteropError, "It is not one that sharing memory is known to give; " + _REPORT))
+    if (
+        code == 999 and "map" in where.lower()
+    ):  # of cudaGraphics-MapResources, -UnmapResources, -ResourceGetMappedPointer
+        remedy = _OUT_OF_TURN + remedy
     result = kind(f"CUDA reports error {code} ({name}) in {where}. {remedy}")
     if isinstance(result, InteropError):
         result.code = code

@@ -117,7 +117,7 @@ class FakeCuda:
         assert handles and len(set(map(id, handles))) == len(handles)
         for one in handles:
             if one.mapped:
-                raise cuda_errors.error(208, "already mapped", "map")
+                raise cuda_errors.error(999, "already mapped", "cudaGraphicsMapResources")  # as the runtime does
         self.gl.Finish()
         for one in handles:
             if self.move:
@@ -132,7 +132,7 @@ class FakeCuda:
         assert handles
         for one in handles:
             if not one.mapped:
-                raise cuda_errors.error(211, "not mapped", "unmap")
+                raise cuda_errors.error(999, "not mapped", "cudaGraphicsUnmapResources")
         for one in handles:
             self.gl.BindBuffer(G.COPY_WRITE_BUFFER, one.glo)
             self.gl.BufferSubData(G.COPY_WRITE_BUFFER, 0, len(one.memory), ctypes.c_void_p(one.memory.ctypes.data))
@@ -141,7 +141,8 @@ class FakeCuda:
 
     def address(self, handle: _Resource) -> tuple[int, int]:
         self._call("address", handle.glo)
-        assert handle.mapped, "asked for the address of an unmapped buffer"
+        if not handle.mapped:
+            raise cuda_errors.error(999, "not mapped", "cudaGraphicsResourceGetMappedPointer")
         return handle.memory.ctypes.data, len(handle.memory)
 
     def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:

@@ -578,6 +578,27 @@ def test_double_map_and_unmap_without_map_are_refused(ctx: lod.Context, cuda: Fa
     assert buffer.mapped
 
 
+@pytest.mark.parametrize("misuse", ["map", "unmap", "address"])
+def test_what_the_runtime_says_of_buffers_out_of_turn_is_no_matter_of_gpus(
+    ctx: lod.Context, cuda: FakeCuda, misuse: str
+) -> None:
+    """The runtime has no code of its own for it."""
+    tensor = ctx.empty(16)
+    handle = buffer_of(ctx, tensor).handle
+    with ctx.active(cuda.device):
+        if misuse != "map":
+            cuda.unmap([handle], 0)
+        with pytest.raises(errors.InteropUnavailableError, match=r"999.*or not mapped.* bug in gpu_lod"):
+            if misuse == "address":
+                cuda.address(handle)
+            else:
+                getattr(cuda, misuse)([handle], 0)
+        if misuse != "map":
+            cuda.map([handle], 0)
+    for where in ("cudaGraphicsGLRegisterBuffer", "cudaGraphicsUnregisterResource"):
+        assert "not mapped" not in str(cuda_errors.error(999, "cudaErrorUnknown", where))
+
+
 def test_verbs_refuse_to_be_captured(ctx: lod.Context, cuda: FakeCuda) -> None:
     image = ctx.empty(1, 16, 16)
     image.fill_(1.0)
