@@ -195,6 +195,9 @@ class CudaDriver:
     # -- order --------------------------------------------------------------------------------------------------------
 
     def mark(self) -> Event | None:
+        """While a stream of the context is captured, by any thread and in any mode, CUDA refuses what looks at every
+        stream, and invalidates the capture. Events on single streams would not do: nobody knows which of them use a
+        tensor."""
         if self._context_events:
             handle = self._events.pop() if self._events else self._call("cuEventCreate", self._cu.cuEventCreate(2))
             event = Event(handle, self._events)
@@ -209,7 +212,7 @@ class CudaDriver:
             if isinstance(error, (CaptureError, DeviceLostError)):
                 raise error
             self._context_events = False
-        torch.cuda.synchronize(self._ordinal)
+        wait_for_device(self._ordinal)
         return None
 
     def wait(self, event: Event, stream: int) -> None:
@@ -272,6 +275,19 @@ def check_not_capturing() -> None:
     """Raises CaptureError if the current stream is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise CaptureError(f"a CUDA graph is being captured on the current stream. {cuda_errors.CAPTURE}")
+
+
+def wait_for_device(ordinal: int) -> None:
+    """Wait on the host for all streams of a device.
+
+    Raises:
+        CaptureError: one of them is being captured, by any thread.
+        DeviceLostError, InteropError: CUDA reports something else.
+    """
+    try:
+        torch.cuda.synchronize(ordinal)
+    except RuntimeError as error:
+        raise cuda_errors.from_text(str(error), "cudaDeviceSynchronize") from error
 
 
 def poison(storage: int, message: str) -> None:

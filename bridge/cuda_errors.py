@@ -96,8 +96,8 @@ _ERRORS: dict[int, _Row] = _table(
 
 
 _OUT_OF_TURN = (
-    "It says so of a buffer that is mapped already, or not mapped, too: if buffers were shared here before, that is a bug "
-    "in gpu_lod, and please report it with the traceback. If none were: "
+    "It says so of a buffer that is mapped already, or not mapped, too: if buffers were shared here before, that is a "
+    "bug in gpu_lod; please report it with the traceback. If none were: "
 )
 
 
@@ -136,6 +136,7 @@ _TEXTS = {
     "invalid resource handle": 400,
     "an illegal memory access was encountered": 700,
     "operation not supported": 801,
+    "operation not permitted when stream is capturing": 900,
     "unknown error": 999,
 }
 """CUDA's own words for the codes that sharing memory gives, for libraries that report no number."""

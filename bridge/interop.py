@@ -81,7 +81,11 @@ class Driver(Protocol):
         """The memory as a uint8 tensor [nbytes], which keeps `owner` alive."""
 
     def mark(self) -> Any:
-        """An event behind all work queued so far, on every stream; None if there is nothing to wait for."""
+        """An event behind all work queued so far, on every stream; None if there is nothing to wait for.
+
+        Raises:
+            CaptureError: another thread captures a CUDA graph, which is now invalid.
+        """
 
     def wait(self, event: Any, stream: int) -> None:
         """Let later work on the stream wait for the event."""
@@ -185,7 +189,8 @@ class InteropBridge:
         """Before a verb's first GL command.
 
         Raises:
-            CaptureError: a CUDA graph is being captured on the current stream.
+            CaptureError: a CUDA graph is being captured on the current stream; or on another, and buffers have come
+                back, which wait for the next verb.
         """
         before = self.driver.activate()
         try:

@@ -24,7 +24,7 @@ from gpu_lod.errors import (
 )
 
 from . import cuda_errors
-from .cuda import check_available, check_not_capturing, poison, tensor_over
+from .cuda import check_available, check_not_capturing, poison, tensor_over, wait_for_device
 
 _HOW_TO_BUILD = (
     "PyCUDA leaves OpenGL out unless it is told: unpack its source, run `python configure.py --cuda-enable-gl` there "
@@ -143,13 +143,13 @@ class PyCudaDriver:
         return tensor_over(address, nbytes, owner, self.device)
 
     def mark(self) -> None:
-        """PyCUDA has no event behind all streams, so this waits on the host."""
-        torch.cuda.synchronize(self._ordinal)
+        """PyCUDA has no event behind all streams, so this waits on the host, which no stream may be captured for."""
+        wait_for_device(self._ordinal)
 
     def wait(self, event: None, stream: int) -> None: ...
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._ordinal)
+        wait_for_device(self._ordinal)
 
     @property
     def memory(self) -> int:

@@ -44,6 +44,8 @@ class FakeCuda:
         calls: what was called, in order: ("map", (glo, ...), stream) and so on.
         fail, always: name of a call to the error code that it gives, once or whenever.
         stream_now: torch's current stream.
+        capturing: torch's current stream is being captured.
+        captures: what other threads capture on streams of theirs, by any name, and whether it is still valid.
         move: addresses change at the next map.
     """
 
@@ -59,6 +61,7 @@ class FakeCuda:
         self.resources: dict[int, _Resource] = {}
         self.stream_now = 7
         self.capturing = False
+        self.captures: dict[str, bool] = {}
         self.move = False
         self.active = 0
         self.poisoned: list[tuple[int, str]] = []
@@ -150,6 +153,9 @@ class FakeCuda:
 
     def mark(self) -> int:
         self._call("mark")
+        if self.captures:  # what looks at all streams spoils them, whatever this thread's capture mode
+            self.captures = dict.fromkeys(self.captures, False)
+            raise cuda_errors.error(900, "cudaErrorStreamCaptureUnsupported", "cuCtxRecordEvent")
         self.marks += 1
         return self.marks
 

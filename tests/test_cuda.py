@@ -267,6 +267,28 @@ def test_an_event_that_cannot_be_recorded_is_a_named_error(torch_has_cuda: Simpl
         CudaDriver(0).mark()
 
 
+@pytest.mark.parametrize("driver", [CudaDriver, PyCudaDriver])
+def test_waiting_for_the_device_while_another_thread_captures_is_a_named_error(
+    driver: Any, pycuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no events behind all streams."""
+    bindings.codes["cuCtxRecordEvent"] = 801
+
+    def synchronize(device: Any = None) -> None:
+        raise RuntimeError(
+            f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported at some other call"
+        )
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for text, kind in (
+        ("operation not permitted when stream is capturing", errors.CaptureError),
+        ("an illegal memory access was encountered", errors.DeviceLostError),
+        ("something new", errors.InteropError),
+    ):
+        with pytest.raises(kind, match=text):
+            driver(0).mark()
+
+
 def test_memory_is_described_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     where = SimpleNamespace(address=0xF00)

@@ -611,6 +611,33 @@ def test_verbs_refuse_to_be_captured(ctx: lod.Context, cuda: FakeCuda) -> None:
     assert float(lod.mipmap(image, generator="compute")[4]) == 1.0
 
 
+def test_a_capture_on_another_thread_bears_a_verb_but_not_a_buffer_that_comes_back(
+    ctx: lod.Context, cuda: FakeCuda
+) -> None:
+    """As docs/bridge.md says: the event that recycles a buffer stands behind every stream, captured ones too."""
+    image = ctx.empty(1, 16, 16)
+    image.fill_(1.0)
+    result = lod.mipmap(image, generator="compute")
+    glo = buffer_of(ctx, result[1]).glo
+    cuda.captures = {"a training step": True}
+    again = lod.mipmap(image, generator="compute")  # makes a buffer: nothing has come back
+    assert float(again[4]) == 1.0 and cuda.captures["a training step"]
+    del result
+    gc.collect()
+    cuda.calls.clear()
+    for _ in range(2):
+        with pytest.raises(errors.CaptureError, match=r"before or after torch\.cuda\.graph\(\), on whatever thread"):
+            lod.mipmap(image, generator="compute")
+    assert not cuda.captures["a training step"]
+    assert cuda.names() == ["mark", "mark"] and cuda.active == 0  # and nothing of the verb's own
+    assert len(bridge_of(ctx).pool.returned) == 1, "none is recycled without its event, and none is lost"
+    assert bool((image == 1.0).all())
+    cuda.captures.clear()
+    after = lod.mipmap(image, generator="compute")
+    assert buffer_of(ctx, after[1]).glo == glo and cuda.waited[-1][0] == cuda.marks
+    assert float(after[4]) == 1.0
+
+
 def test_a_failed_unmap_leaves_the_input_as_it_was(ctx: lod.Context, cuda: FakeCuda) -> None:
     image = ctx.empty(1, 16, 16)
     image.fill_(4.0)
