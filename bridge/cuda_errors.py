@@ -109,7 +109,7 @@ def error(code: int, name: str, where: str) -> GpuLodError:
     ):  # of cudaGraphics-MapResources, -UnmapResources, -ResourceGetMappedPointer
         remedy = _OUT_OF_TURN + remedy
     result = kind(f"CUDA reports error {code} ({name}) in {where}. {remedy}")
-    if isinstance(result, InteropError):
+    if isinstance(result, (InteropError, InteropUnavailableError)):
         result.code = code
     return result
 

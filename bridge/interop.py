@@ -33,6 +33,8 @@ from .pool import Lease, Pool, Returns, hold, size_class, storage_start
 
 # GL may find the memory only when CUDA asks for it, and what CUDA then reports is not always that there is none.
 _MAY_BE_SHORTAGE = (OutOfMemoryError, InteropUnavailableError, MappingError)
+_SHORTAGES = frozenset([205, 304, 999])
+"""CUDA's codes that are most likely one where a buffer that is no larger could be shared."""
 
 
 class Driver(Protocol):
@@ -176,6 +178,7 @@ class InteropBridge:
         self._by_address: dict[int, InteropBuffer] = {}
         self._taken: dict[int, InteropBuffer] = {}  # by the running verb, by GL name
         self._bindings: set[int] = set()  # where they are bound
+        self._least: float = math.inf  # bytes of the smallest buffer that was made
         self._stream = 0
         self._before: Any = None
 
@@ -332,7 +335,16 @@ class InteropBridge:
             return self._create(nbytes)
         except _MAY_BE_SHORTAGE:
             self.driver.release_cache()  # GL cannot use what torch keeps for itself
-        return self._create(nbytes)
+        try:
+            return self._create(nbytes)
+        except (InteropUnavailableError, MappingError) as error:
+            if error.code not in _SHORTAGES or self._least > nbytes:
+                raise
+            raise OutOfMemoryError(
+                f"a buffer of {nbytes / 2**20:.1f} MiB could not be shared with CUDA, and others no larger could: most "
+                "likely no memory is left. Use a smaller image or batch, drop results that are no longer needed, or "
+                f"call Context.trim(). {error}"
+            ) from error
 
     def _create(self, nbytes: int) -> InteropBuffer:
         gl = self.gl
@@ -356,6 +368,7 @@ class InteropBridge:
             self.driver.unregister(buffer.handle)
             gl.delete("Buffers", glo)
             raise
+        self._least = min(self._least, nbytes)
         return buffer
 
     # -- the state machine --------------------------------------------------------------------------------------------

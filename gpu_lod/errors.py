@@ -111,6 +111,9 @@ class CudaUnavailableError(UnsupportedError):
 class InteropUnavailableError(UnsupportedError):
     """CUDA and OpenGL both work here, and cannot share memory."""
 
+    code: int | None = None
+    """CUDA's error code, if CUDA reported one."""
+
 
 class GpuLodWarning(UserWarning):
     """Root of every warning that gpu_lod gives."""

@@ -325,6 +325,42 @@ def test_out_of_memory_gives_torchs_cache_back_and_then_says_so(
     ctx.empty(2**18).fill_(1)
 
 
+@pytest.mark.parametrize("stage", ["register", "map"])
+@pytest.mark.parametrize("code", [205, 304, 999])
+def test_a_shortage_by_another_name(ctx: lod.Context, cuda: FakeCuda, code: int, stage: str) -> None:
+    """OpenGL may look for the memory only when CUDA asks for it."""
+    kind = cuda_errors.known()[code]
+    cuda.always[stage] = code
+    with pytest.raises(kind):  # nothing could be shared yet, so memory need not be why
+        ctx.empty(2**16)
+    cuda.always.clear()
+    small = ctx.empty(2**16)
+    cuda.always[stage] = code
+    with pytest.raises(kind):
+        ctx.empty(2**14)
+    cuda.calls.clear()
+    for nbytes in (2**20, 2**16):
+        with pytest.raises(
+            errors.OutOfMemoryError, match=rf"(?s){nbytes * 4 / 2**20:.1f} MiB.*trim.*error {code} \("
+        ) as caught:
+            ctx.empty(nbytes)
+        assert isinstance(caught.value.__cause__, kind)
+    assert cuda.names().count("release_cache") == 2 and len(cuda.resources) == 1
+    cuda.always.clear()
+    ctx.empty(2**20).fill_(1)
+    small.fill_(2)
+
+
+@pytest.mark.parametrize("code", [400, 801])
+def test_what_is_no_shortage_keeps_its_name(ctx: lod.Context, cuda: FakeCuda, code: int) -> None:
+    small = ctx.empty(2**12)
+    cuda.always["register"] = code
+    with pytest.raises(cuda_errors.known()[code]):
+        ctx.empty(2**16)
+    cuda.always.clear()
+    small.fill_(1)
+
+
 def test_trim_and_close_unmap_and_unregister(cuda: FakeCuda, ctx: lod.Context) -> None:
     tensor = ctx.empty(100)
     pyramid = lod.mipmap(noise(3, 64, 64), generator="compute")
