@@ -18,7 +18,7 @@
 // Footprints of n texels along a side: 2 where n is even, 3 where it is odd, 1 where it is 1 already.
 ivec2 taps_of(ivec2 n) { return ivec2(n.x == 1 ? 1 : 2 + (n.x & 1), n.y == 1 ? 1 : 2 + (n.y & 1)); }
 
-// 2 x 2 texels, row by row.
+// 2 x 2 texels, row by row. Halves are exact, so whoever contracts sums to fused ones changes nothing.
 VALUE quad(VALUE a, VALUE b, VALUE c, VALUE d) {
 #ifdef REDUCE_MEAN
     return 0.5 * (0.5 * a + 0.5 * b) + 0.5 * (0.5 * c + 0.5 * d);
@@ -27,11 +27,12 @@ VALUE quad(VALUE a, VALUE b, VALUE c, VALUE d) {
 #endif
 }
 
-// Up to 3 x 3 texels, NOTHING where the footprint ends before, of texel `at` of a level of this size.
+// Up to 3 x 3 texels, NOTHING where the footprint ends before, of texel `at` of a level of this size. Precise, so that every
+// program that a driver compiles it into gives the same bits.
 VALUE box(VALUE v[9], ivec2 at, ivec2 size, ivec2 taps) {
 #ifdef REDUCE_MEAN
-    vec3 wx = weights(at.x, size.x, taps.x), wy = weights(at.y, size.y, taps.y);
-    float sum = 0.0;
+    precise vec3 wx = weights(at.x, size.x, taps.x), wy = weights(at.y, size.y, taps.y);
+    precise float sum = 0.0;
     for (int y = 0; y < 3; ++y) sum += wy[y] * (wx[0] * v[3 * y] + wx[1] * v[3 * y + 1] + wx[2] * v[3 * y + 2]);
     return sum;
 #else

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -34,6 +36,23 @@ def refuse(stages: Mapping[str, Source]) -> None:
 def _problems(stage: str, text: str) -> str:
     run = subprocess.run(["glslangValidator", "--stdin", "-S", stage], input=text, capture_output=True, text=True)
     return (run.stdout + run.stderr).strip() if run.returncode or "WARNING" in run.stdout else ""
+
+
+def contractible(source: Source, function: str) -> list[str]:
+    """The float operations of a function of a compute shader that a driver may fuse with others, as SPIR-V.
+
+    Raises:
+        AssertionError: there is no such function, or it has no such operations.
+    """
+    command = ["glslangValidator", "--stdin", "-S", "comp", "-G", "--aml", "--amb", "-H", "-o", os.devnull]
+    listing = subprocess.run(command, input=source.text, capture_output=True, text=True, check=True).stdout
+    body = re.search(rf"^ *\d+\({function}\(.*? Function .*?^ +FunctionEnd$", listing, re.DOTALL | re.MULTILINE)
+    assert body, f"{source.name} has no function {function}"
+    found = re.findall(r"^ *(\d+): +\S+ +(F(?:Add|Sub|Mul)|VectorTimesScalar|Dot) .*$", body[0], re.MULTILINE)
+    assert found, f"{function} of {source.name} computes nothing"
+    return [
+        f"{name} {number}" for number, name in found if not re.search(rf"Decorate {number}\(?.* NoContraction", listing)
+    ]
 
 
 @contextmanager

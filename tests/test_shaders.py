@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import reference_compiler
+import torch
 
 import gpu_lod as lod
 from gpu_lod import glstate, shaders
 from gpu_lod.errors import ShaderError
+from gpu_lod.program import Program, Programs
 
 
 @pytest.fixture
@@ -140,3 +142,25 @@ def test_what_one_driver_takes_and_others_refuse_fails_its_test(folder: Callable
                 ctx.programs.compute("main.comp")
         with pytest.raises(AssertionError, match=r"main.comp:3.*shared"):
             reference_compiler.refuse({"compute_shader": shaders.source("main.comp")})
+
+
+@pytest.mark.skipif(not reference_compiler.is_here(), reason="no glslangValidator here")
+def test_no_driver_may_give_other_bits_for_the_same_footprint_in_another_program(
+    ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fuses products and sums as it likes, and in each program other ones, but for those that are `precise`."""
+    seen: list[shaders.Source] = []
+    by_driver = Programs._compile
+
+    def noted(self: Programs, stages: dict[str, shaders.Source]) -> Program:
+        seen.extend(stages.values())
+        return by_driver(self, stages)
+
+    monkeypatch.setattr(Programs, "_compile", noted)
+    with ctx.active():
+        ctx.programs.clear()
+    lod.mipmap(torch.rand(1, 1, 37, 53), generator="single-pass")
+    [source] = [one for one in seen if one.name == "single_pass.comp"]
+    assert reference_compiler.contractible(source, "box") == []
+    assert reference_compiler.contractible(source, "weights") == []
+    assert reference_compiler.contractible(source, "quad"), "halves need it not"
