@@ -1,7 +1,8 @@
 """The verbs on CUDA tensors, against what torch does best on CUDA: compiled and captured in graphs too.
 
 Rows come in the order of their importance and are saved one by one, so that a run that ends early, by its time or by a
-crash, leaves the ones that matter most. What fails is in the file and the rest goes on.
+crash, leaves the ones that matter most. What fails is in the file and the rest goes on: in a process of its own where a
+side has left the device unusable, or hangs.
 
 python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
 """
@@ -10,12 +11,17 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import bench_features
 import bench_hiz
@@ -28,9 +34,9 @@ import peers
 import torch
 import torch.nn.functional as F
 from bench_log_polar import RINGS, WEDGES
-from cuda_timer import Budget, CudaStopwatch, Side, Sides, Stopwatch, short
+from cuda_timer import Budget, CudaStopwatch, DeviceLostError, Limits, Side, Sides, Stopwatch, lost, short
 from inputs import ABSENT, generators_of, inputs_for, job, optional, picture, pyramid_bytes
-from opponents import captured, compiled
+from opponents import GivenUp, at_most, captured, compiled
 from rows import RESULTS, Row, cuda_facts, slug, write
 from timer import Timing
 
@@ -63,6 +69,16 @@ COMPILE_SECONDS, COMPILE_SHARE = 60.0, 0.4
 """For one function at the most, and of the whole run for all of them."""
 ENOUGH_SECONDS = 12.0
 """With less time than this left, no further row is begun."""
+ROW_SECONDS, ROW_SHARE = 45.0, 0.4
+"""For a row at the most, and of what is left."""
+RACE_SHARE = 0.4
+"""Of a row's time, for timing the sides that were made in the rest of it."""
+LATE_SECONDS = 15.0
+"""So much later a row that still makes or times its sides is given up, and twice as much later the process."""
+START_SECONDS = 15.0
+"""For a fresh process to come as far as its first row."""
+TRIES = 3
+"""Sides that a job may lose the device to, each left out of the next try, before it is given up."""
 HELD = ", GL memory"
 NO_GL = "OpenGL did not open"
 
@@ -82,9 +98,20 @@ class Run:
     left_out: list[str] = field(default_factory=list)
     compile_seconds: float = 0.0
     """Left for compiling."""
+    limits: Limits = field(default_factory=Limits)
+    """Of the row that is being measured."""
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the process before this one, as they are in the file."""
 
     def fail(self, name: str, error: object) -> None:
         self.failures.append({"name": name, "error": short(error)})
+
+    def begin_row(self) -> None:
+        """From now on a row's time is counted."""
+        seconds = min(ROW_SECONDS, max(ENOUGH_SECONDS, ROW_SHARE * self.budget.left()))
+        self.limits.left = Budget(seconds / 60).left
+        self.limits.for_the_race = RACE_SHARE * seconds
+        self.limits.side = ""
 
     # -- sides ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +152,8 @@ class Run:
         made: list[Callable[[Any], object]] = []
 
         def compile_it() -> Side:
-            limit = min(COMPILE_SECONDS, self.compile_seconds, self.budget.left() / 2)
+            time_of_row = self.limits.left() - self.limits.for_the_race
+            limit = min(COMPILE_SECONDS, self.compile_seconds, self.budget.left() / 2, time_of_row)
             if limit < 5:
                 raise TimeoutError("no time left for compiling")
             before = self.budget.left()
@@ -156,7 +184,7 @@ class Run:
 
     def race(self, sides: Mapping[str, Side], *, seconds: float = 0.3, most: int = 200) -> dict[str, Timing]:
         """`timer.Race` for rows that are the same on every device."""
-        alive = Sides(self.watch)
+        alive = Sides(self.watch, self.limits)
         for name, side in sides.items():
             alive.add(name, lambda side=side: side)  # type: ignore[misc]
         result = alive.race(seconds=seconds, most=most)
@@ -201,7 +229,7 @@ class Run:
             other: the sides that do another job, and why.
             libraries: makes sides of libraries that may not be there, from the inputs.
         """
-        sides = Sides(self.watch)
+        sides = Sides(self.watch, self.limits)
         inputs = self.cold(image, cache, lambda x: x)
         sides.add("auto", partial(job, verb, inputs))
         for generator in generators:
@@ -283,7 +311,7 @@ class Run:
         def at(sample: Callable[..., object], source: Any) -> object:
             return sample(source, next(fixations))
 
-        sides = Sides(self.watch)
+        sides = Sides(self.watch, self.limits)
         ours = partial(lod.log_polar, rings=rings, wedges=wedges)
         sides.add("auto", partial(job, partial(at, ours), pyramids))
         for generator in generators_of(lod.log_polar):
@@ -365,9 +393,9 @@ def _sample(level: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     return F.grid_sample(level, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callable[[], Iterator[Row]]]]:
+def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     """All jobs, the most important first."""
-    jobs: list[tuple[str, Callable[[], Iterator[Row]]]] = []
+    jobs: Jobs = []
 
     def add(verb: Callable[..., Iterator[Row]], size: Size, *details: Any) -> None:
         words = [verb.__name__, "x".join(map(str, size)), *map(str, details)]
@@ -414,35 +442,148 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> list[tuple[str, Callab
     return jobs
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What a process leaves to a fresh one, for it has lost the device."""
+
+    job: str
+    """The first that is to be done."""
+    without: dict[str, str]
+    """Sides of it that are not to be called, and why."""
+
+    @property
+    def text(self) -> str:
+        return json.dumps([self.job, self.without])
+
+    @classmethod
+    def of(cls, text: str) -> Rest:
+        return cls(*json.loads(text))
+
+
+Jobs = list[tuple[str, Callable[[], Iterator[Row]]]]
+
+
 def measure(
     run: Run,
-    jobs: list[tuple[str, Callable[[], Iterator[Row]]]],
+    jobs: Jobs,
     save: Callable[[], object],
     say: Callable[[str], object] = lambda text: None,
-) -> None:
-    """Do the jobs, saving after each row; never raises for what goes wrong in one."""
-    for number, (name, rows) in enumerate(jobs):
+    rest: Rest | None = None,
+    hung: Callable[[Rest | None], object] | None = None,
+) -> Rest | None:
+    """Do the jobs, saving after each row; never raises for what goes wrong in one.
+
+    Args:
+        rest: what the process before this one has left.
+        hung: called from another thread, with what is left, if a row does not end.
+
+    Returns:
+        What is left to a fresh process if this one has lost the device.
+    """
+    names = [name for name, _ in jobs]
+    first = names.index(rest.job) if rest else 0
+    for number in range(first, len(jobs)):
+        name, rows = jobs[number]
         if run.budget.left() < ENOUGH_SECONDS:
-            run.left_out += [name for name, _ in jobs[number:]]
+            run.left_out += names[number:]
             say(f"out of time: {len(run.left_out)} jobs left out")
             break
         say(f"{name} ({run.budget.left():.0f} s left)")
+        run.limits.barred = dict(rest.without) if rest and number == first else {}
+
+        def left_by(error: object, number: int = number, name: str = name) -> Rest | None:
+            """The same job without the side that was being called, or the next job."""
+            side, barred = run.limits.side, run.limits.barred
+            run.fail(f"side {side!r} of {name}" if side else name, error)
+            if side and len(barred) < TRIES:
+                left = Rest(name, {**barred, side: short(error)})
+            elif number + 1 < len(jobs):
+                left = Rest(names[number + 1], {})
+            else:
+                return None
+            run.left_out = names[names.index(left.job) :]
+            return left
+
+        def bark(left_by: Callable[[object], Rest | None] = left_by) -> None:
+            if hung is not None:
+                hung(left_by("does not end"))
+
+        run.begin_row()
         try:
-            for row in rows():
-                run.rows.append(row)
-                save()
+            with Watchdog(run, bark):
+                _rows(run, name, rows, save)
+        except DeviceLostError as error:
+            left = left_by(error)
         except Exception as error:
-            run.fail(name, error)
-            say(f"{name} failed: {short(error)}")
-        try:
-            gc.collect()
-            if run.ctx is not None:
-                run.ctx.trim()
-            if run.device.type == "cuda":
-                torch.cuda.empty_cache()
-        except Exception as error:
-            run.fail(f"tidying up after {name}", error)
+            if not lost(run.watch):
+                run.fail(name, error)
+                say(f"{name} failed: {short(error)}")
+                _tidy(run, name)
+                continue
+            run.limits.side = ""
+            left = left_by(error)
+        else:
+            _tidy(run, name)
+            continue
+        say(f"{run.failures[-1]['name']} has lost the device: {run.failures[-1]['error']}")
+        save()
+        return left
     save()
+    return None
+
+
+def _rows(run: Run, name: str, rows: Callable[[], Iterator[Row]], save: Callable[[], object]) -> None:
+    """A job, each of whose rows has a time limit. Its rows after the end of the run are left out."""
+    following = rows()
+    while True:
+        late = max(run.limits.left(), 0) + LATE_SECONDS
+        try:
+            with at_most(late):
+                row = next(following, None)
+        except GivenUp as error:
+            side = run.limits.side
+            raise GivenUp(f"{error}, at side {side!r}" if side else str(error)) from None
+        if row is None:
+            return
+        run.rows.append(row)
+        save()
+        if run.budget.left() < 0:
+            run.left_out.append(f"{name}, what may follow its row {row.note or row.part!r}")
+            return
+        run.begin_row()
+
+
+def _tidy(run: Run, name: str) -> None:
+    try:
+        gc.collect()
+        if run.ctx is not None:
+            run.ctx.trim()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+    except Exception as error:
+        run.fail(f"tidying up after {name}", error)
+
+
+class Watchdog:
+    """Says so if the row of a run does not end, as when the GPU never does: no alarm ends a wait for it."""
+
+    def __init__(self, run: Run, bark: Callable[[], object], poll: float = 0.5) -> None:
+        self.run, self.bark, self.poll = run, bark, poll
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _watch(self) -> None:
+        while not self.over.wait(self.poll):
+            if self.run.limits.left() < -2 * LATE_SECONDS:
+                self.bark()
+                return
 
 
 def device_bandwidth(device: torch.device, watch: Stopwatch, elements: int = 2**28) -> float:
@@ -462,8 +603,18 @@ def result(run: Run, about: dict[str, Any], bandwidth: float) -> dict[str, Any]:
         "left_out": run.left_out,
         "failures": run.failures,
         "absent": dict(sorted(ABSENT.items())),
-        "rows": [row.as_dict(bandwidth) for row in run.rows],
+        "rows": _together(run.kept, [row.as_dict(bandwidth) for row in run.rows]),
     }
+
+
+def _together(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the process before and of this one; what both have measured, by this one."""
+
+    def job_of(row: dict[str, Any]) -> list[Any]:
+        return [row[key] for key in ("verb", "part", "size", "batch", "channels", "dtype", "cache", "note")]
+
+    again = [job_of(row) for row in rows]
+    return [*(row for row in kept if job_of(row) not in again), *rows]
 
 
 def problem_of(data: dict[str, Any]) -> str | None:
@@ -477,30 +628,81 @@ def problem_of(data: dict[str, Any]) -> str | None:
     return f"the file does not fit its schema: {problem}" if problem else None
 
 
-def run_all(minutes: float, out: Path | None, quick: bool, say: Callable[[str], object]) -> tuple[Path, str | None]:
-    """Measure on torch's current CUDA device; returns the file and what is wrong with it."""
+def run_all(
+    minutes: float,
+    out: Path | None,
+    quick: bool,
+    say: Callable[[str], object],
+    rest: Rest | None = None,
+    again: Callable[[list[str]], object] | None = None,
+) -> tuple[Path, str | None]:
+    """Measure on torch's current CUDA device; returns the file and what is wrong with it.
+
+    Args:
+        rest: what the process before this one has left; its file is at `out`.
+        again: replaces the process by one that is given these arguments.
+    """
+    again = again or replace_process
     budget = Budget(minutes)
     device = torch.device("cuda", torch.cuda.current_device())
+    before: dict[str, Any] = json.loads(out.read_text()) if rest and out else {}
     ctx, problem = None, ""
     try:
         ctx = lod.Context(device)
     except Exception as error:
         problem = short(error)
     run = Run(device, CudaStopwatch(device), budget, ctx, seconds=0.05 if quick else 0.3)
+    run.kept, run.failures = before.get("rows", []), before.get("failures", [])
     run.compile_seconds = COMPILE_SHARE * 60 * minutes
     if ctx is None:
-        run.fail("OpenGL", problem)
+        if not rest:
+            run.fail("OpenGL", problem)
         say(f"OpenGL did not open: {problem}")
     for library in ("cupy", "cvcuda"):
         if optional(library) is None:
             say(f"without {library}: {ABSENT[library]}")
     about = cuda_facts(device, ctx, problem)
-    bandwidth = device_bandwidth(device, run.watch)
+    bandwidth = before["copy_gb_per_s"] * 1e9 if rest else device_bandwidth(device, run.watch)
     path = out or RESULTS / f"{slug(about['device'])}.json"
     jobs = plan(run, MAIN[:1], REST[3:4]) if quick else plan(run, MAIN, REST)
-    measure(run, jobs, lambda: write(result(run, about, bandwidth), path), say)
+
+    def save() -> None:
+        write(result(run, about, bandwidth), path)
+
+    def go_on(rest: Rest) -> None:
+        """In a fresh process, if there is time for one."""
+        left = budget.left() - START_SECONDS
+        if left >= ENOUGH_SECONDS:
+            save()
+            say(f"a fresh process goes on with {rest.job}")
+            arguments = ["--device", "cuda", "--minutes", f"{left / 60:.3f}", "--out", str(path), "--rest", rest.text]
+            again([*arguments, *(["--quick"] if quick else [])])
+
+    def hung(rest: Rest | None) -> None:
+        say(f"{run.failures[-1]['name']} {run.failures[-1]['error']}")
+        save()
+        if rest is not None:
+            go_on(rest)
+        os._exit(1)  # the process cannot end by itself
+
+    if left := measure(run, jobs, save, say, rest, hung):
+        go_on(left)
     found = result(run, about, bandwidth)
     return path, problem_of(found) or _failed(run.failures)
+
+
+def replace_process(arguments: list[str]) -> NoReturn:
+    """By a fresh one of this program, which keeps the number that others know it by, and nothing of the device."""
+    signal.setitimer(signal.ITIMER_REAL, 0)  # it would outlive the program
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2:
+            try:
+                os.set_inheritable(number, False)
+            except OSError:  # that of the listing
+                continue
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, str(Path(__file__).with_name("run.py")), *arguments])
 
 
 def _failed(failures: list[dict[str, str]]) -> str | None:

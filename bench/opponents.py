@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -22,7 +23,8 @@ class GivenUp(RuntimeError):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Give up what runs inside after some seconds. Python code of the main thread only: C code ends first.
+    """Give up what runs inside after some seconds. Python code of the main thread only: C code ends first. Such limits
+    may lie inside each other.
 
     Raises:
         GivenUp: the time ran out.
@@ -34,8 +36,9 @@ def at_most(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeLimit
 
+    start = time.monotonic()
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
     try:
         try:
             yield
@@ -45,6 +48,8 @@ def at_most(seconds: float) -> Iterator[None]:
         raise GivenUp(f"not ready after {seconds:.0f} s") from None
     finally:
         signal.signal(signal.SIGALRM, before)
+        if outer:
+            signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - start), 0.01))
 
 
 def compiled(function: Callable[[Any], object], inputs: list[Any], seconds: float) -> Callable[[Any], object]:

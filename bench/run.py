@@ -137,6 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"comma-separated (default: {VERBS}); CPU tensors only")
     parser.add_argument("--minutes", type=float, help="how long it may take (default: 5); CUDA tensors only")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<device>.json)")
+    parser.add_argument("--rest", help=argparse.SUPPRESS)  # what a process that lost the device leaves to the next
     options = parser.parse_args(arguments)
     if options.device == "cuda" and options.only is not None:
         parser.error("--only is for --device cpu; CUDA rows come in the order of their importance: use --minutes")
@@ -159,8 +160,9 @@ def cuda(options: argparse.Namespace) -> int:
         print("no CUDA device here: nothing was measured, nothing written", file=sys.stderr)
         return 1
     # Plain lines, for this runs where the output is a log.
+    rest = bench_cuda.Rest.of(options.rest) if options.rest else None
     path, problem = bench_cuda.run_all(
-        options.minutes, options.out, options.quick, lambda text: print(text, flush=True)
+        options.minutes, options.out, options.quick, lambda text: print(text, flush=True), rest
     )
     try:
         show(path, Console(width=None if sys.stdout.isatty() else 200))

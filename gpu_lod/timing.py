@@ -34,7 +34,9 @@ class Timing:
     calls: int
     p99_ms: float | None = None
     device_ms: float | None = None
-    """Median on the GPU, by events; of CUDA tensors only, like the one above."""
+    """Median on the GPU, by events; of CUDA tensors only, like the one above and the one below."""
+    cpu_us: float | None = None
+    """Microseconds of the calling thread's CPU time, median over blocks of calls."""
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(value, 5) for key, value in asdict(self).items() if value is not None}

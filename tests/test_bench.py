@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -9,11 +10,13 @@ import functools
 import gc
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -212,9 +215,10 @@ def test_cuda_sides_are_timed_by_both_clocks_in_turns() -> None:
         assert timing.calls >= 16
         assert timing.p99_ms is not None and timing.p99_ms >= timing.median_ms >= timing.fastest_ms > 0
         assert timing.device_ms is not None and timing.device_ms == pytest.approx(timing.median_ms / 2, rel=0.5)
+        assert timing.cpu_us is not None and timing.cpu_us < 1e3 * timing.median_ms, "asleep is not at work"
     assert timings["a"].median_ms < timings["b"].median_ms
     blocks = {len(list(calls)) for _, calls in itertools.groupby(order)}
-    assert blocks == {17, 34}, "nobody always follows the same neighbour"
+    assert blocks == {25, 50}, "nobody always follows the same neighbour"
 
 
 def test_cuda_sides_that_fail_are_dropped_with_the_reason() -> None:
@@ -257,6 +261,249 @@ def test_what_takes_too_long_is_given_up() -> None:
         raise KeyError
     time.sleep(0.3)  # no alarm is left
     assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_limits_may_lie_inside_each_other() -> None:
+    start = time.monotonic()
+    with pytest.raises(opponents.GivenUp, match="after 0 s"), opponents.at_most(0.3):
+        with opponents.at_most(5):
+            time.sleep(0.01)
+        with pytest.raises(opponents.GivenUp), opponents.at_most(0.05):
+            time.sleep(2)
+        time.sleep(2)
+    assert 0.25 < time.monotonic() - start < 1.5
+    time.sleep(0.3)  # no alarm is left
+
+
+class FakeGpu:
+    """A GPU beside a host, with clocks that move as calls and kernels say: both in milliseconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.free = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = math.inf
+
+            def record(self) -> None:
+                self.at = gpu.free = max(gpu.host, gpu.free)
+
+            def query(self) -> bool:
+                return self.at <= gpu.host
+
+            def elapsed_time(self, other: Event) -> float:
+                return other.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / 1e6))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.wait())
+        monkeypatch.setattr(cuda_timer.time, "perf_counter", lambda: self.host * 1e-3)
+
+    def launch(self, milliseconds: float) -> None:
+        self.free = max(self.host, self.free) + milliseconds
+
+    def wait(self) -> None:
+        self.host = max(self.host, self.free)
+
+
+@pytest.mark.parametrize(("python_ms", "kernel_ms"), [(0.1, 0.04), (3.0, 0.04), (0.1, 2.0)])
+def test_the_gpus_time_is_not_the_hosts(python_ms: float, kernel_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    def call() -> None:
+        gpu.host += python_ms
+        gpu.launch(kernel_ms)
+
+    watch = cuda_timer.CudaStopwatch(torch.device("cuda", 0))
+    assert watch.device_ms(call, 8) == pytest.approx([kernel_ms] * 8)
+    before = gpu.host
+    assert watch.device_ms(call, 8) == pytest.approx([kernel_ms] * 8)
+    assert gpu.host - before < 60, "queued once: how long that takes is known by now"
+    assert cuda_timer.wall_ms(call, watch) == pytest.approx(python_ms + kernel_ms)
+
+
+def test_a_call_that_waits_for_the_gpu_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    def call() -> None:
+        gpu.host += 0.1
+        gpu.launch(0.04)
+        gpu.wait()
+
+    times = cuda_timer.CudaStopwatch(torch.device("cuda", 0)).device_ms(call, 8)
+    assert times[1:] == pytest.approx([0.14] * 7)
+
+
+def test_a_row_whose_time_is_over_keeps_what_was_timed() -> None:
+    now = [0.0]
+
+    def side(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            now[0] += seconds
+
+        return call
+
+    limits = cuda_timer.Limits(lambda: 10 - now[0], for_the_race=4, barred={"barred": "for a reason"})
+    sides = cuda_timer.Sides(HostStopwatch(), limits)
+    assert not sides.add("barred", lambda: side(0))
+    assert sides.add("quick", lambda: side(0.001)) and sides.add("slow", lambda: side(0.11))
+    sides._first["slow"] = 110.0
+    now[0] = 9
+    assert not sides.add("late", lambda: side(0))
+    assert sides.race(seconds=0.01).keys() == {"quick"}
+    assert sides.dropped["barred"] == "for a reason" and sides.dropped["late"] == cuda_timer.NO_TIME
+    assert "calls were timed, then the time was over" in sides.dropped["slow"]
+
+
+def test_a_side_that_takes_too_long_to_make_is_dropped() -> None:
+    sides = cuda_timer.Sides(HostStopwatch(), cuda_timer.Limits(lambda: 0.05))
+    assert not sides.add("a", lambda: lambda: time.sleep(2))
+    assert "GivenUp" in sides.dropped["a"]
+
+
+class LosingStopwatch(HostStopwatch):
+    """Of a device that may be lost."""
+
+    is_lost = False
+
+    def synchronize(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def losing(after: int = 0) -> tuple[bench_cuda.Run, Callable[[], None]]:
+    """A run, and a side that loses its device after some calls."""
+    run, calls = run_on_host(ctx=None), itertools.count()
+    run.watch = watch = LosingStopwatch()
+
+    def side() -> None:
+        if next(calls) >= after:
+            watch.is_lost = True
+            watch.synchronize()
+
+    return run, side
+
+
+@pytest.mark.parametrize("after", [0, 10])
+def test_a_side_that_loses_the_device_is_left_out_by_a_fresh_process(after: int) -> None:
+    run, loses = losing(after)
+    timing = timer.Timing(1.0, 0.1, 0.9, 16, 1.2, 0.8)
+
+    def rows(run: bench_cuda.Run, side: Callable[[], None]) -> Iterator[Row]:
+        yield row_of("hiz", sides={"auto": timing})
+        sides = cuda_timer.Sides(run.watch, run.limits)
+        sides.add("gl a", lambda: lambda: None)
+        sides.add("gl b", lambda: side)
+        yield row_of("mipmap", sides=sides.race(seconds=0.01), extra={"dropped": sides.dropped})
+
+    def jobs(run: bench_cuda.Run, side: Callable[[], None]) -> Any:
+        return [("a", partial(rows, run, side)), ("b", lambda: iter([row_of("cull")]))]
+
+    saved: list[int] = []
+    rest = bench_cuda.measure(run, jobs(run, loses), lambda: saved.append(len(run.rows)))
+    assert rest is not None and rest == bench_cuda.Rest.of(rest.text)
+    assert rest.job == "a" and "illegal memory access" in rest.without["gl b"]
+    assert [one["name"] for one in run.failures] == ["side 'gl b' of a"]
+    assert run.left_out == ["a", "b"] and saved == [1, 1]
+    file = json.loads(json.dumps(bench_cuda.result(run, about_cuda(), 1e9)))
+
+    fresh = run_on_host(ctx=None)
+    fresh.kept, fresh.failures = file["rows"], file["failures"]
+    assert bench_cuda.measure(fresh, jobs(fresh, lambda: None), lambda: None, rest=rest) is None
+    found = bench_cuda.result(fresh, about_cuda(), 1e9)
+    assert bench_cuda.problem_of(found) is None
+    assert [row["verb"] for row in found["rows"]] == ["hiz", "mipmap", "cull"], "no row twice"
+    assert found["rows"][1]["sides"].keys() == {"gl a"}
+    assert "illegal" in found["rows"][1]["dropped"]["gl b"]
+    assert found["left_out"] == [] and len(found["failures"]) == 1
+
+
+def test_a_job_that_loses_the_device_otherwise_is_not_tried_again() -> None:
+    run, loses = losing()
+    jobs = [("a", lambda: iter([row_of("hiz")])), ("b", lambda: loses()), ("c", lambda: iter([row_of("mipmap")]))]
+    rest = bench_cuda.measure(run, jobs, lambda: None)  # type: ignore[arg-type]
+    assert rest == bench_cuda.Rest("c", {}) and len(run.rows) == 1
+    assert bench_cuda.measure(losing()[0], jobs, lambda: None, rest=rest) is None
+    run, loses = losing()
+    assert bench_cuda.measure(run, [("b", lambda: loses())], lambda: None) is None, "nothing is left"  # type: ignore
+    assert "illegal" in run.failures[0]["error"] and run.left_out == []
+
+
+def test_a_job_that_loses_the_device_again_and_again_is_given_up() -> None:
+    run, loses = losing()
+
+    def rows() -> Iterator[Row]:
+        cuda_timer.Sides(run.watch, run.limits).add("d", lambda: loses)
+        yield row_of("hiz")
+
+    jobs = [("a", rows), ("b", lambda: iter([row_of("mipmap")]))]
+    before = bench_cuda.Rest("a", dict.fromkeys("abc", "lost"))
+    assert bench_cuda.measure(run, jobs, lambda: None, rest=before) == bench_cuda.Rest("b", {})
+
+
+def test_a_row_that_does_not_end_is_told_from_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cuda, "LATE_SECONDS", 0.0)
+    run, barked = run_on_host(ctx=None), threading.Event()
+    told: list[bench_cuda.Rest | None] = []
+
+    def hung(rest: bench_cuda.Rest | None) -> None:
+        told.append(rest)
+        barked.set()
+
+    def rows() -> Iterator[Row]:
+        run.limits.side, run.limits.left = "gl b", lambda: -1.0
+        assert barked.wait(20)
+        yield row_of("hiz")
+
+    monkeypatch.setattr(bench_cuda, "at_most", lambda seconds: contextlib.nullcontext())
+    bench_cuda.measure(run, [("a", rows)], lambda: None, hung=hung)
+    assert told == [bench_cuda.Rest("a", {"gl b": "does not end"})]
+    quiet = bench_cuda.Watchdog(run, lambda: told.append(None), poll=0.01)
+    run.begin_row()
+    with quiet:
+        time.sleep(0.05)
+    assert len(told) == 1 and not quiet.thread.is_alive()
+
+
+def test_a_row_that_is_late_is_given_up_and_the_next_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("ROW_SECONDS", 0.1), ("ENOUGH_SECONDS", 0.05), ("LATE_SECONDS", 0.1)):
+        monkeypatch.setattr(bench_cuda, name, seconds)
+    run = run_on_host(ctx=None)
+
+    def rows() -> Iterator[Row]:
+        run.limits.side = "gl b"
+        time.sleep(5)
+        yield row_of("hiz")
+
+    bench_cuda.measure(run, [("a", rows), ("b", lambda: iter([row_of("mipmap")]))], lambda: None)
+    [failure] = run.failures
+    assert failure["name"] == "a" and "at side 'gl b'" in failure["error"]
+    assert [row.verb for row in run.rows] == ["mipmap"]
+
+
+def test_a_process_is_replaced_by_one_that_goes_on(tmp_path: Path) -> None:
+    """Without its files, its alarms, or another number."""
+    (tmp_path / "run.py").write_text(
+        """
+import os, signal, sys
+print(sys.argv[1:], os.getpid(), signal.getitimer(signal.ITIMER_REAL)[0], len(os.listdir("/proc/self/fd")))
+"""
+    )
+    code = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(CHECKOUT / "bench")!r})
+import bench_cuda
+bench_cuda.__file__ = {str(tmp_path / "bench_cuda.py")!r}
+signal.setitimer(signal.ITIMER_REAL, 100)
+file = open(os.devnull); os.set_inheritable(file.fileno(), True)
+print(os.getpid(), flush=True)
+thread = threading.Thread(target=bench_cuda.replace_process, args=(["--rest", '["a", {{}}]'],))
+thread.start()
+thread.join()
+"""
+    number, after = succeed(code).splitlines()
+    assert after == f"['--rest', '[\"a\", {{}}]'] {number} 0.0 4"
 
 
 def test_tables_that_are_kept_give_the_same_map() -> None:
@@ -304,6 +551,7 @@ def measured(one_thread: None) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_cuda, "COLD_BYTES", 2**15)
         patch.setattr(cuda_timer, "TOO_SLOW_MS", 60_000)  # this machine may be busy
+        patch.setattr(bench_cuda, "ROW_SECONDS", 600)
         # Without the rows that are the same on every device, at sizes that cannot be chosen.
         plan = bench_cuda.plan(run, [(32, 32, 1)], [(13, 21, 2)])
         jobs = [job for job in plan if job[0] not in ("readers", "whole calls")]
