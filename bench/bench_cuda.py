@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ import torch
 import torch.nn.functional as F
 from bench_log_polar import RINGS, WEDGES
 from cuda_timer import Budget, CudaStopwatch, DeviceLostError, Limits, Side, Sides, Stopwatch, lost, short
-from inputs import ABSENT, generators_of, inputs_for, job, optional, picture, pyramid_bytes
+from eight_texels import Later
+from inputs import ABSENT, NO_GL, generators_of, inputs_for, job, optional, picture, pyramid_bytes, uploaded
 from opponents import GivenUp, at_most, captured, compiled
 from rows import RESULTS, Row, cuda_facts, slug, write
 from timer import Timing
@@ -48,6 +49,7 @@ from gpu_lod.report import files
 
 Size = tuple[int, int, int]
 """(height, width, batch)"""
+Jobs = list[tuple[str, Callable[[], Iterable[Row]]]]
 Way = tuple[Callable[[Any], object], list[Any]]
 """A function, and the inputs that it takes in turn."""
 
@@ -80,7 +82,6 @@ START_SECONDS = 15.0
 TRIES = 3
 """Sides that a job may lose the device to, each left out of the next try, before it is given up."""
 HELD = ", GL memory"
-NO_GL = "OpenGL did not open"
 
 
 @dataclass
@@ -102,6 +103,8 @@ class Run:
     """Of the row that is being measured."""
     kept: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the process before this one, as they are in the file."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Sides of the row that `race` has timed, and why they are not in it."""
 
     def fail(self, name: str, error: object) -> None:
         self.failures.append({"name": name, "error": short(error)})
@@ -183,13 +186,19 @@ class Run:
             )  # fmt: skip
 
     def race(self, sides: Mapping[str, Side], *, seconds: float = 0.3, most: int = 200) -> dict[str, Timing]:
-        """`timer.Race` for rows that are the same on every device."""
+        """`timer.Race` for rows that are the same on every device. What torch cannot do is no failure, nor is it that
+        there is no OpenGL, or no time."""
         alive = Sides(self.watch, self.limits)
         for name, side in sides.items():
-            alive.add(name, lambda side=side: side)  # type: ignore[misc]
+            if self.ctx is None and name.startswith("gl"):
+                alive.dropped[name] = NO_GL
+            else:
+                alive.add(name, side.make if isinstance(side, Later) else lambda side=side: side)  # type: ignore[misc]
         result = alive.race(seconds=seconds, most=most)
-        for name, why in alive.dropped.items():
-            self.fail(f"side {name!r} of a row with {', '.join(sides)}", why)
+        self.dropped = alive.dropped
+        for name in sorted(alive.failed):
+            if not name.startswith("torch "):
+                self.fail(f"side {name!r} of a row with {', '.join(sides)}", alive.dropped[name])
         if not result:
             raise RuntimeError("no side ran")
         return result
@@ -217,7 +226,7 @@ class Run:
         image: torch.Tensor,
         cache: str,
         ways: Mapping[str, Way],
-        source: Callable[[Any], object],
+        source: Callable[[Any], object] | None,
         other: Mapping[str, str],
         libraries: Mapping[str, Callable[[list[torch.Tensor]], Side]] | None = None,
     ) -> Iterator[Row]:
@@ -225,7 +234,7 @@ class Run:
 
         Args:
             ways: the sides that are not ours.
-            source: what is compiled.
+            source: what is compiled; None is nothing.
             other: the sides that do another job, and why.
             libraries: makes sides of libraries that may not be there, from the inputs.
         """
@@ -257,7 +266,12 @@ class Run:
         yield from self.split(sides, row, "")
 
     def mipmap(
-        self, size: Size, dtype: torch.dtype = torch.float32, cache: str = "warm", channels: int = 3
+        self,
+        size: Size,
+        dtype: torch.dtype = torch.float32,
+        cache: str = "warm",
+        channels: int = 3,
+        compiles: bool = True,
     ) -> Iterator[Row]:
         height, width, batch = size
         image = picture(height, width, batch=batch, channels=channels, dtype=dtype).to(self.device)
@@ -279,7 +293,12 @@ class Run:
             ways[name] = partial(peers.kornia.build_pyramid, max_level=peers.kornia_depth(height, width)), inputs
             other[name] = peers.GAUSSIAN
         generators = generators_of(lod.mipmap)
-        yield from self.chains(lod.mipmap, generators, image, cache, ways, source, other, libraries)
+        to_compile = source if compiles else None
+        yield from self.chains(lod.mipmap, generators, image, cache, ways, to_compile, other, libraries)
+
+    def odd_sides(self, size: Size) -> Iterator[Row]:
+        """A chain beside that of even sides: nothing is compiled for it, for the comparison is with ourselves."""
+        yield from self.mipmap(size, compiles=False)
 
     def hiz(self, size: Size, cache: str = "warm") -> Iterator[Row]:
         height, width, batch = size
@@ -303,13 +322,20 @@ class Run:
         rule = ring_rule(rings, wedges, None, 0.7, "log", 0.05)
         fixations = itertools.cycle(torch.rand(64, batch, 2).unbind())
         backend: Literal["torch", "gl"] = "torch" if self.ctx is None else "gl"
-        pyramids = self.cold(image, cache, lambda x: lod.mipmap(x, backend=backend))
-        if self.ctx is not None:
-            for pyramid in pyramids:
-                pyramid.upload()
+        pyramids = self.cold(image, cache, lambda x: uploaded(lod.mipmap(x, backend=backend)))
 
         def at(sample: Callable[..., object], source: Any) -> object:
             return sample(source, next(fixations))
+
+        # Nothing but the fixation comes at the call: it is copied to where the functions, and graphs of them, read it.
+        here = torch.rand(batch, 2, device=self.device)
+
+        def placed(side: Side) -> Side:
+            def call() -> object:
+                here.copy_(next(fixations), non_blocking=True)
+                return side()
+
+            return call
 
         sides = Sides(self.watch, self.limits)
         ours = partial(lod.log_polar, rings=rings, wedges=wedges)
@@ -318,20 +344,16 @@ class Run:
             way = partial(at, partial(ours, generator=generator))
             self.add_gl(sides, f"gl {generator}", partial(job, way, pyramids))
         self.add_kernels(sides, partial(at, partial(ours, backend="cuda")), pyramids, graph=False)
+        if self.device.type == "cuda":
+
+            def kernels(pyramid: lod.Pyramid) -> object:
+                return ours(pyramid, here, backend="cuda")
+
+            sides.add("cuda graph of kernels", lambda: placed(captured(kernels, pyramids)))
         sides.add("torch two levels a ring", partial(job, partial(at, partial(ours, backend="torch")), pyramids))
         if (rings, wedges) == (RINGS, WEDGES):
             sides.add("torch every level", partial(job, partial(at, bench_log_polar._all_levels), pyramids))
-        # Nothing but the fixation comes at the call: it is copied to where the functions, and graphs of them, read it.
-        here = torch.rand(batch, 2, device=self.device)
         prepared = [TablesKept(pyramid, rule, here) for pyramid in pyramids]
-
-        def placed(side: Side) -> Side:
-            def call() -> object:
-                here.copy_(next(fixations))
-                return side()
-
-            return call
-
         name = "torch two levels a ring, tables kept"
         kept: Way = (TablesKept.__call__, prepared)
         sides.add(name, lambda: placed(job(*kept)))
@@ -401,39 +423,48 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
         words = [verb.__name__, "x".join(map(str, size)), *map(str, details)]
         jobs.append((" ".join(words).replace("torch.", ""), partial(verb, size, *details)))
 
+    def add_rows(name: str, rows: Callable[..., Iterator[Row]], *details: Any, **more: Any) -> None:
+        jobs.append((name, partial(rows, *details, run.seconds, device, run.race, **more)))
+
+    device, f32 = str(run.device), [torch.float32]
+    first, last = main[0], main[-1]
+    height, width, batch = last
+    # What GPUs are judged by: RGBA8 from memory, large chains, outputs of a megapixel, the least that a call costs, and
+    # odd sides beside even ones.
+    add(run.mipmap, last, torch.uint8, "cold", 4)
+    for size in reversed(main):
+        add(run.mipmap, size)
+    add(run.log_polar, last, torch.float32, "warm", 1024, 1024)
+    add_rows(f"foveate {first[0]}", bench_samplers.foveate, [first], f32)
+    add_rows("many patches", bench_samplers.gather_patches, [last], f32, budget=MANY)
+    add_rows("fixed cost", bench_log_polar.fixed_cost)
+    add(run.odd_sides, (height + 1, width + 1, batch))
+    add(run.odd_sides, (height - 1, width - 1, batch))
+    for size in reversed(main):
+        add(run.hiz, size)
+        add(run.log_polar, size)
+    add(run.mipmap, first, torch.float32, "cold")
+    add(run.hiz, first, "cold")
+    add(run.log_polar, first, torch.float32, "cold")
+    for size in main[1:]:
+        add_rows(f"foveate {size[0]}", bench_samplers.foveate, [size], f32)
+    jobs.append(("kernels", partial(bench_parts.kernels, [size[0] for size in main[:2]], run.seconds, run.device)))
+    add_rows("gather_patches", bench_samplers.gather_patches, [first], f32)
+    add_rows("whole calls", bench_log_polar.from_an_image)
+    add_rows("readers", bench_hiz.readers)
+    parts = partial(bench_parts.rows, [size[0] for size in main[:2]], run.seconds, run.ctx, device)
+    jobs.append(("parts", parts if run.ctx is not None else list))  # in its place on every device
+    add_rows("foveate once", bench_samplers.foveate_once, [first], f32)
+    add_rows("features", bench_features.rows, [(first[0] // 2, first[1] // 2, batch)])
+    if first[0] >= 224:
+        add_rows("batches", bench_samplers.batches)
+        add_rows("batches of readers", bench_hiz.batches)
+
     def add_all(size: Size) -> None:
         add(run.mipmap, size)
         add(run.hiz, size)
         add(run.log_polar, size)
 
-    for size in main:
-        add_all(size)
-    first = main[0]
-    add(run.mipmap, first, torch.float32, "cold")
-    add(run.hiz, first, "cold")
-    add(run.log_polar, first, torch.float32, "cold")
-    # What GPUs are judged by: RGBA8 from memory, odd sides beside even ones, and outputs of a megapixel.
-    add(run.mipmap, main[-1], torch.uint8, "cold", 4)
-    add(run.mipmap, (776, 1000, 1))
-    add(run.log_polar, main[-1], torch.float32, "warm", 1024, 1024)
-    device = str(run.device)
-    if run.ctx is not None:
-        parts = partial(bench_parts.rows, [height for height, _, _ in main[:2]], run.seconds, run.ctx, device)
-        jobs.append(("parts", parts))
-    jobs.append(("whole calls", lambda: bench_log_polar.whole_calls(run.seconds, device, run.race)))
-    jobs.append(("readers", lambda: bench_hiz.readers(run.seconds, device, run.race)))
-    f32 = [torch.float32]
-    several: list[tuple[str, Callable[..., Iterator[Row]]]] = [
-        ("foveate", partial(bench_samplers.foveate, list(main), f32)),
-        ("foveate once", partial(bench_samplers.foveate_once, [first], f32)),
-        ("gather_patches", partial(bench_samplers.gather_patches, [first], f32)),
-        ("many patches", partial(bench_samplers.gather_patches, [main[-1]], f32, budget=MANY)),
-        ("features", partial(bench_features.rows, [(first[0] // 2, first[1] // 2, first[2])])),
-    ]
-    if first[0] >= 224:
-        several += [("batches", bench_samplers.batches), ("batches of readers", bench_hiz.batches)]
-    for name, rows in several:
-        jobs.append((name, partial(rows, run.seconds, device, run.race)))
     for size in rest:
         add_all(size)
     for dtype in (torch.uint8, torch.float16):
@@ -458,9 +489,6 @@ class Rest:
     @classmethod
     def of(cls, text: str) -> Rest:
         return cls(*json.loads(text))
-
-
-Jobs = list[tuple[str, Callable[[], Iterator[Row]]]]
 
 
 def measure(
@@ -532,9 +560,9 @@ def measure(
     return None
 
 
-def _rows(run: Run, name: str, rows: Callable[[], Iterator[Row]], save: Callable[[], object]) -> None:
+def _rows(run: Run, name: str, rows: Callable[[], Iterable[Row]], save: Callable[[], object]) -> None:
     """A job, each of whose rows has a time limit. Its rows after the end of the run are left out."""
-    following = rows()
+    following = iter(rows())
     while True:
         late = max(run.limits.left(), 0) + LATE_SECONDS
         try:
@@ -545,6 +573,8 @@ def _rows(run: Run, name: str, rows: Callable[[], Iterator[Row]], save: Callable
             raise GivenUp(f"{error}, at side {side!r}" if side else str(error)) from None
         if row is None:
             return
+        if run.dropped:
+            row.extra["dropped"], run.dropped = {**row.extra.get("dropped", {}), **run.dropped}, {}
         run.rows.append(row)
         save()
         if run.budget.left() < 0:

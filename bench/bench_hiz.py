@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from bench_mipmap import HELD_NOTE, _chain, is_power
 from bench_samplers import SEPARATE
-from inputs import ANEW, generators_of, inputs_for, job, picture, pyramid_bytes
+from inputs import ANEW, generators_of, inputs_for, job, opens, picture, pyramid_bytes
 from rows import Row
 from timer import Race, able, race
 
@@ -108,8 +108,10 @@ COMPARED = {
 def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """Of a pyramid that is there: a sparse map in which culling has something to prune."""
     relevance = picture(side, side, channels=1).to(device) ** 8
-    hz = lod.hiz(relevance, backend="gl")
-    lod.region_max(hz, torch.zeros(1, 4, device=device), backend="gl")
+    gl = opens(device)
+    hz = lod.hiz(relevance, backend="gl" if gl else "auto")
+    if gl:
+        lod.region_max(hz, torch.zeros(1, 4, device=device), backend="gl")
     for share in (0.2, 0.01):
         threshold = float(relevance.flatten().quantile(1 - share))
         culled = lod.cull(hz, threshold)

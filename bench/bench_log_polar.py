@@ -10,7 +10,7 @@ from itertools import cycle
 import peers
 import torch
 import torch.nn.functional as F
-from inputs import PLANNED, generators_of, inputs_for, job, picture, planned
+from inputs import NO_GL, PLAN, PLANNED, generators_of, inputs_for, job, opens, picture, planned
 from rows import Row
 from timer import Race, race
 
@@ -92,6 +92,12 @@ def rows(
 
 def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """From an image, the chain included; and the least that a call costs."""
+    yield from from_an_image(seconds, device, race, side)
+    yield from fixed_cost(seconds, device, race)
+
+
+def from_an_image(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
+    """The chain included."""
     image = picture(side, side).to(device)
     ours = partial(lod.log_polar, image, (0.4, 0.6), RINGS, WEDGES)
     point = torch.tensor([[0.4, 0.6]])
@@ -110,21 +116,27 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: in
         race(sides, seconds=seconds), other_job=PLANNED,
         note="from an image: builds the chain too",
     )  # fmt: skip
-    small = lod.mipmap(picture(64, 64).to(device), backend="gl").upload()
-    tiny = partial(lod.log_polar, small, (0.4, 0.6), 4, 8)
-    out = tiny(generator="compute")
-    yield Row(
-        "bridge", "fixed cost", 64, 64, 1, 3, "float32", "warm", 4 * 3 * 4 * 8,
-        race(
-            {
-                "gl compute": partial(tiny, generator="compute"),
-                **planned(lod.log_polar, small, point, 4, 8, backend="gl", following=lambda: point),
-            },
-            seconds=seconds, most=400,
-        ), other_job=PLANNED,
-        note="a log-polar map of 4 x 8: everything but the work",
-        extra={"copied_out_bytes": 0 if lod.Context(device).owns(out) else out.nbytes},
-    )  # fmt: skip
+
+
+def fixed_cost(seconds: float, device: str = "cpu", race: Race = race) -> Iterator[Row]:
+    """The least that a call costs, on OpenGL where that opens, and by kernels."""
+    point = torch.tensor([[0.4, 0.6]])
+    if gl := opens(device):
+        small = lod.mipmap(picture(64, 64).to(device), backend="gl").upload()
+        tiny = partial(lod.log_polar, small, (0.4, 0.6), 4, 8)
+        out = tiny(generator="compute")
+        yield Row(
+            "bridge", "fixed cost", 64, 64, 1, 3, "float32", "warm", 4 * 3 * 4 * 8,
+            race(
+                {
+                    "gl compute": partial(tiny, generator="compute"),
+                    **planned(lod.log_polar, small, point, 4, 8, backend="gl", following=lambda: point),
+                },
+                seconds=seconds, most=400,
+            ), other_job=PLANNED,
+            note="a log-polar map of 4 x 8: everything but the work",
+            extra={"copied_out_bytes": 0 if lod.Context(device).owns(out) else out.nbytes},
+        )  # fmt: skip
     if torch.device(device).type == "cuda":
         small, point = lod.mipmap(picture(64, 64).to(device), backend="cuda").upload(backend="cuda"), point.to(device)
         graph = lod.plan(lod.log_polar, small, point, 4, 8, backend="cuda")
@@ -137,5 +149,6 @@ def whole_calls(seconds: float, device: str = "cpu", race: Race = race, side: in
                 },
                 seconds=seconds, most=400,
             ), other_job={"cuda plan": "its result lasts until the next call"},
-            note="a log-polar map of 4 x 8 by kernels: everything but the work", extra={"copied_out_bytes": 0},
+            note="a log-polar map of 4 x 8 by kernels: everything but the work",
+            extra={"copied_out_bytes": 0, **({} if gl else {"dropped": {"gl compute": NO_GL, PLAN: NO_GL}})},
         )  # fmt: skip

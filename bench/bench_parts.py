@@ -20,6 +20,7 @@ import torch
 from bench_log_polar import READY, RINGS, WEDGES
 from bench_samplers import BUDGET
 from bridge_cost import timing
+from cuda_timer import CudaStopwatch
 from inputs import generators_of, picture, pyramid_bytes
 from rows import Row
 from timer import able, race
@@ -156,6 +157,36 @@ def jobs(ctx: lod.Context, side: int, device: str = "cpu") -> Iterator[tuple[str
     ways = {"gl compute": partial(lod.gather_patches, pyramid, sites, backend="gl")}
     note = f"{BUDGET} x 14 x 14, cortical sites; {READY}"
     yield "gather_patches", note, 3, 2 * BUDGET * 3 * 14 * 14 * 4, ways
+
+
+def kernels(sides: list[int], seconds: float, device: torch.device) -> Iterator[Row]:
+    """What the verbs' kernels take by themselves on CUDA tensors, by events; a call allocates its result too."""
+    if device.type != "cuda":
+        return
+    watch = CudaStopwatch(device)
+    for side in sides:
+        image, relevance = (picture(side, side, channels=channels).to(device) for channels in (3, 1))
+        pyramid = lod.mipmap(image, backend="cuda").upload(backend="cuda")
+        point = torch.tensor([[0.4, 0.6]])
+        sites = lod.cortical_sites(point, BUDGET, (side, side)).to(device)
+        point = point.to(device)
+        texels, patches = 3 * RINGS * WEDGES, BUDGET * 3 * 14 * 14
+        for verb, note, channels, moved, way in (
+            ("mipmap", "", 3, pyramid_bytes(image), partial(lod.mipmap, image)),
+            ("hiz", "", 1, pyramid_bytes(relevance), partial(lod.hiz, relevance)),
+            ("log_polar", READY, 3, 8 * texels, partial(lod.log_polar, pyramid, point, RINGS, WEDGES)),
+            ("foveate", READY, 3, 2 * image.nbytes, partial(lod.foveate, pyramid, point)),
+            (
+                "gather_patches", f"{BUDGET} x 14 x 14, cortical sites; {READY}", 3, 8 * patches,
+                partial(lod.gather_patches, pyramid, sites),
+            ),
+        ):  # fmt: skip
+            ways = {"cuda kernels": partial(way, backend="cuda")}
+            timed = race(ways, seconds=seconds, pause=0.0, clock=lambda call: watch.device_ms(call, 1)[0])
+            yield Row(
+                verb, "kernel", side, side, 1, channels, "float32", "warm", moved, timed,
+                note=f"{note}; by kernels" if note else "by kernels",
+            )  # fmt: skip
 
 
 def _without_subgroups(ctx: lod.Context, side: Side) -> object:

@@ -7,10 +7,11 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+import eight_texels
 import torch
 import torch.nn.functional as F
 from bench_log_polar import READY
-from inputs import ANEW, PLANNED, inputs_for, job, picture, planned
+from inputs import ANEW, PLANNED, inputs_for, job, picture, planned, uploaded
 from rows import Row
 from timer import Race, able, race
 
@@ -71,7 +72,7 @@ def foveate(
     for height, width, batch in sizes:
         for dtype in dtypes:
             image = picture(height, width, batch=batch, dtype=dtype).to(device)
-            pyramids = inputs_for(image, cache, lambda x: lod.mipmap(x).upload())
+            pyramids = inputs_for(image, cache, lambda x: uploaded(lod.mipmap(x)))
             points = cycle(torch.rand(64, batch, 2).unbind())
             sides: dict[str, Callable[[], object]] = {
                 name: job(_at(way, points), pyramids)
@@ -83,6 +84,7 @@ def foveate(
                     ("torch every level", _foveate_every_level),
                 )
             }
+            sides |= eight_texels.sides(lod.foveate, pyramids, points)
             yield Row(
                 "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], cache, 2 * image.nbytes,
                 race(sides, seconds=seconds), note=READY,
@@ -258,7 +260,7 @@ def gather_patches(
     for height, width, batch in sizes:
         for dtype in dtypes:
             image = picture(height, width, batch=batch, dtype=dtype).to(device)
-            pyramids = inputs_for(image, cache, lambda x: lod.mipmap(x).upload())
+            pyramids = inputs_for(image, cache, lambda x: uploaded(lod.mipmap(x)))
             cortical = [lod.cortical_sites(torch.rand(batch, 2), budget, (height, width)) for _ in range(16)]
             grid = [_grid_sites(height, width, batch, 14, budget) for _ in range(16)]
             for note, sites in (("cortical sites", cortical), ("sites on the grid", grid)):
@@ -278,6 +280,7 @@ def gather_patches(
                 if cache == "warm":
                     following = partial(next, points)
                     sides |= planned(lod.gather_patches, pyramids[0], following(), backend="gl", following=following)
+                sides |= eight_texels.sides(lod.gather_patches, pyramids, points)
                 moved = 2 * batch * budget * 3 * 14 * 14 * dtype.itemsize
                 yield Row(
                     "gather_patches", "end to end", height, width, batch, 3, str(dtype)[6:], cache, moved,
@@ -291,8 +294,8 @@ SEPARATE = "gl a call for each image"
 def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int = 32, side: int = 224) -> Iterator[Row]:
     """One call for a batch beside a call for each of its images."""
     image = picture(side, side, batch=batch).to(device)
-    whole = lod.mipmap(image).upload()
-    parts = [lod.mipmap(one[None]).upload() for one in image]
+    whole = uploaded(lod.mipmap(image))
+    parts = [uploaded(lod.mipmap(one[None])) for one in image]
     fixations = torch.rand(batch, 2)
     sites = lod.cortical_sites(fixations, 64, (side, side))
     maps, bands, each = image[:, :1].split(1), lod.laplacian(image), [lod.laplacian(one[None]) for one in image]

@@ -166,6 +166,8 @@ class Sides:
         self.limits = limits or Limits()
         self.ways: dict[str, Side] = {}
         self.dropped: dict[str, str] = {}
+        self.failed: set[str] = set()
+        """Those among them that raised something."""
         self._first: dict[str, float] = {}
 
     def add(self, name: str, make: Callable[[], Side]) -> bool:
@@ -198,6 +200,7 @@ class Sides:
 
     def _drop(self, name: str, error: Exception) -> None:
         self.dropped[name] = short(error)
+        self.failed.add(name)
         if lost(self.watch):
             raise DeviceLostError(name, error) from error
 

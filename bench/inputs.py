@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -12,10 +14,12 @@ import torch
 from skimage import data
 
 import gpu_lod as lod
+from gpu_lod.errors import GpuLodError
 
 T = TypeVar("T")
 ANEW = "from a pyramid that is no texture yet"
 """Note of a row whose source is sampled once: OpenGL makes it a texture first."""
+NO_GL = "OpenGL did not open"
 COLD_BYTES = 96 * 2**20
 """Inputs of a cold row together: beyond any cache that a CPU of this class has."""
 
@@ -87,6 +91,28 @@ def pyramid_bytes(image: torch.Tensor) -> int:
     return image.nbytes + image.nbytes // 3
 
 
+def uploaded(pyramid: lod.Pyramid) -> lod.Pyramid:
+    """The pyramid, a texture of all that its device has: of OpenGL where that opens, and of CUDA."""
+    for backend in ("gl", "cuda"):
+        with suppress(GpuLodError):
+            if backend == "gl" or pyramid.device.type == "cuda":
+                pyramid.upload(backend=backend)  # type: ignore[arg-type]
+    return pyramid
+
+
+def opens(device: torch.device | str) -> bool:
+    """Whether there is OpenGL on a device."""
+    try:
+        lod.Context(device)
+    except GpuLodError:
+        return False
+    return True
+
+
+def _fail(error: Exception, *_: object) -> None:
+    raise error
+
+
 PLAN = "gl plan"
 PLANNED = {PLAN: "repeats what it recorded, and its result lasts until the next call"}
 """As `Row.other_job` takes it."""
@@ -94,5 +120,8 @@ PLANNED = {PLAN: "repeats what it recorded, and its result lasts until the next 
 
 def planned(function: Callable[..., Any], *args: Any, following: Callable[[], Any], **kwargs: Any) -> dict[str, Any]:
     """A plan as a side, which takes the next of what changes at each call; none where it would not replay."""
-    plan = lod.plan(function, *args, **kwargs)
+    try:
+        plan = lod.plan(function, *args, **kwargs)
+    except GpuLodError as error:
+        return {PLAN: partial(_fail, error)}
     return {PLAN: lambda: plan(following())} if plan.replays else {}

@@ -45,6 +45,7 @@ sys.path.insert(0, str(CHECKOUT / "bench"))
 import bench_bridge  # noqa: E402
 import bench_cuda  # noqa: E402
 import bench_hiz  # noqa: E402
+import bench_log_polar  # noqa: E402
 import bench_mipmap  # noqa: E402
 import bench_parts  # noqa: E402
 import bench_pyramids  # noqa: E402
@@ -52,6 +53,7 @@ import bench_samplers  # noqa: E402
 import bridge_cost  # noqa: E402
 import cuda_peers  # noqa: E402
 import cuda_timer  # noqa: E402
+import eight_texels  # noqa: E402
 import inputs  # noqa: E402
 import mapped_arrays  # noqa: E402
 import opponents  # noqa: E402
@@ -520,7 +522,9 @@ def run_on_host(budget: cuda_timer.Budget | None = None, **changes: Any) -> benc
     """A run "on CUDA" on the host, with this machine's OpenGL."""
     device = torch.device("cpu")
     budget = budget or cuda_timer.Budget(10)
-    return bench_cuda.Run(device, HostStopwatch(), budget, **{"ctx": lod.Context(), "seconds": 0.001, **changes})
+    if "ctx" not in changes:
+        changes["ctx"] = lod.Context()
+    return bench_cuda.Run(device, HostStopwatch(), budget, **{"seconds": 0.001, **changes})
 
 
 def about_cuda() -> dict[str, Any]:
@@ -554,8 +558,8 @@ def measured(one_thread: None) -> dict[str, Any]:
         patch.setattr(bench_cuda, "ROW_SECONDS", 600)
         # Without the rows that are the same on every device, at sizes that cannot be chosen.
         plan = bench_cuda.plan(run, [(32, 32, 1)], [(13, 21, 2)])
-        jobs = [job for job in plan if job[0] not in ("readers", "whole calls")]
-        assert len(jobs) == len(plan) - 2
+        jobs = [job for job in plan if job[0] not in ("readers", "whole calls", "fixed cost")]
+        assert len(jobs) == len(plan) - 3
         bench_cuda.measure(run, jobs, lambda: None)
     result: dict[str, Any] = json.loads(json.dumps(bench_cuda.result(run, about_cuda(), 1e12)))
     return result
@@ -651,21 +655,88 @@ def test_cuda_files_must_say_what_they_were_measured_with(measured: dict[str, An
 def test_the_most_important_rows_come_first() -> None:
     names = [name for name, _ in bench_cuda.plan(run_on_host(ctx=None), bench_cuda.MAIN, bench_cuda.REST)]
     assert len(set(names)) == len(names)
-    plain = [name.split()[1] for name in names if name.startswith("mipmap ") and len(name.split()) == 2]
-    assert plain == [
-        *(
-            "1024x1024x1",
-            "2048x2048x1",
-            "4096x4096x1",
-            "776x1000x1",
-            "224x224x1",
-            "448x448x1",
-            "1080x1920x1",
-            "777x1001x1",
-        ),
-        *("224x224x8", "224x224x32", "1024x1024x8"),
+    assert names[:10] == [
+        "mipmap 4096x4096x1 uint8 cold 4",
+        "mipmap 4096x4096x1",
+        "mipmap 2048x2048x1",
+        "mipmap 1024x1024x1",
+        "log_polar 4096x4096x1 float32 warm 1024 1024",
+        "foveate 1024",
+        "many patches",
+        "fixed cost",
+        "odd_sides 4097x4097x1",
+        "odd_sides 4095x4095x1",
     ]
-    assert [name.split()[0] for name in names[:3]] == ["mipmap", "hiz", "log_polar"]
+    assert {"hiz 4096x4096x1", "log_polar 224x224x32", "kernels", "parts", "batches", "readers"} <= {*names}
+    assert names == [name for name, _ in bench_cuda.plan(run_on_host(), bench_cuda.MAIN, bench_cuda.REST)], (
+        "what a fresh process goes on with, whether OpenGL opens there or not"
+    )
+
+
+@pytest.fixture
+def no_gl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(cls: type, *_: Any, **__: Any) -> Any:
+        raise lod.GpuLodError("no EGL here")
+
+    monkeypatch.setattr(lod.Context, "__new__", refuse)
+
+
+@pytest.mark.parametrize("name", ["foveate", "foveate once", "gather_patches", "batches", "readers", "whole calls"])
+def test_without_opengl_rows_drop_its_sides_and_say_so(name: str, no_gl: None, one_thread: None) -> None:
+    run = run_on_host(ctx=None)
+    size, f32 = [(64, 64, 1)], [torch.float32]
+    jobs: dict[str, Any] = {
+        "foveate": partial(bench_samplers.foveate, size, f32),
+        "foveate once": partial(bench_samplers.foveate_once, size, f32),
+        "gather_patches": partial(bench_samplers.gather_patches, size, f32, budget=16),
+        "batches": partial(bench_samplers.batches, batch=2, side=64),
+        "readers": partial(bench_hiz.readers, side=64),
+        "whole calls": partial(bench_log_polar.from_an_image, side=64),
+    }
+    bench_cuda.measure(run, [(name, partial(jobs[name], 0.001, "cpu", run.race))], lambda: None)
+    assert run.failures == [] and run.rows
+    for row in run.rows:
+        assert row.best("torch") and not row.best("gl")
+        assert any(side.startswith("gl") for side in row.extra["dropped"])
+        assert set(row.extra["dropped"].values()) == {inputs.NO_GL}
+    assert bench_cuda.problem_of(bench_cuda.result(run, about_cuda(), 1e9)) is None
+
+
+def test_eight_texels_a_sample_do_what_the_verbs_do() -> None:
+    pyramid = lod.mipmap(torch.rand(2, 3, 45, 61), backend="torch")
+    stack, fixation = eight_texels.Stack(pyramid), torch.rand(2, 2)
+    expected = lod.foveate(pyramid, fixation, backend="torch")
+    assert torch.allclose(eight_texels.foveate(stack, fixation), expected, atol=1e-5)
+    assert not torch.allclose(eight_texels.foveate(stack, torch.rand(2, 2)), expected, atol=1e-2)
+    sites = torch.rand(2, 7, 3) * torch.tensor([1, 1, 7])
+    expected = lod.gather_patches(pyramid, sites, 5, backend="torch")
+    assert torch.allclose(eight_texels.gather_patches(stack, sites, 5), expected, atol=1e-4)
+    assert eight_texels.sides(lod.foveate, [pyramid], iter([])) == {}, "of CPU tensors there are others"
+
+
+def test_sides_of_cuda_tensors_take_a_new_position_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyramid = lod.mipmap(torch.rand(1, 3, 16, 16), backend="torch")
+    asked: list[torch.Tensor] = []
+
+    def verb(src: lod.Pyramid, at: torch.Tensor, backend: str) -> None:
+        assert backend == "cuda"
+        asked.append(at.clone())
+
+    verb.__name__ = "foveate"
+    monkeypatch.setattr(eight_texels, "captured", lambda function, inputs: lambda: function(inputs[0]))
+    monkeypatch.setattr(eight_texels, "compiled", lambda function, inputs, seconds: function)
+    monkeypatch.setattr(eight_texels, "KIND", "cpu")
+    points = list(torch.rand(4, 1, 2).unbind())
+    sides = eight_texels.sides(verb, [pyramid], itertools.cycle(points))
+    run = run_on_host(ctx=None)
+    found = run.race(sides, seconds=0.001)
+    assert found.keys() == {
+        *("cuda graph of kernels", "torch graph of eight texels a sample", "torch compiled"),
+        "torch graph of compiled",
+    }
+    assert {tuple(at[0].tolist()) for at in asked} == {tuple(at[0].tolist()) for at in points}
+    several = eight_texels.sides(verb, [pyramid] * 2, itertools.cycle(points))
+    assert several.keys() == {"cuda graph of kernels", "torch graph of eight texels a sample"}
 
 
 def row_of(name: str, **details: Any) -> Row:
@@ -832,7 +903,7 @@ def test_where_nothing_works_every_failure_is_in_the_file(
     data = json.loads(out.read_text())
     assert data["rows"] == [] and data["left_out"] == []
     names = [one["name"] for one in data["failures"]]
-    assert names[:2] == ["OpenGL", "mipmap 1024x1024x1"] and len(names) > 10
+    assert names[:2] == ["OpenGL", "mipmap 1024x1024x1 uint8 cold 4"] and len(names) > 10
     assert "no row was measured" in capsys.readouterr().err
     assert out.with_suffix(".svg").exists()
 
