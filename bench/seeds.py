@@ -8,14 +8,16 @@ are one job to `auto` (it cannot know how much of a map culling will prune), the
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_log_polar import RINGS, WEDGES
 from bench_pyramids import AND_BACK
-from bench_samplers import ANISOTROPIC, IMAGE, WITH_BACKWARD
+from bench_samplers import ANISOTROPIC, BUDGET, IMAGE, WITH_BACKWARD
 from inputs import ANEW
 from rows import slug
 
@@ -131,10 +133,17 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         how = foveated(texture=not note.endswith(ANEW), whole_words=whole_words, anisotropic=probes > 1)
         return sampler(area * probes, how)
     if verb == "log_polar" and not note.startswith("from an image"):
-        return sampler(64 * 128 if together else 256 * 512)
+        return sampler(64 * 128 if together else _product(r"(\d+) x (\d+), ", note) or RINGS * WEDGES)
     if verb == "gather_patches":
-        return sampler((64 if together else 273) * 14**2, "whole levels" if "sites on the grid" in note else "")
+        samples = 64 * 14**2 if together else _product(r"(\d+) x (\d+) x (\d+), ", note)
+        return sampler(samples or BUDGET * 14**2, "whole levels" if "sites on the grid" in note else "")
     return []
+
+
+def _product(pattern: str, note: str) -> int:
+    """Of the numbers that a note begins with; 0 if it does not."""
+    found = re.match(pattern, note)
+    return math.prod(map(int, found.groups())) if found else 0
 
 
 def write(target: Path = DATA) -> list[Path]:

@@ -833,3 +833,23 @@ def test_seeds_answer_what_the_verbs_ask() -> None:
         (lod.region_max, hz, torch.zeros(4096, 4)),
     ):  # fmt: skip
         assert asked(verb, *arguments) in questions, verb.__name__
+
+
+def test_rows_that_differ_in_their_counts_alone_are_other_questions() -> None:
+    """One for a map, or for patches, of a megapixel and more; as the verbs ask it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    def of(verb: str, note: str) -> Any:
+        row = {"verb": verb, "note": note, "batch": 1, "channels": 3, "dtype": "float32", "size": [1024, 1024]}
+        [question] = seeds._questions(row)
+        return question
+
+    ready = "from a prebuilt pyramid, a texture already"
+    pyramid = lod.mipmap(noise(1, 3, 1024, 1024)).upload()
+    for rings, wedges, note in ((256, 512, ready), (1024, 1024, f"1024 x 1024, {ready}")):
+        assert of("log_polar", note) == asked(lod.log_polar, pyramid, (0.4, 0.6), rings, wedges)
+    for budget in (273, 5400):
+        sites = lod.cortical_sites((0.5, 0.5), budget, (1024, 1024))
+        note = f"{budget} x 14 x 14, cortical sites; {ready}"
+        assert of("gather_patches", note) == asked(lod.gather_patches, pyramid, sites)
