@@ -49,8 +49,16 @@ def cvcuda_chain(cvcuda: Any, image: Any) -> list[Any]:
 
 
 def cvcuda_side(inputs: list[torch.Tensor]) -> Side:
-    """On CV-CUDA's default stream, which is torch's; pictures are put in NHWC order beforehand."""
+    """On torch's current stream, for CV-CUDA has one of its own, which neither torch's events nor what torch has queued
+    know of; pictures are put in NHWC order beforehand."""
     import cvcuda
 
+    as_stream = getattr(cvcuda, "as_stream", None) or cvcuda.cuda.as_stream  # where it was before
     images = [cvcuda.as_tensor(image.permute(0, 2, 3, 1).contiguous(), "NHWC") for image in inputs]
-    return job(lambda image: cvcuda_chain(cvcuda, image), images)
+    call = job(lambda image: cvcuda_chain(cvcuda, image), images)
+
+    def on_torchs_stream() -> object:
+        with as_stream(torch.cuda.current_stream()):
+            return call()
+
+    return on_torchs_stream

@@ -1273,6 +1273,30 @@ def test_cvcuda_is_asked_for_half_the_size_at_each_level() -> None:
     assert asked == [(2, 2, 4, 3), (2, 1, 2, 3), (2, 1, 1, 3)]
 
 
+@pytest.mark.parametrize("where", ["cvcuda", "cvcuda.cuda"])
+def test_cvcuda_works_on_torchs_stream(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[object] = []
+
+    @contextlib.contextmanager
+    def as_stream(stream: object) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    def resize(image: Any, shape: tuple[int, ...], how: str) -> Any:
+        assert streams == ["torch's"]
+        return SimpleNamespace(shape=shape)
+
+    parts = {"as_stream": as_stream} if where == "cvcuda" else {"cuda": SimpleNamespace(as_stream=as_stream)}
+    as_tensor = lambda image, layout: SimpleNamespace(shape=image.shape)  # noqa: E731
+    library = SimpleNamespace(as_tensor=as_tensor, resize=resize, Interp=SimpleNamespace(AREA="area"), **parts)
+    monkeypatch.setitem(sys.modules, "cvcuda", library)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "torch's")
+    side = cuda_peers.cvcuda_side([torch.rand(1, 3, 4, 8)])
+    assert [level.shape for level in side()][-1] == (1, 1, 1, 3)  # type: ignore[attr-defined]
+    assert streams == []
+
+
 def test_a_library_that_is_not_there_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "ABSENT", {})
     assert inputs.optional("no_such_library") is None
