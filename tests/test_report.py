@@ -330,6 +330,34 @@ def test_on_a_gpu_the_claim_is_judged_by_time_and_ratio(driver: float, pooling: 
     assert "nothing is said" in claim.verdict(on_cuda(row(sides={"gl compute": timing(1)})))
 
 
+def with_kernels(*, gl: bool) -> dict[str, Any]:
+    """A row in which kernels are the best of ours, or all that there is."""
+    sides = {"cuda kernels": timing(0.2), "torch avg_pool2d": timing(5), "torch x": timing(1)}
+    return row(sides=sides | ({"gl compute": timing(0.5), "gl driver": timing(0.08 * 5)} if gl else {}))
+
+
+@pytest.mark.parametrize("gl", [True, False])
+def test_kernels_are_shown_where_they_are_the_best_of_ours(gl: bool, tmp_path: Path) -> None:
+    found = on_cuda(with_kernels(gl=gl), {**with_kernels(gl=gl), "size": [2048, 2048]})
+    line = claim.lines(found)[0]
+    assert (line.best_name, line.best, line.best_ratio, line.honest_ratio) == ("cuda kernels", 0.2, 25, 5)
+    said = claim.verdict(found)
+    assert "The fastest of ours at 2048 x 2048, cuda kernels, takes 0.200 ms: pooling takes 25.0 times" in said
+    assert ("refuted" in said) == gl and ("nothing is said of the claim" in said) == (not gl)
+    path = saved(tmp_path, "a.json", found)
+    made = text.markdown(path, tmp_path)
+    assert "| best of ours, ms | best torch, ms | ours against torch |" in made and "GL against" not in made
+    assert "| cuda kernels: 0.2 ± 0.01 | x: 1 ± 0.05 | 5.00x |" in made
+    assert text.table(path).row_count == 2
+    plots.overview(found, tmp_path / "a.svg")
+    assert "best of ours (cuda kernels)" in (tmp_path / "a.svg").read_text()
+    assert "cuda kernels: 0.200" in html([(path, found)])
+    shaders = data()
+    assert text.headings(shaders) == text.HEADINGS and "best of ours" not in text.markdown(
+        saved(tmp_path, "b.json", shaders), tmp_path
+    )
+
+
 def test_losses_are_by_verb_worst_first_with_a_reason() -> None:
     worse = row(sides={"gl": timing(4), "torch": timing(1)})
     milder = row(sides={"gl": timing(2), "torch": timing(1)})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_lod.report.files import Data
-from gpu_lod.report.rows import Row, best, is_plain, kind_of, median, note, over_floor
+from gpu_lod.report.rows import Row, best, has_kernels, is_plain, kind_of, median, note, over_floor, own
 from gpu_lod.report.text import machine
 
 Curves = dict[str, list[Row]]
@@ -80,17 +80,22 @@ def limits_of(several: list[list[Row]]) -> tuple[float, float]:
 
 
 def overview(data: Data, target: Path) -> None:
-    """The README's plot: best GL way against best torch way and the floor, for three verbs."""
-    found = curves(data)
+    """The README's plot: the best of ours against the best torch way and the floor, for three verbs."""
+    found, kernels = curves(data), has_kernels(data["rows"])
     with figure_of(3, (13, 4.2)) as (figure, axes):
         for axis, verb in zip(axes, ("mipmap", "hiz", "log_polar"), strict=True):
             names = [name for name in found if name.partition(";")[0] == verb]
-            rows = [row for row in (found[names[0]] if names else []) if best(row, "gl") and best(row, "torch")]
+            rows = [row for row in (found[names[0]] if names else []) if own(row) and best(row, "torch")]
             if not rows:
                 continue
             sizes = [row["size"][0] for row in rows]
-            for kind, label, colour in (("gl", "best GL way", "#c2410c"), ("torch", "best torch way", "#1d4ed8")):
-                timings = [row["sides"][best(row, kind)] for row in rows]  # type: ignore[arg-type]
+            names = list(dict.fromkeys(str(own(row)) for row in rows))
+            label_of_ours = f"best of ours ({', '.join(names)})" if kernels else "best GL way"
+            for fastest, label, colour in (
+                (own, label_of_ours, "#c2410c"),
+                (lambda row: best(row, "torch"), "best torch way", "#1d4ed8"),
+            ):
+                timings = [row["sides"][fastest(row)] for row in rows]
                 axis.errorbar(
                     sizes, [t["median_ms"] for t in timings], yerr=[t["iqr_ms"] / 2 for t in timings],
                     marker="o", markersize=4, capsize=2, label=label, color=colour,
@@ -100,7 +105,7 @@ def overview(data: Data, target: Path) -> None:
             axis.set(title=verb)
             _over_sizes(axis, rows)
         axes[0].set_ylabel("milliseconds")
-        for axis in [axis for axis in axes if axis.has_data()][:1]:
+        for axis in [axis for axis in axes if axis.has_data()][: None if kernels else 1]:
             axis.legend(frameon=False, fontsize=9)
         figure.suptitle(f"{machine(data)}; fp32, batch 1, warm", fontsize=10)
         target.write_text(svg_of(figure), encoding="utf-8")

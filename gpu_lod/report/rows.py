@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 Row = dict[str, Any]
@@ -38,6 +39,11 @@ def own(row: Row) -> str | None:
     """The fastest side of ours that does the job."""
     names = [name for name in (best(row, "gl"), best(row, "cuda")) if name]
     return min(names, key=lambda side: median(row, side), default=None)
+
+
+def has_kernels(rows: Iterable[Row]) -> bool:
+    """Whether kernels of CUDA were measured, so that the best of ours need not be a shader."""
+    return any(kind_of(side) == "cuda" for row in rows for side in row["sides"])
 
 
 def gain(row: Row) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpu_lod.report.files import Data, between, load
-from gpu_lod.report.rows import Row, best, job, kind_of, median, note, time, way
+from gpu_lod.report.rows import Row, best, has_kernels, job, kind_of, median, note, own, time, way
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +22,7 @@ HEADINGS = [
     "other library, ms",
     "floor, ms",
 ]
+_WITH_KERNELS = {"best GL, ms": "best of ours, ms", "GL against torch": "ours against torch"}
 MARKS = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
 _SHOWN = ([224, 224], [1024, 1024], [777, 1001], [4096, 4096])
 """Sizes of plain chains in the README; the page has all."""
@@ -61,10 +62,23 @@ def long_job(row: Row) -> str:
     return job(row) + more
 
 
-def verdict(row: Row) -> str:
-    if "gl_speedup" not in row:
+def headings(data: Data) -> list[str]:
+    """HEADINGS, in words of all of ours where kernels were measured beside shaders."""
+    return [_WITH_KERNELS.get(word, word) for word in HEADINGS] if has_kernels(data["rows"]) else HEADINGS
+
+
+def speedup_of(row: Row, kernels: bool) -> float | None:
+    """The best torch way over the best of ours: of shaders alone, or of kernels too."""
+    ours, theirs = own(row), best(row, "torch")
+    if not kernels:
+        return row.get("gl_speedup")
+    return median(row, theirs) / median(row, ours) if ours and theirs else None
+
+
+def verdict(row: Row, kernels: bool = False) -> str:
+    speedup = speedup_of(row, kernels)
+    if speedup is None:
         return ""
-    speedup = row["gl_speedup"]
     return f"{speedup:.2f}x" if speedup >= 1 else f"{speedup:.2f}x (slower)"
 
 
@@ -77,16 +91,20 @@ def other_library(row: Row) -> str:
     return f"{near}: {time(row, near)}, another job" if near else ""
 
 
-def cells(row: Row) -> list[str]:
-    """A row under HEADINGS."""
-    ours, theirs = best(row, "gl"), best(row, "torch")
+def cells(row: Row, kernels: bool = False) -> list[str]:
+    """A row under the headings.
+
+    Args:
+        kernels: the best of ours may be one, and the row says whose it is.
+    """
+    ours, theirs = own(row) if kernels else best(row, "gl"), best(row, "torch")
     auto = f"{time(row, 'auto')}{'' if row.get('auto_ok', True) else ' (behind)'}" if "auto" in row["sides"] else ""
     return [
         row["verb"],
         long_job(row),
-        f"{way(ours)}: {time(row, ours)}" if ours else "",
+        f"{ours if kernels else way(ours)}: {time(row, ours)}" if ours else "",
         f"{way(theirs)}: {time(row, theirs)}" if theirs else "",
-        verdict(row),
+        verdict(row, kernels),
         auto,
         other_library(row),
         f"{row['floor_ms']:.3g}",
@@ -99,10 +117,12 @@ def table(path: Path) -> Table:
     from rich.text import Text
 
     data = load_any(path)
-    result = Table(*HEADINGS, title=Text(f"{machine(data)}, {data['date']}"), caption=Text(missing(data)))
+    kernels = has_kernels(data["rows"])
+    result = Table(*headings(data), title=Text(f"{machine(data)}, {data['date']}"), caption=Text(missing(data)))
     for row in data["rows"]:
         if row["part"] not in ("kernel", "bridge"):
-            result.add_row(*map(Text, cells(row)), style="" if row.get("gl_speedup", 1) >= 1 else "dim")
+            lost = (speedup_of(row, kernels) or 1) < 1
+            result.add_row(*map(Text, cells(row, kernels)), style="dim" if lost else "")
     return result
 
 
@@ -126,15 +146,16 @@ def in_readme(row: Row) -> bool:
 def markdown(path: Path, folder: Path) -> str:
     """The table of the README: of one file, linked as seen from a folder."""
     data = load_any(path)
+    kernels = has_kernels(data["rows"])
     clock = " of the wall clock, with a synchronise behind every call" if on_cuda(data) else ""
     link = Path(os.path.relpath(path, folder)).as_posix()
     lines = [
         f"Measured on {_escape(machine(data))}, torch {_escape(data['versions']['torch'])}, {data['date']} "
         f"([file]({link})). Median ± half the interquartile range{clock}, milliseconds.",
         "",
-        "| " + " | ".join(HEADINGS) + " |",
+        "| " + " | ".join(headings(data)) + " |",
         "|" + " --- |" * len(HEADINGS),
-        *("| " + " | ".join(map(_escape, cells(row))) + " |" for row in data["rows"] if in_readme(row)),
+        *("| " + " | ".join(map(_escape, cells(row, kernels))) + " |" for row in data["rows"] if in_readme(row)),
     ]
     if left := missing(data):
         lines += ["", _escape(left)]
