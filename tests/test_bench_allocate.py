@@ -54,6 +54,15 @@ def test_files_fit_the_schema_and_a_broken_one_does_not(measured: Path) -> None:
         jsonschema.validate(data, bench_allocate.SCHEMA)
 
 
+def test_without_jsonschema_it_measures_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has torch and little else."""
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    out = tmp_path / "a.json"
+    assert bench_allocate.main(["--quick", "--only", "GridTopK", "--seconds", "0", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["rows"]
+    assert "jsonschema" not in vars(bench_allocate)
+
+
 def test_what_fails_or_has_no_time_left_costs_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
