@@ -120,7 +120,7 @@ def sides(
         return stacks
 
     def compile_it() -> Side:
-        made.append(compiled(source, stacked(), COMPILE_SECONDS))  # type: ignore[arg-type]
+        made.append(compiled(source, stacked(), COMPILE_SECONDS))
         return placed(job(made[0], stacked()))
 
     def graph_of_compiled() -> Side:

@@ -96,7 +96,7 @@ def uploaded(pyramid: lod.Pyramid) -> lod.Pyramid:
     for backend in ("gl", "cuda"):
         with suppress(GpuLodError):
             if backend == "gl" or pyramid.device.type == "cuda":
-                pyramid.upload(backend=backend)  # type: ignore[arg-type]
+                pyramid.upload(backend=backend)
     return pyramid
 
 

@@ -421,6 +421,57 @@ def test_a_side_that_loses_the_device_is_left_out_by_a_fresh_process(after: int)
     assert found["left_out"] == [] and len(found["failures"]) == 1
 
 
+def test_a_run_that_loses_the_device_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command that a process is replaced by to the file of both."""
+    watch = LosingStopwatch()
+    order: list[str] = []
+
+    def loses() -> None:
+        order.append("loses")
+        watch.is_lost = True
+        watch.synchronize()
+
+    def rows(run: bench_cuda.Run) -> Iterator[Row]:
+        order.append("rows")
+        sides = cuda_timer.Sides(run.watch, run.limits)
+        sides.add("auto", lambda: lambda: None)
+        sides.add("cuda kernels", lambda: loses)
+        yield row_of("mipmap", sides=sides.race(seconds=0.01), extra={"dropped": sides.dropped})
+
+    def no_context(device: object) -> None:
+        raise lod.GpuLodError("no EGL here")
+
+    def plan(run: bench_cuda.Run, *_: object) -> Any:
+        return [("a", lambda: iter([row_of("hiz")])), ("b", partial(rows, run)), ("c", lambda: iter([row_of("cull")]))]
+
+    for name, value in {
+        "CudaStopwatch": lambda device: watch, "device_bandwidth": lambda *_: 1e12, "plan": plan,
+        "cuda_facts": lambda *_: about_cuda(), "START_SECONDS": 1.0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(bench_cuda, name, value)
+    monkeypatch.setattr(lod, "Context", no_context)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    out, commands, said = tmp_path / "bench.json", list[list[str]](), list[str]()
+    bench_cuda.run_all(2, out, True, said.append, again=commands.append)
+    left = json.loads(out.read_text())
+    assert [row["verb"] for row in left["rows"]] == ["hiz"] and left["left_out"] == ["b", "c"]
+    assert "a fresh process goes on with b" in said
+    options = run.parse(commands.pop())
+    assert options.quick and options.device == "cuda" and 1 < options.minutes < 2 and options.out == out
+
+    watch.is_lost = False
+    path, problem = bench_cuda.run_all(
+        options.minutes, options.out, True, said.append, bench_cuda.Rest.of(options.rest), again=commands.append
+    )
+    found = json.loads(path.read_text())
+    assert bench_cuda.problem_of(found) is None and commands == []
+    assert [row["verb"] for row in found["rows"]] == ["hiz", "mipmap", "cull"]
+    assert "illegal" in found["rows"][1]["dropped"]["cuda kernels"]
+    assert order == ["rows", "loses", "rows"] and found["left_out"] == []
+    assert [one["name"] for one in found["failures"]] == ["OpenGL", "side 'cuda kernels' of b"]
+    assert problem is not None and "2 failures" in problem, "a run that lost a device is no success"
+
+
 def test_a_job_that_loses_the_device_otherwise_is_not_tried_again() -> None:
     run, loses = losing()
     jobs = [("a", lambda: iter([row_of("hiz")])), ("b", lambda: loses()), ("c", lambda: iter([row_of("mipmap")]))]
