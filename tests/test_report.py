@@ -358,6 +358,14 @@ def test_kernels_are_shown_where_they_are_the_best_of_ours(gl: bool, tmp_path: P
     )
 
 
+def test_a_fixed_cost_tells_the_hosts_time() -> None:
+    sides = {"cuda kernels": timing(0.1, cpu_us=31.24), "cuda plan": timing(0.1, cpu_us=8.5)}
+    assert problem_of(on_cuda(row("bridge", part="fixed cost", sides=sides))) is None
+    fixed = text.long_job(row("bridge", part="fixed cost", sides=sides))
+    assert fixed.endswith("; CPU time a call: cuda kernels 31.2 us, cuda plan 8.5 us")
+    assert "CPU time" not in text.long_job(row(sides=sides)) + text.long_job(row("bridge", part="fixed cost"))
+
+
 def test_losses_are_by_verb_worst_first_with_a_reason() -> None:
     worse = row(sides={"gl": timing(4), "torch": timing(1)})
     milder = row(sides={"gl": timing(2), "torch": timing(1)})

@@ -57,6 +57,9 @@ def long_job(row: Row) -> str:
         more += f"; for the mask alone one torch comparison takes {time(row, 'torch one comparison')}"
     if "gl a call for each image" in row["sides"]:
         more += f"; a call for each image takes {time(row, 'gl a call for each image')}"
+    if row["part"] == "fixed cost":  # which is the host's
+        times = {side: timing["cpu_us"] for side, timing in row["sides"].items() if "cpu_us" in timing}
+        more += "; CPU time a call: " * bool(times) + ", ".join(f"{side} {us:.3g} us" for side, us in times.items())
     if row.get("dropped"):  # of no machine's OpenGL, or of this machine's compiler: the file says why
         more += f"; without {', '.join(sorted(row['dropped']))}"
     return job(row) + more
