@@ -27,7 +27,8 @@ def tuning(*, software: bool) -> Tuning:
     """What measured fastest; for hardware renderers, what vendors recommend (see docs/cost_model.md)."""
     if software:
         # A software renderer runs a workgroup as one loop over vectors of 8, and barriers save and restore all of it.
-        # It stores doubles in the time of floats, but for LLVM's code with AVX-512: half as long again.
+        # It stores doubles in the time of floats, but for LLVM's code with AVX-512: half as long again on a Xeon. (By
+        # pairs an EPYC with AVX-512 would gain a tenth at most.)
         pairs = torch.backends.cpu.get_cpu_capability() != "AVX512"
         return Tuning(generator="registers", single_pass=(8, 1), subgroups=False, registers=64, pairs=pairs)
     return Tuning(generator="single-pass", single_pass=(32, 8), subgroups=True, registers=64, pairs=False)
