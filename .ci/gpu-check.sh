@@ -8,6 +8,7 @@
 #   LIBS     folder of .deb files, for libraries that the machine lacks, such as libegl1 and libglvnd0
 #   OUT      where the results go, at most 8 files (default: out/gpu-check)
 #   MINUTES  how long all of it may take, 9.5 for example (default: 9)
+#   GPU_LOD_COMMIT  what the results name as measured, where the checkout has no history (default: what git says)
 #
 # Exit status: 0 if all is well; 1 if there is no GPU, the tests or the doctor fail, or a benchmark could not run.
 set -uo pipefail
@@ -136,7 +137,8 @@ PYTHON
         printf 'installed %s\n' "${missing[@]##*/}"
     else
         for wheel in "${missing[@]}"; do
-            if timeout 30 "${pip[@]}" "$wheel"; then
+            # Into a folder of its own first: pip leaves out what goes into one that is there, as packages of a namespace do.
+            if timeout 30 "${pip[@]}" --target "$work/one" "$wheel" && cp -R "$work/one/." "$work/wheels/"; then
                 echo "installed ${wheel##*/}"
             # A wheel is a zip file of what goes on the path: where there is no pip, that will do.
             elif ! "$python" -m pip --version >/dev/null && "$python" -m zipfile -e "$wheel" "$work/wheels"; then
@@ -145,6 +147,7 @@ PYTHON
                 echo "could not install ${wheel##*/}"
                 status=1
             fi
+            rm -rf "$work/one"
         done
     fi
     return $status
@@ -191,10 +194,10 @@ name_vendors() {
 # --- run it all ------------------------------------------------------------------------------------------------------
 
 {
-    echo "gpu-check of $(git -C "$checkout" describe --always --dirty 2>/dev/null || echo 'an unknown commit')"
+    echo "gpu-check of ${GPU_LOD_COMMIT:-$(git -C "$checkout" describe --always --dirty 2>/dev/null || echo 'an unknown commit')}"
     date -u
     uname -srm
-    nvidia-smi -L
+    timeout 20 nvidia-smi -L
     "$python" -c 'import sys; from importlib.metadata import version as v; print(sys.version, "torch", v("torch"))'
     echo
 } >"$summary" 2>&1
@@ -248,7 +251,9 @@ stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.p
 # Only the files that have such tests: the others may need packages that are not here. This environment's own pytest
 # plugins and warnings are not what is tested. In a process beside pytest's, a test that crashes or hangs takes no other
 # with it. And that all tests were skipped is no success.
-mapfile -t files < <(grep -lE 'mark\.gpu\b' "$checkout"/tests/test_*.py)
+# Those of allocators come last: they rest on what the others test.
+gpu_files() { grep -lE 'mark\.gpu\b' "$checkout"/tests/test_*.py; }
+mapfile -t files < <(gpu_files | grep -v allocate; gpu_files | grep allocate)
 mapfile -t aside < <("$python" - 2>/dev/null <<'PYTHON'
 from importlib.util import find_spec
 
@@ -261,7 +266,8 @@ if find_spec("xdist"):
 PYTHON
 )
 # shellcheck disable=SC2016
-some_passed='"$@" || exit; tail -n 1 "$0" | grep -q "[1-9][0-9]* passed" || { echo "no test ran"; exit 1; }'
+some_passed='"$@" || exit; tail -n 20 "$0" | grep -qE "=+ .*[1-9][0-9]* passed" || { echo "no test ran"; exit 1; }'
+GRACE=15 # in which pytest waits for the process beside it, and writes its report
 allow 28
 GPU_LOD_TEST_INSTALLED=1 GPU_LOD_TEST_WARNINGS=default PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
     stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
@@ -269,6 +275,7 @@ GPU_LOD_TEST_INSTALLED=1 GPU_LOD_TEST_WARNINGS=default PYTEST_DISABLE_PLUGIN_AUT
     -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
     --junitxml "$out/gpu-tests.xml" "${files[@]:-$checkout/tests}"
 
+GRACE=5
 allow 15
 stage bridge "$work/bridge.log" "$work/bridge.log" "$python" "$checkout/bench/bench_bridge.py" \
     --out "$out/bridge.json" --seconds $((limit * 45 / 100 + 1))

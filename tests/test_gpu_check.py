@@ -308,8 +308,8 @@ def test_after():
 # -- folders of wheels and libraries -----------------------------------------------------------------------------------
 
 
-def wheel(folder: Path, name: str, *, broken: bool = False) -> None:
-    """A package of one module, which knows its name."""
+def wheel(folder: Path, name: str, *, broken: bool = False, under: str = "") -> None:
+    """A package of one module, which knows its name; of a namespace, if it is under one."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}-1.0-py3-none-any.whl"
     if broken:
@@ -317,12 +317,14 @@ def wheel(folder: Path, name: str, *, broken: bool = False) -> None:
         return
     about = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{name}.py", f"NAME = {name!r}\n")
+        archive.writestr(f"{under}{name}.py", f"NAME = {name!r}\n")
         archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(
             f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
-        archive.writestr(f"{about}/RECORD", f"{name}.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n")
+        archive.writestr(
+            f"{about}/RECORD", f"{under}{name}.py,,\n{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n"
+        )
 
 
 LOOK = (
@@ -351,6 +353,32 @@ def test_a_broken_wheel_does_not_spoil_the_others(
     assert done.returncode == 1
     assert (seen / "tiny").exists()
     assert "could not install a_broken_one" in done.stdout
+
+
+def test_beside_a_broken_wheel_a_namespace_keeps_all_of_its_packages(
+    check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        wheel(tmp_path / "wheels", name, under="tiny_space/")
+    wheel(tmp_path / "wheels", "a_broken_one", broken=True)
+    look = """{python} -c 'import os, tiny_space.one, tiny_space.two; open(os.environ["SEEN"] + "/both", "w")'"""
+    check(WHEELS=str(tmp_path / "wheels"), doctor=look.format(python=sys.executable))
+    assert (seen / "both").exists()
+
+
+def test_the_commit_may_be_told(check: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    check(GPU_LOD_COMMIT="0123abc")
+    assert "gpu-check of 0123abc\n" in (tmp_path / "out" / "summary.txt").read_text()
+    ask = f"import sys; sys.path.insert(0, {str(CHECKOUT / 'bench')!r}); import rows; print(rows.COMMIT)"
+    mine = os.environ | {"GPU_LOD_COMMIT": "0123abc"}
+    said = subprocess.run([sys.executable, "-c", ask], env=mine, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "0123abc"
+
+
+def test_a_warning_after_the_last_line_of_pytest_is_no_failure(
+    check: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    assert verdicts(check(tests="echo late >&2"))["tests"] == "ok"
 
 
 def test_without_pip_wheels_are_unpacked(
