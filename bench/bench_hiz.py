@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from bench_mipmap import HELD_NOTE, _chain, is_power
 from bench_samplers import SEPARATE
-from inputs import ANEW, generators_of, inputs_for, job, opens, picture, pyramid_bytes
+from inputs import ANEW, generators_of, inputs_for, job, opens, picture, pyramid_bytes, uploaded
 from rows import Row
 from timer import Race, able, race
 
@@ -128,7 +128,7 @@ def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 
             other_job=COMPARED,
         )  # fmt: skip
     boxes = torch.rand(1, 4096, 2, 2).sort(dim=2).values.flatten(2).to(device)
-    low = lod.hiz(relevance, "min", backend="gl").upload()
+    low = uploaded(lod.hiz(relevance, "min", backend="gl" if gl else "auto"))
     for verb, note, source in (
         (lod.region_max, "", lambda: hz),
         (lod.region_max, f"; {ANEW}", lambda: lod.Pyramid(hz.levels, "max")),

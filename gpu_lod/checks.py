@@ -293,6 +293,11 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def traced() -> bool:
+    """True while make_fx records what is done: then nothing that depends on its arguments can be read on the host."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def on_host(value: torch.Tensor) -> bool:
     """True if reading the values waits for no device."""
     return value.device.type == "cpu"

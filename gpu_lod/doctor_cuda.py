@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import os
@@ -190,6 +191,8 @@ def _bridges_kept() -> Iterator[None]:
             made = context.interop
             if made is None or made is before.get(context):
                 continue
+            if made.pool.leased != len(made.pool.returned):
+                gc.collect()  # the traceback of an error may hold a tensor, in a cycle
             with context.active():
                 try:
                     made.trim()

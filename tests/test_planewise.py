@@ -115,7 +115,9 @@ def test_parts_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     for verb in verbs:
         for dtype in (torch.float32, torch.float16):
             image = noise(3, 67, 90, dtype=dtype)
-            torch.testing.assert_close(make_fx(verb)(image)(image), verb(image), rtol=0, atol=0)
+            # Traced, no level of a small dtype is cropped to what is read: a step of rounding.
+            step = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+            torch.testing.assert_close(make_fx(verb)(image)(image), verb(image), rtol=0, atol=step)
 
 
 @pytest.mark.parametrize("rows", [1, 50])
