@@ -64,10 +64,10 @@ def gather_patches(
         more halves the sampling rate, and levels between are blended.
     Convention: sample u of 0..P-1 lies (u - (P - 1) / 2) 2^level pixels from the centre along each side, and is read at
         that level of the mean mip chain, trilinear, texel i's centre at (i + 0.5) / n; above the last level the last is
-        read. A centre within fp32's rounding, 2^-22 of a side, of a whole or half pixel is there, so that
-        patches on the pixel grid are exactly its pixels. uint8 values are divided by 255 where the result is floating
-        point. OpenGL makes a whole batch in one dispatch, or in as few
-        as storage bindings make ranges of the result (128 MiB each on llvmpipe).
+        read. A centre within fp32's rounding, 2^-22 of a side, of a whole or half pixel is there, so that patches on
+        the pixel grid are exactly its pixels. uint8 values are divided by 255 where the result is floating point.
+        OpenGL makes a whole batch of a pyramid in one dispatch, or in as few as storage bindings make ranges of the
+        result (128 MiB each on llvmpipe); an image's chain takes more.
 
     Args:
         patch: P, samples along a side; 14 and 16 are common, any is possible.

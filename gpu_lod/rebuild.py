@@ -42,9 +42,8 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
         edges included, clipped to the image. A pixel shows one token, the finest that covers it, and of equally fine
         ones the first in the token order, that is the most relevant. It is the inverse of `gather_patches`: a pixel
         centre becomes a place in the patch, which is read bilinear, sample u at u + 0.5 and clamped to the outermost
-        samples. Level-0 patches on the pixel grid give back their exact pixels. Edges within fp32's
-        rounding of a pixel's centre or edge are there, so that tokens that tile leave no seam. Differentiable in the
-        patches.
+        samples. Level-0 patches on the pixel grid give back their exact pixels. Edges within fp32's rounding of a
+        pixel's centre or edge are there, so that tokens that tile leave no seam. Differentiable in the patches.
 
     Args:
         size: (H, W) of the picture in pixels.
