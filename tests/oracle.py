@@ -275,14 +275,20 @@ def gather_patches(
     return stacked[:, :, 0], stacked[:, :, 1], stacked[:, :, 2]
 
 
+def _pixels(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y of every pixel's centre, [H, W] each, in [0, 1]."""
+    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).expand(height, width)
+    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height)[:, None].expand(height, width)
+    return x, y
+
+
 def foveate(
     levels: list[torch.Tensor], fixation: torch.Tensor, e0: float = 0.05, bias: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[B, C, H, W] in float64, with the largest texel difference and the level difference at each sample."""
     levels = [level.double() for level in levels]
     batch, _, height, width = levels[0].shape
-    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).expand(height, width)
-    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height)[:, None].expand(height, width)
+    x, y = _pixels(height, width)
     results = []
     for image in range(batch):
         fx, fy = fixation[image].double()
@@ -307,8 +313,7 @@ def probes(
     """
     levels = [level.double() for level in levels]
     batch, _, height, width = levels[0].shape
-    x = ((torch.arange(width, dtype=torch.float64) + 0.5) / width).expand(height, width)
-    y = ((torch.arange(height, dtype=torch.float64) + 0.5) / height)[:, None].expand(height, width)
+    x, y = _pixels(height, width)
     results = []
     for image in range(batch):
         fx, fy = fixation[image].double()
