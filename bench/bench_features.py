@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,11 @@ def _dense(x: torch.Tensor) -> list[torch.Tensor]:
 def energies(
     sizes: list[tuple[int, int, int]], seconds: float, device: str = "cpu", race: Race = race
 ) -> Iterator[Row]:
-    """Four orientations on five levels of fp32 grey."""
-    for height, width, batch in sizes:
-        image = picture(height, width, batch=batch, channels=1).to(device)
+    """Four orientations on five levels of fp32 grey, and of RGB, which are three planes to a shader."""
+    for (height, width, batch), channels in product(sizes, (1, 3)):
+        if channels > 1 and batch * height * width > 2**20:  # 2 GiB at 2048
+            continue
+        image = picture(height, width, batch=batch, channels=channels).to(device)
         inputs = inputs_for(image, "warm", lambda x: x)
         sides: dict[str, Callable[[], object]] = {
             "auto": job(partial(lod.oriented_energy, levels=LEVELS), inputs),
@@ -50,7 +53,7 @@ def energies(
         if min(height, width) >> (LEVELS - 1) > 4:  # torch mirrors no farther than a side
             sides["torch conv2d"] = job(_dense, inputs)
         yield Row(
-            "oriented_energy", "end to end", height, width, batch, 1, "float32", "warm", image.nbytes * 19 // 3,
+            "oriented_energy", "end to end", height, width, batch, channels, "float32", "warm", image.nbytes * 19 // 3,
             race(sides, seconds=seconds), note="5 levels, 4 orientations",
         )  # fmt: skip
 

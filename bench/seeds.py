@@ -81,11 +81,12 @@ def _entries(row: dict[str, Any], date: str, cuda: bool) -> Iterator[Entry]:
 
 
 def _ways(row: dict[str, Any], known: tuple[str, ...]) -> dict[str, Timed]:
-    """The fastest torch way as "torch", ours by the names that the verb has for them."""
+    """The fastest torch way as "torch", ours by the names that the verb has for them. Compiled or captured torch is a
+    program's own, and nothing that a verb could take."""
     found: dict[str, Timed] = {}
     for side, timing in row["sides"].items():
         timed = Timed(timing["median_ms"], timing["iqr_ms"])
-        if side in row.get("other_job", []):
+        if side in row.get("other_job", []) or side.startswith(("torch compiled", "torch graph")):
             continue
         if side.startswith("torch ") and ("torch" not in found or timed.median_ms < found["torch"].median_ms):
             found["torch"] = timed

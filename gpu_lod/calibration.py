@@ -31,8 +31,9 @@ MARGIN = 1.05
 decided: dict[Any, Any] = {}
 """Choices by what they depend on, for `dispatch`; emptied when the tables change."""
 
-refused: dict[tuple[str, torch.device], str] = {}
-"""What a driver said that refused a verb's shaders, for `dispatch`; forgotten as the choices are."""
+refused: dict[tuple[str, torch.device], dict[str, str]] = {}
+"""What drivers said that refused a verb's shaders or kernels, by backend, for `dispatch`; forgotten as the choices
+are."""
 
 _lock = threading.RLock()
 _loaded: dict[Host, list[Table]] = {}
@@ -172,6 +173,20 @@ def in_force(host: Host) -> list[Table]:
     """The tables that are asked for tensors of a host, in that order: the first that knows a job decides."""
     seeds = [table for table in _of_package() if table.machine.tensors == host[0]]
     return [*_of_user(host), *sorted(seeds, key=lambda table: table.machine.host != host)]
+
+
+def refuse(job: tuple[str, torch.device], backend: str, why: str) -> None:
+    """Let no job of that name go to a backend any more."""
+    with _lock:
+        refused[job] = refused.get(job, {}) | {backend: why}
+        decided.clear()
+
+
+def forgive(job: tuple[str, torch.device], backend: str) -> None:
+    """Take that back."""
+    with _lock:
+        refused[job] = {name: why for name, why in refused.get(job, {}).items() if name != backend}
+        decided.clear()
 
 
 def reload() -> None:

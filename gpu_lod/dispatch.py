@@ -131,8 +131,9 @@ _IN_THE_WAY = (LimitError, UnsupportedError, ShaderError, KernelError, CaptureEr
 
 
 def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
-    """A verb that goes on in plain torch where "auto" took a backend that cannot do this: its limits are reached, or
-    its driver refuses the shader, which is told once. What was asked for by name raises."""
+    """A verb that goes on where "auto" took a backend that cannot do this: in plain torch if its limits are reached; by
+    the next backend that measures fastest, or torch, if its driver refuses the shader, which is told once. What was
+    asked for by name raises."""
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
@@ -148,28 +149,37 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
             chosen = choose(*bound.args, **bound.kwargs)
             if chosen.backend == "torch":
                 raise
-            with calibration.hearing() as questions:  # a verb may ask under another one's name
-                choose(*bound.args, **bound.kwargs)
             problem = error
-        bound.arguments["backend"] = "torch"
+        with calibration.hearing() as questions:  # a verb may ask under another one's name
+            choose(*bound.args, **bound.kwargs)
+        # None was asked where a generator, or a texture, was asked for by name.
+        refuses = bool(questions) and isinstance(problem, (ShaderError, KernelError))
+        following = "torch"
+        if refuses:
+            job = questions[0].verb, _first_tensor(bound.arguments.values()).device
+            calibration.refuse(job, chosen.backend, f"backend={chosen.backend!r} failed before: {problem}")
+            following = choose(*bound.args, **bound.kwargs).backend
         try:
-            result = verb(*bound.args, **bound.kwargs)
+            if following == "torch":
+                bound.arguments["backend"] = "torch"
+                result = verb(*bound.args, **bound.kwargs)
+            else:
+                result = call(*args, **kwargs)
         except _IN_THE_WAY:
-            raise problem from None  # it is nothing for torch either
-        if isinstance(problem, (ShaderError, KernelError)):
-            _refuse(questions[0].verb, _first_tensor(bound.arguments.values()).device, chosen.backend, problem)
+            if refuses:
+                calibration.forgive(job, chosen.backend)
+            raise problem from None  # it is nothing for the others either
+        if refuses:
+            now = choose(*bound.args, **bound.kwargs).backend
+            how = "in plain torch" if now == "torch" else f"with backend={now!r}"
+            warnings.warn(
+                f"{job[0]} goes on {how} for tensors on {job[1]}; backend={chosen.backend!r} failed: {problem}",
+                GpuLodWarning,
+                stacklevel=3,
+            )
         return result
 
     return call
-
-
-def _refuse(verb: str, device: torch.device, backend: str, error: Exception) -> None:
-    calibration.refused[verb, device] = f"backend={backend!r} failed before: {error}"
-    warnings.warn(
-        f"{verb} goes on in plain torch for tensors on {device}; backend={backend!r} failed: {error}",
-        GpuLodWarning,
-        stacklevel=4,
-    )
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor:
@@ -251,9 +261,6 @@ def measured(
         context: where the call would run, if that is known.
     """
     device, dtype = image.device, dtype or image.dtype
-    refused = calibration.refused.get((verb, device))
-    if refused is not None:
-        return Choice("torch", refused)
     threads = torch.get_num_threads()
     # Half octaves: sizes between are decided alike.
     key: tuple[Any, ...] = (verb, state, channels, dtype, batch, round(2 * math.log2(max(work, 1))), device, threads)
@@ -261,6 +268,9 @@ def measured(
     if hear is not None:
         hear(_question(key, work))
         return Choice("torch", "only the question was asked for")
+    refused = calibration.refused.get((verb, device), {})
+    if "gl" in refused:
+        return _without_gl(key, "; ".join(refused.values()))
     chosen = calibration.decided.get(key, _UNDECIDED)
     if chosen is _UNDECIDED:
         chosen = calibration.decided[key] = _decide(key, None)
@@ -315,7 +325,12 @@ def _without_gl(key: tuple[Any, ...], problem: str) -> Choice:
 
 def _verdict(key: tuple[Any, ...], among: Sequence[str], gl: GL | None) -> calibration.Verdict | None:
     half_octaves, device, threads = key[5:8]
-    return calibration.decide(_question(key, round(2 ** (half_octaves / 2))), among, device, threads, gl)
+    refused = calibration.refused.get((key[0], device), {})
+    left = [way for way in among if way.partition(" ")[0] not in refused]
+    verdict = calibration.decide(_question(key, round(2 ** (half_octaves / 2))), left, device, threads, gl)
+    if verdict is not None and refused:
+        verdict = replace(verdict, reason="; ".join((verdict.reason, *refused.values())))
+    return verdict
 
 
 def _taken(verdict: calibration.Verdict) -> Choice:

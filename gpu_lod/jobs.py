@@ -80,7 +80,8 @@ def _common(side: int, batch: int) -> Iterator[Job]:
     yield _job(mipmap, shape, torch.float32, _image, "")
     yield _job(mipmap, shape, torch.float32, _maximum, "")
     yield _job(inverse_log_polar, shape, torch.float32, _polar, "from a map of 256 x 512")
-    yield _job(oriented_energy, maps, torch.float32, _five_levels, "5 levels")
+    for planes in (maps, shape):
+        yield _job(oriented_energy, planes, torch.float32, _five_levels, "5 levels")
     for verb in (gaussian, laplacian):
         yield _job(verb, shape, torch.float32, _five_levels, "5 levels")
     yield _job(collapse, shape, torch.float32, _bands, "5 levels")

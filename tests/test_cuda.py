@@ -472,6 +472,65 @@ def test_auto_says_why_it_does_not_take_gl(
 QUESTION = tables.Question("mipmap", "mean", 3, "float32", 1, 2**20)
 
 
+class SaidToBeOnGpu(torch.Tensor):
+    """A CPU tensor that says otherwise."""
+
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("broken", ["gl", "cuda", "gl, cuda"])
+def test_what_a_driver_refuses_goes_to_the_next_fastest(
+    broken: str, torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And to torch once none is left. A verb of the test's own stands for all."""
+    failures = {"gl": errors.ShaderError("no shader"), "cuda": errors.KernelError("no kernel")}
+    tried: list[str] = []
+
+    def choose(image: torch.Tensor, backend: str = "auto") -> dispatch.Choice:
+        if backend != "auto":
+            return dispatch.Choice(backend, "asked for")  # type: ignore[arg-type]
+        return dispatch.measured("toy", image, 2**20, state="mean", channels=3, dtype=torch.float32)
+
+    def toy(image: torch.Tensor, backend: dispatch.Backend = "auto") -> str:
+        used = choose(image, backend).backend
+        tried.append(used)
+        if used in broken:
+            raise failures[used]
+        return used
+
+    first, second = ("cuda", "gl") if broken == "cuda" else ("gl", "cuda")
+    times = {first: (1.0, 0.1), second: (2.0, 0.1), "torch": (10.0, 0.1)}
+    machine = tables.Machine("cuda", "GPU", 0, "600", "a GPU", "4.6", False)
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    monkeypatch.setattr(dispatch, "why_not", lambda device: None)
+    opened = SimpleNamespace(usable_here=lambda: True, renderer="a GPU", driver="4.6", software=False)
+    monkeypatch.setattr(dispatch, "context_for", lambda tensor: opened)
+    monkeypatch.setattr(dispatch, "_choosers", {toy: choose})
+    monkeypatch.setattr(dispatch, "_with_kernels", ["toy"])
+    calibration.reload()
+    monkeypatch.setattr(
+        calibration, "_seeds", [tables.Table(machine, (entry(QUESTION._replace(verb="toy"), **times),))]
+    )
+    image, call = torch.zeros(1).as_subclass(SaidToBeOnGpu), dispatch.with_way_on(toy)
+    with pytest.warns(errors.GpuLodWarning) as told:
+        found = call(image)
+    left = "torch" if broken == "gl, cuda" else second
+    assert found == left and tried == [first, second, "torch"][: 3 if left == "torch" else 2]
+    how = "in plain torch" if left == "torch" else f"with backend={second!r}"
+    said = [str(one.message).partition(";")[0] for one in told]
+    assert said == [f"toy goes on {how} for tensors on cuda:1"] * (len(tried) - 1)
+    chosen = choose(image)
+    assert chosen.backend == left and all(
+        f"backend={name!r} failed before" in chosen.reason for name in broken.split(", ")
+    )
+    tried.clear()
+    assert call(image) == left and tried == [left], "told once"
+    with pytest.raises(errors.GpuLodError, match="no "):
+        call(image, backend=first)
+    calibration.reload()
+
+
 @pytest.mark.parametrize("why", ["no device shares memory", "no context opens", "a context of another thread"])
 def test_without_opengl_auto_takes_the_fastest_of_the_other_ways(
     why: str, torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch

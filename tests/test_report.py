@@ -391,6 +391,10 @@ def test_generators_stand_beside_each_other_new_ones_too() -> None:
     assert found[0].other == {"gl driver"} and (found[0].opponent, found[0].opponent_ms) == ("torch x", 3)
     assert generators.names(found) == ["gl compute", "gl registers", "gl driver", "gl fragment"]
     assert generators.lines(data(row(size=448), row(batch=8)), "mipmap") == []
+    for gl in (True, False):
+        (line,) = generators.lines(on_cuda(with_kernels(gl=gl)), "mipmap")
+        assert line.times["cuda kernels"] == 0.2 and "torch x" not in line.times
+        assert line.best_compute == ("gl compute" if gl else None), "which is of shaders alone"
 
 
 def test_shares_are_of_the_same_job() -> None:

@@ -1,4 +1,4 @@
-"""Every GL generator of a chain beside the others, and what one dispatch a level costs against the best of them."""
+"""Every generator of a chain beside the others, and what one dispatch a level costs against the best of them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def lines(data: Data, verb: str) -> list[Line]:
 
 def _is_chain(row: Row) -> bool:
     plain = row["batch"] == 1 and row["dtype"] == "float32" and row["cache"] == "warm"
-    return plain and best(row, "gl") is not None
+    return plain and (best(row, "gl") or best(row, "cuda")) is not None
 
 
 def _line(row: Row) -> Line:
-    times = {side: median(row, side) for side in row["sides"] if kind_of(side) == "gl"}
+    times = {side: median(row, side) for side in row["sides"] if kind_of(side) in ("gl", "cuda")}
     theirs = opponent(row)
     return Line(
         row["size"], row["part"], times, frozenset(row.get("other_job", ())) & times.keys(),
