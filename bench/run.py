@@ -49,9 +49,9 @@ F32, SMALL = [torch.float32], [torch.uint8, torch.float16]
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    kept = not options.quick and timer.keep_memory()
     if options.device == "cuda":
         return cuda(options)
+    kept = not options.quick and timer.keep_memory()
     console = Console()
     jobs = plan(options.quick)
     rows: list[Row] = []

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 SERVER = """
-import json, os, sys
+import atexit, json, os, sys, threading
 import gpu_lod.cli, gpu_lod.commands
 for line in sys.stdin:
     job = json.loads(line)
@@ -24,12 +24,21 @@ for line in sys.stdin:
         os.chdir(job["cwd"])
         os.environ.update(job["env"])
         sys.argv = ["gpu-lod", *job["arguments"]]
-        gpu_lod.cli.main()
-        sys.exit()
+        code = 0
+        try:
+            gpu_lod.cli.main()
+        except SystemExit as left:
+            code = left.code or 0
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 """Runs each command in a process of its own, forked from one that has imported torch already, which is all that takes
-long. It opens no OpenGL itself."""
+long. It opens no OpenGL itself. All that a process does at its end is done, but for taking torch's modules apart, which
+takes longer than most commands."""
 
 
 @contextmanager
