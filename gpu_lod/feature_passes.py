@@ -88,10 +88,22 @@ def make_texture(
             f"{batch} images are {batch * _LAYERS} layers, and this device's array textures end at "
             f"{ctx.limits.layers}. Pass at most {ctx.limits.layers // _LAYERS} at once, or leave as_texture off."
         )
-    maps = make(ctx, image, fixation, previous, semantic, dtype, video)
-    with ctx.active(maps.device):
+    batched = image if image.ndim == 4 else image[None]
+
+    def fits(images: int, rows: int) -> bool:
+        """With the texture they are what a call may take: twice that, and less for luma and its pyramid."""
+        least = images == 1 and rows <= _TILE
+        return least or images * rows <= min(batch * height // 2, _STAGED_BYTES // (_COUNT * width * dtype.itemsize))
+
+    with ctx.active(batched.device):
         texture = ctx.textures.give((width, height), layers=batch * _LAYERS, dtype=dtype, channels=4)
-        planes_to_texture(ctx, planes_of(ctx, maps), texture, 0)
+        job = _Job(ctx, batched, fixation, previous, video)
+    for first, count, row, end in parts(ctx, batch, (0, height), fits, width, _TILE):
+        maps = _maps(ctx, job, semantic, dtype, (first, first + count), (row, end))
+        with ctx.active(batched.device):
+            planes_to_texture(ctx, planes_of(ctx, maps), texture, 0, layer=first * _LAYERS, row=row)
+        del maps  # before the next are made
+    with ctx.active(batched.device):
         texture.clamp_levels(ctx.gl, 0, 0)
     return FeatureTexture(texture, ctx, batch, dtype)
 
@@ -107,37 +119,54 @@ def make(
 ) -> torch.Tensor:
     """The maps [B, 40, H, W], or [40, H, W] of a single image."""
     batched = image if image.ndim == 4 else image[None]
-    batch, _, height, width = batched.shape
-    # fp16 is packed by shaders where rows are whole words of theirs; elsewhere torch rounds what they made in fp32.
-    direct = dtype == torch.float32 or (width % 4 == 0 and width >= 8)
-    direct = direct and _WIDEST * height * width * dtype.itemsize <= _most(ctx)
     with ctx.active(batched.device):
-        target, result = new_planes(ctx, (batch, _COUNT, height, width), dtype)
-        features = result[:, _SEMANTIC]
-        # Before the buffer is GL's.
-        put(ctx, features, 0.0 if semantic is None else semantic if semantic.ndim == 4 else semantic[None])
         job = _Job(ctx, batched, fixation, previous, video)
-        if direct:
-            job.write(target, _COUNT, (0, batch), (0, height))
-    if not direct:
-        _stage(ctx, job, result)
+    result = _maps(ctx, job, semantic, dtype, (0, job.batch), (0, job.height))
     return result if image.ndim == 4 else result[0]
 
 
-def _stage(ctx: Context, job: _Job, result: torch.Tensor) -> None:
+def _maps(
+    ctx: Context,
+    job: _Job,
+    semantic: torch.Tensor | None,
+    dtype: torch.dtype,
+    images: tuple[int, int],
+    rows: tuple[int, int],
+) -> torch.Tensor:
+    """Some images and rows of the maps, [n, 40, rows, W]."""
+    (first, after), (row, end), width = images, rows, job.width
+    # fp16 is packed by shaders where rows are whole words of theirs; elsewhere torch rounds what they made in fp32.
+    direct = dtype == torch.float32 or (width % 4 == 0 and width >= 8)
+    direct = direct and _WIDEST * (end - row) * width * dtype.itemsize <= _most(ctx)
+    with ctx.active(job.device):
+        target, result = new_planes(ctx, (after - first, _COUNT, end - row, width), dtype)
+        given: float | torch.Tensor = 0.0
+        if semantic is not None:
+            each = semantic if semantic.ndim == 4 else semantic[None]
+            given = (each[first:after] if len(each) > 1 else each)[..., row:end, :]
+        put(ctx, result[:, _SEMANTIC], given)  # before the buffer is GL's
+        if direct:
+            job.write(target, _COUNT, images, rows)
+    if not direct:
+        _stage(ctx, job, result, images, rows)
+    return result
+
+
+def _stage(ctx: Context, job: _Job, result: torch.Tensor, images: tuple[int, int], rows: tuple[int, int]) -> None:
     """Make the channels in fp32 elsewhere, some images or rows at a time; torch rounds and places them."""
-    batch, _, height, width = result.shape
+    width = job.width
 
     def fits(images: int, rows: int) -> bool:
         small = images * _MADE * rows * width * 4 <= _STAGED_BYTES or (images == 1 and rows <= _TILE)
         return small and ((images - 1) * _MADE + _WIDEST) * rows * width * 4 <= _most(ctx)
 
-    for image, count, row, end in parts(ctx, batch, (0, height), fits, width, _TILE):
+    for index, count, row, end in parts(ctx, images[1] - images[0], rows, fits, width, _TILE):
+        first = images[0] + index
         with ctx.active(result.device):
             target, staged = new_planes(ctx, (count, _MADE, end - row, width), torch.float32)
-            job.write(target, _MADE, (image, image + count), (row, end))
+            job.write(target, _MADE, (first, first + count), (row, end))
         with torch.inference_mode(False), torch.no_grad():
-            into = result[image : image + count, :, row:end]
+            into = result[index : index + count, :, row - rows[0] : end - rows[0]]
             into[:, : _SEMANTIC.start] = staged[:, : _SEMANTIC.start]
             into[:, _SEMANTIC.stop :] = staged[:, _SEMANTIC.start :]
 
@@ -159,6 +188,7 @@ class _Job:
     ) -> None:
         self.ctx = ctx
         self.video = video
+        self.device = image.device
         self.batch, self.channels, self.height, self.width = image.shape
         self.area = self.height * self.width
         self.source = planes_of(ctx, image)

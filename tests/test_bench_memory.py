@@ -97,7 +97,7 @@ import torch
 import bench_memory
 
 bench_memory.DTYPES = (torch.uint8,)
-VERBS = ("log_polar", "foveate, anisotropy 4", "region_min")  # what docs/memory.md names goes beyond it
+VERBS = ("log_polar", "foveate, anisotropy 4", "feature_maps, as_texture", "region_min")  # what docs/memory.md names goes beyond it
 print(json.dumps(bench_memory.measure(VERBS, ((1, 3, 224, 224), (1, 3, 512, 512)), 3)))
 """
 

@@ -312,16 +312,21 @@ def texels(ctx: lod.Context, features: lod.FeatureTexture) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [(9, 14), (8, 16)])
-def test_textures_hold_the_same(ctx: lod.Context, dtype: torch.dtype, size: tuple[int, int]) -> None:
-    image, semantic = noise(2, 3, *size), torch.rand(16, *size)
-    features = lod.feature_maps(image, semantic=semantic, dtype=dtype, as_texture=True)
-    assert isinstance(features, lod.FeatureTexture)
-    assert (features.layers, features.batch, features.size, features.dtype) == (20, 2, size, dtype)
-    assert features.context is ctx and features.glo == features.texture.glo > 0
-    maps = lod.feature_maps(image, semantic=semantic, dtype=dtype, backend="gl")
-    expected = maps.view(20, 4, *size).permute(0, 2, 3, 1).float()
-    assert float((texels(ctx, features) - expected).abs().max()) < (1e-3 if dtype == torch.float16 else 1e-5)
+@pytest.mark.parametrize("size", [(9, 14), (8, 16), (31, 20)])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_textures_hold_the_same(ctx: lod.Context, batch: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    """They are made of some images, or rows of one, at a time."""
+    image, previous, semantic = noise(batch, 3, *size), noise(batch, 3, *size) / 2, torch.rand(batch, 16, *size)
+    for given in (semantic, semantic[0]):
+        kinds = {"previous": previous, "semantic": given, "dtype": dtype}
+        features = lod.feature_maps(image, as_texture=True, **kinds)
+        assert isinstance(features, lod.FeatureTexture)
+        assert (features.layers, features.batch) == (10 * batch, batch)
+        assert (features.size, features.dtype) == (size, dtype)
+        assert features.context is ctx and features.glo == features.texture.glo > 0
+        maps = lod.feature_maps(image, backend="gl", **kinds)
+        expected = maps.view(10 * batch, 4, *size).permute(0, 2, 3, 1).float()
+        assert float((texels(ctx, features) - expected).abs().max()) < (1e-3 if dtype == torch.float16 else 1e-5)
 
 
 def test_a_texture_lives_as_long_as_its_value(ctx: lod.Context) -> None:
