@@ -79,7 +79,8 @@ def test_calls_keep_the_bound() -> None:
     """But for the fixed allowance."""
     for path in bench_memory.result_files():
         for row in json.loads(path.read_text("utf-8"))["rows"]:
-            assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + bench_memory.ALLOWANCE, row
+            allowed = bench_memory.ALLOWANCE[row["backend"]]
+            assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + allowed, row
 
 
 LIVE = """
@@ -97,7 +98,7 @@ import torch
 import bench_memory
 
 bench_memory.DTYPES = (torch.uint8,)
-VERBS = ("log_polar", "foveate, anisotropy 4", "feature_maps, as_texture", "region_min")  # what docs/memory.md names goes beyond it
+VERBS = ("log_polar", "foveate", "foveate, anisotropy 4", "gather_patches", "feature_maps, as_texture", "region_min")
 print(json.dumps(bench_memory.measure(VERBS, ((1, 3, 224, 224), (1, 3, 512, 512)), 3)))
 """
 
@@ -106,11 +107,11 @@ print(json.dumps(bench_memory.measure(VERBS, ((1, 3, 224, 224), (1, 3, 512, 512)
 def test_calls_keep_the_bound_here(calls: str) -> None:
     for row in json.loads(run("-c", calls)):
         if row["verb"] == "cortical_sites":  # which is held to no picture's bound
-            assert row["peak"] <= 2 * bench_memory.ALLOWANCE
+            assert row["peak"] <= 2**19
             continue
         bound = bench_memory.OF_RESULT * row["result"] + bench_memory.OF_PICTURE * row["picture"]
-        assert row["peak"] <= bound + bench_memory.ALLOWANCE, row
+        assert row["peak"] <= bound + bench_memory.ALLOWANCE[row["backend"]], row
 
 
 def test_the_allowance_is_of_the_smallest_tiles() -> None:
-    assert 4 * TILE_BYTES[0] == bench_memory.ALLOWANCE
+    assert 4 * TILE_BYTES[0] == bench_memory.ALLOWANCE["gl"]
