@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -245,11 +246,9 @@ def reference(
     for image, point in enumerate(points):
         one = [level[image : image + 1] for level in chain]
         for rows in cut:
-            level = level_map(point, size, e0, bias, rows) if kept is None else kept[rows]
-            if anisotropy > 1:
-                part = _probes(one, point, level, e0, bias, anisotropy, rows, lasts[image], in_place=in_place)
-            else:
-                part = _trilinear(one, point, level, e0, bias, rows, lasts[image], in_place=in_place)
+            band = _Band(size, rows, point, e0, bias, lasts[image], in_place)
+            level = band.level_map() if kept is None else kept[rows]
+            part = _probes(one, band, level, anisotropy) if anisotropy > 1 else _trilinear(one, band, level)
             if result is None:
                 parts.append(part)
             else:
@@ -259,75 +258,75 @@ def reference(
     return result if levels[0].ndim == 4 else result[0]
 
 
-def _away(point: torch.Tensor, size: tuple[int, int], rows: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [1, W] and y [H, 1], or of some rows, from the fixation, in units of the longer side."""
-    height, width = size
-    rows = rows or slice(0, height)
-    y = (torch.arange(rows.start, rows.stop, dtype=point.dtype, device=point.device) + 0.5) / height
-    x = (torch.arange(width, dtype=point.dtype, device=point.device) + 0.5) / width
-    return (x - point[0])[None] * (width / max(size)), (y - point[1])[:, None] * (height / max(size))
+@dataclass(frozen=True)
+class _Band:
+    """Some rows of one image, and how they are seen."""
+
+    size: tuple[int, int]
+    """(height, width) of the image."""
+    rows: slice
+    point: torch.Tensor
+    """[2], the fixation."""
+    e0: float
+    bias: float
+    last: int
+    """No level beyond it is read."""
+    in_place: bool
+    """No graph is kept, so that tensors may be written to."""
+
+    def away(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [1, W] and y [h, 1] from the fixation, in units of the longer side."""
+        height, width = self.size
+        kind: dict[str, Any] = {"dtype": self.point.dtype, "device": self.point.device}
+        y = (torch.arange(self.rows.start, self.rows.stop, **kind) + 0.5) / height
+        x = (torch.arange(width, **kind) + 0.5) / width
+        longer = max(self.size)
+        return (x - self.point[0])[None] * (width / longer), (y - self.point[1])[:, None] * (height / longer)
+
+    def level_map(self) -> torch.Tensor:
+        """[h, W] the level of each pixel."""
+        x, y = self.away()
+        squared = (x / self.e0).square() + (y / self.e0).square()
+        if needs_grad(self.point) or checks.transformed(self.point):
+            # The root has no slope at 0; this is far below any rounding.
+            return ((squared.clamp(min=1e-30).sqrt() + 1).log2() + self.bias).clamp(min=0)
+        return squared.sqrt_().add_(1).log2_().add_(self.bias).clamp_(min=0)
 
 
-def level_map(
-    point: torch.Tensor, size: tuple[int, int], e0: float, bias: float, rows: slice | None = None
-) -> torch.Tensor:
-    """[H, W] the level of each pixel, or of those of some rows."""
-    x, y = _away(point, size, rows)
-    squared = (x / e0).square() + (y / e0).square()
-    if needs_grad(point) or checks.transformed(point):
-        # The root has no slope at 0; this is far below any rounding.
-        return ((squared.clamp(min=1e-30).sqrt() + 1).log2() + bias).clamp(min=0)
-    return squared.sqrt_().add_(1).log2_().add_(bias).clamp_(min=0)
+def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
+    """[H, W] the level of each pixel of an image."""
+    return _Band(size, slice(0, size[0]), point, e0, bias, 0, True).level_map()
 
 
-def _trilinear(
-    chain: list[torch.Tensor],
-    point: torch.Tensor,
-    level: torch.Tensor,
-    e0: float,
-    bias: float,
-    rows: slice,
-    last: int,
-    *,
-    in_place: bool,
-) -> torch.Tensor:
-    """Some rows of one image [1, C, H, W], which read no level beyond the last."""
-    size = chain[0].shape[-2], chain[0].shape[-1]
+def _trilinear(chain: list[torch.Tensor], band: _Band, level: torch.Tensor) -> torch.Tensor:
+    """Rows of an image whose levels are [1, C, h, w]."""
 
-    def enlarged_(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
-        found = _enlarged(chain[index], index, size, box, point.dtype)
-        if in_place and index == last:
-            found = found.contiguous() if last else found.clone()  # never the source itself
+    def made(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
+        found = _enlarged(chain[index], index, band.size, box, band.point.dtype)
+        if band.in_place and index == band.last:
+            found = found.contiguous() if index else found.clone()  # never the source itself
         return found
 
-    return _blended(enlarged_, point, level, size, e0, bias, rows, last, in_place=in_place)
+    return _blended(made, band, level)
 
 
 def _blended(
-    made: Callable[[int, tuple[int, int, int, int]], torch.Tensor],
-    point: torch.Tensor,
-    level: torch.Tensor,
-    size: tuple[int, int],
-    e0: float,
-    bias: float,
-    rows: slice,
-    last: int,
-    *,
-    in_place: bool,
+    made: Callable[[int, tuple[int, int, int, int]], torch.Tensor], band: _Band, level: torch.Tensor
 ) -> torch.Tensor:
     """Levels blended from the coarsest to the finest.
 
     Args:
         made: rows y0..y1 and columns x0..x1 of a level at full size; of the last one it is written to.
-        level: of each pixel of these rows, or what `level_map` gives before it is clamped.
+        level: of each pixel of the band, or what `level_map` gives before it is clamped.
     """
-    height, width = size
-    first, end = rows.start, rows.stop
-    fx, fy = (0.0, 0.0) if checks.transformed(point) else point.tolist()
-    result = made(last, (first, end, 0, width))
-    for index in range(last - 1, -1, -1):
+    height, width = band.size
+    first, end = band.rows.start, band.rows.stop
+    fx, fy = (0.0, 0.0) if checks.transformed(band.point) else band.point.tolist()
+    result = made(band.last, (first, end, 0, width))
+    for index in range(band.last - 1, -1, -1):
         # Pixels that read this level or a finer one; all where a graph must be kept.
-        reach = max(e0 * (2.0 ** (index + 1 - bias) - 1) * max(size), 0.0) if in_place else math.inf
+        reach = band.e0 * (2.0 ** (index + 1 - band.bias) - 1) * max(band.size)
+        reach = max(reach, 0.0) if band.in_place else math.inf
         y0, y1 = _span(fy * height, reach, height)
         x0, x1 = _span(fx * width, reach, width)
         y0, y1 = max(y0, first), min(y1, end)
@@ -336,7 +335,7 @@ def _blended(
         fine = made(index, (y0, y1, x0, x1))
         coarse = result[..., y0 - first : y1 - first, x0:x1]
         share = level[y0 - first : y1 - first, x0:x1] - index
-        if in_place:
+        if band.in_place:
             torch.lerp(fine, coarse, share.clamp_(0, 1), out=coarse)
         else:
             result = torch.lerp(fine, coarse, share.clamp(0, 1))
@@ -395,40 +394,31 @@ def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.d
     return torch.lerp(texels.index_select(-2, above - low), texels.index_select(-2, below - low), share)
 
 
-def _probes(
-    chain: list[torch.Tensor],
-    point: torch.Tensor,
-    level: torch.Tensor,
-    e0: float,
-    bias: float,
-    anisotropy: float,
-    rows: slice,
-    last: int,
-    *,
-    in_place: bool,
-) -> torch.Tensor:
-    """Some rows of one image [1, C, H, W]: the mean of several trilinear samples along the radius."""
-    size = height, width = chain[0].shape[-2], chain[0].shape[-1]
+def _probes(chain: list[torch.Tensor], band: _Band, level: torch.Tensor, anisotropy: float) -> torch.Tensor:
+    """Rows of an image whose levels are [1, C, h, w]: the mean of several trilinear samples along the radius."""
+    height, width = band.size
     probes = math.ceil(anisotropy)
     read = level - math.log2(probes)
-    if in_place:  # a band seldom reads them all
+    last = band.last
+    if band.in_place:  # a band seldom reads them all
         last = min(last, max(math.ceil(float(read.max())), 0))
-    x, y = _away(point, size, rows)
+    x, y = band.away()
     step = torch.exp2(level) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
     # As grid_sample counts.
     radius = torch.stack([x * step * (2 / width), y * step * (2 / height)], dim=-1)
+    kind: dict[str, Any] = {"dtype": level.dtype, "device": level.device}
     across, down = (
-        (2 * torch.arange(first, end, dtype=point.dtype, device=point.device) + 1) / n - 1
-        for first, end, n in ((0, width, width), (rows.start, rows.stop, height))
+        (2 * torch.arange(first, end, **kind) + 1) / n - 1
+        for first, end, n in ((0, width, width), (band.rows.start, band.rows.stop, height))
     )
     centre = torch.stack(torch.broadcast_tensors(across, down[:, None]), dim=-1)
-    shifts = torch.arange(1, probes + 1, dtype=point.dtype, device=point.device) / (probes + 1) - 0.5
+    shifts = torch.arange(1, probes + 1, **kind) / (probes + 1) - 0.5
 
     def mean(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
-        here = slice(box[0] - rows.start, box[1] - rows.start), slice(*box[2:])
+        here = slice(box[0] - band.rows.start, box[1] - band.rows.start), slice(*box[2:])
         return _mean_of_probes(chain[index], centre[here], radius[here], shifts)
 
-    return _blended(mean, point, read, size, e0, bias - math.log2(probes), rows, last, in_place=in_place)
+    return _blended(mean, replace(band, bias=band.bias - math.log2(probes), last=last), read)
 
 
 def _mean_of_probes(

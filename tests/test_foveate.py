@@ -184,8 +184,8 @@ def test_reference_with_a_graph_equals_the_one_without() -> None:
 @pytest.mark.usefixtures("one_thread")  # on several torch interpolates by another kernel, which rounds otherwise
 def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     module, made = sys.modules["gpu_lod.foveate"], []
-    rows_of, level_map = [], module.level_map
-    monkeypatch.setattr(module, "level_map", lambda *a: (rows_of.append(a[-1]), level_map(*a))[1])
+    rows_of, level_map = [], module._Band.level_map
+    monkeypatch.setattr(module._Band, "level_map", lambda band: (rows_of.append(band.rows), level_map(band))[1])
     for shape in ((2, 3, 96, 70), (1, 1, 64, 64), (3, 80, 33), (1, 3, 33, 80), (1, 2, 67, 45)):
         image = noise(*shape, dtype=dtype)
         levels = list(lod.mipmap(image, backend="torch").levels)
@@ -265,14 +265,15 @@ def test_more_images_than_a_table_of_tiles_numbers(ctx: lod.Context) -> None:
 
 
 def test_no_anisotropy_is_anisotropy_of_one() -> None:
-    from gpu_lod.foveate import _probes, level_map
+    from gpu_lod.foveate import _Band, _probes, level_map
 
     levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
     point = torch.tensor([0.4, 0.6])
     level = level_map(point, (40, 56), 0.05, 0.0)
     expected = reference(levels, point[None], 0.05)
     for in_place in (True, False):
-        found = _probes(levels, point, level, 0.05, 0.0, 1.0, slice(0, 40), len(levels) - 1, in_place=in_place)
+        band = _Band((40, 56), slice(0, 40), point, 0.05, 0.0, len(levels) - 1, in_place)
+        found = _probes(levels, band, level, 1.0)
         assert torch.allclose(found, expected, atol=1e-5)
     assert torch.equal(reference(levels, point[None], 0.05, kept=level), expected)
 
@@ -280,8 +281,8 @@ def test_no_anisotropy_is_anisotropy_of_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_probes_in_bands_equal_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """And those with a graph, which are made of the whole."""
-    rows_of, level_map = [], module.level_map
-    monkeypatch.setattr(module, "level_map", lambda *a: (rows_of.append(a[-1]), level_map(*a))[1])
+    rows_of, level_map = [], module._Band.level_map
+    monkeypatch.setattr(module._Band, "level_map", lambda band: (rows_of.append(band.rows), level_map(band))[1])
     slack = {torch.uint8: 1.0, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5}[dtype]
     for shape, more in (((2, 3, 96, 70), {}), ((1, 1, 33, 80), {"bias": 2.0}), ((3, 240, 40), {"bias": 2.0})):
         levels = list(lod.mipmap(noise(*shape, dtype=dtype), backend="torch").levels)
