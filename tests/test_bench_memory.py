@@ -105,12 +105,13 @@ print(json.dumps(bench_memory.measure(VERBS, ((1, 3, 224, 224), (1, 3, 512, 512)
 
 @pytest.mark.parametrize("calls", [LIVE, SMALL], ids=["of all verbs", "of small pictures"])
 def test_calls_keep_the_bound_here(calls: str) -> None:
+    """Large ones in plain torch too without more beside it than shaders have."""
     for row in json.loads(run("-c", calls)):
         if row["verb"] == "cortical_sites":  # which is held to no picture's bound
             assert row["peak"] <= 2**19
             continue
         bound = bench_memory.OF_RESULT * row["result"] + bench_memory.OF_PICTURE * row["picture"]
-        assert row["peak"] <= bound + bench_memory.ALLOWANCE[row["backend"]], row
+        assert row["peak"] <= bound + bench_memory.ALLOWANCE["gl" if calls is LIVE else row["backend"]], row
 
 
 def test_the_allowance_is_of_the_smallest_tiles() -> None:
