@@ -149,7 +149,7 @@ def levels(
         return most
     if isinstance(value, int) and not isinstance(value, bool) and value > most:
         raise InputError(
-            f"levels is {value}, but a {width} x {height} image has {most} down to 1 x 1. Pass None for all of them."
+            f"levels is {value}, but a {width} x {height} image has {most} down to 1 x 1. Leave levels out to have all."
         )
     return integer(value, "levels", at_least=1)
 

@@ -115,7 +115,7 @@ def feature_maps(
         38     R - G
         39     B - (R + G) / 2
 
-        `CHANNELS` in this module maps names to channels.
+        `from gpu_lod.feature_maps import CHANNELS` maps names to channels.
 
     Args:
         fixation: (x, y) in [0, 1], or [B, 2]; gradients pass to it on the torch backend.

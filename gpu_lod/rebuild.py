@@ -35,8 +35,8 @@ class Rebuilt(NamedTuple):
 def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None = None) -> Rebuilt:
     """Paint tokens where they came from, coarse ones first and finer ones over them.
 
-    Shape: tokens with patches [B, K, C, P, P] give an image [B, C, H, W] and a mask [B, H, W]; without B for unbatched
-        tokens.
+    Shape: tokens with patches [B, K, C, P, P] give an `image` [B, C, H, W] and what is `covered`, [B, H, W]; without B
+        for unbatched tokens.
     Units: those of the patches. uint8 is rounded.
     Convention: a token covers the pixels whose centres lie in the square of P 2^level px round its site, left and top
         edges included, clipped to the image. A pixel shows one token, the finest that covers it, and of equally fine
