@@ -27,12 +27,16 @@ class Shield:
         self._pending: list[int] = []
         if _active or threading.get_ident() != threading.main_thread().ident:
             return
-        for number in _SIGNALS:
-            handler = _signal.getsignal(number)
-            if callable(handler):
-                self._handlers[number] = handler
-                _signal.signal(number, self._later)
-        _active = bool(self._handlers)
+        try:
+            for number in _SIGNALS:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._later)
+            _active = bool(self._handlers)
+        except BaseException:  # of one that was not held back yet
+            self.__exit__()
+            raise
 
     def _later(self, number: int, _frame: object) -> None:
         self._pending.append(number)
@@ -42,7 +46,26 @@ class Shield:
         if not self._handlers:
             return
         _active = False
-        for number, handler in self._handlers.items():
-            _signal.signal(number, handler)
-        for number in self._pending:
-            self._handlers[number](number, None)
+        raised: BaseException | None = None
+        left = list(self._handlers.items())
+        while left:
+            try:
+                while left:
+                    _signal.signal(*left[-1])
+                    left.pop()
+            except BaseException as error:  # of one that is back already; the others come back all the same
+                raised = error
+        try:
+            self._deliver()
+        finally:
+            if raised is not None:
+                raise raised
+
+    def _deliver(self) -> None:
+        """Run what was held back, all of it, whichever raises."""
+        if self._pending:
+            number = self._pending.pop(0)
+            try:
+                self._handlers[number](number, None)
+            finally:
+                self._deliver()

@@ -92,9 +92,16 @@ class Turns:
             self._lock.release()
 
     def __enter__(self) -> Self:
-        with Shield():
-            self._acquire()
-            pinned_stack().append(self)
+        entered = False
+        try:
+            with Shield():
+                self._acquire()
+                pinned_stack().append(self)
+                entered = True
+        except BaseException:  # of a signal that waited: nobody will leave a block that was never begun
+            if entered:
+                self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -134,6 +134,28 @@ def test_a_pinned_context_makes_others_wait_and_then_says_so(ctx: lod.Context, m
         assert len(pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)) == 4
 
 
+def test_a_signal_while_a_block_begins_pins_nothing(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    image, acquire = noise(1, 8, 8), turns.Turns._acquire
+    lod.mipmap(image, backend="gl")
+
+    def interrupted(self: turns.Turns) -> None:
+        acquire(self)
+        signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(turns.Turns, "_acquire", interrupted)
+            with ctx:
+                raise AssertionError("the block was begun")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert turns.pinned_stack() == []
+    monkeypatch.setattr(turns, "LOCK_TIMEOUT", 5)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(lod.mipmap, image, backend="gl").result(timeout=30)
+
+
 def test_a_signal_in_the_middle_of_a_call() -> None:
     image = noise(3, 700, 700)
     expected = lod.mipmap(image, generator="compute")[3].clone()
