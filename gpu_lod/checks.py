@@ -56,9 +56,20 @@ def dense(value: Any, name: str) -> torch.Tensor:
     found = tensor(value, name)
     if found.is_nested:
         raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
-    if found.layout is not torch.strided or found.is_quantized or found.is_meta or found.is_complex():
+    if not _ordinary(found) or found.is_meta or found.is_complex():
         raise InputError(f"{name} is a {_kind(found)}; expected an ordinary dense tensor with data.")
     return found
+
+
+def _ordinary(value: torch.Tensor) -> bool:
+    """Whether it is one block of values that are what they say."""
+    return value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+
+
+def ordinary(value: torch.Tensor, name: str) -> None:
+    """A tensor of any dtype, complex too, on any device."""
+    if not _ordinary(value):
+        raise InputError(f"{name} is a {_kind(value)}; expected an ordinary dense tensor.")
 
 
 def real(value: Any, name: str) -> torch.Tensor:
@@ -101,14 +112,22 @@ def choice(value: Any, name: str, choices: Sequence[str]) -> Any:
 
 
 def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least or (at_most and value > at_most):
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not at_least <= value <= (at_most or _LARGEST):
         limit = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
+        if whole and value > _LARGEST:  # of which Python may refuse to print the digits
+            raise InputError(f"{name} is beyond 64 bits; expected {limit}.")
         raise InputError(f"{name} is {value!r}; expected {limit}.")
     return value
 
 
+_LARGEST = 2**63 - 1
+
+
 def number(value: Any, name: str) -> float:
     try:
+        if isinstance(value, torch.Tensor) and (not _ordinary(value) or value.is_meta or value.is_complex()):
+            raise TypeError
         result = float(value)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} is {_kind(value)}; expected a number.") from None
@@ -134,7 +153,7 @@ def flag(value: Any, name: str) -> bool:
 
 def numbers(value: Any, name: str, count: int) -> tuple[float, ...]:
     """One finite number a channel."""
-    values = value.tolist() if isinstance(value, torch.Tensor) else value
+    values = dense(value, name).tolist() if isinstance(value, torch.Tensor) else value
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise InputError(f"{name} is {value!r}; expected {count} numbers, one a channel.")
     return tuple(number(one, name) for one in values)
@@ -367,7 +386,10 @@ def _own_memory(value: torch.Tensor, backend: str) -> None:
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.layout} {value.dtype} tensor {tuple(value.shape)}".replace("torch.", "")
+        if value.is_nested:
+            return "nested tensor"
+        where = " on meta" if value.is_meta else ""
+        return f"{value.layout} {value.dtype} tensor {tuple(value.shape)}{where}".replace("torch.", "")
     return (
         f"{type(value).__name__} {value!r}"
         if isinstance(value, (int, float, str, type(None)))

@@ -53,7 +53,9 @@ def conversion(
     counts = image.dtype == torch.uint8
     if dtype is None:
         dtype = torch.float32 if counts and normalised else image.dtype
-    elif dtype not in (torch.float16, torch.bfloat16, torch.float32) and not (dtype == image.dtype and not normalised):
+    elif not isinstance(dtype, torch.dtype) or (
+        dtype not in (torch.float16, torch.bfloat16, torch.float32) and (dtype != image.dtype or normalised)
+    ):
         raise InputError(
             f"dtype is {dtype}; expected torch.float16, torch.bfloat16 or torch.float32"
             + (", for mean and std give fractions." if normalised else ", or None for the image's own.")

@@ -97,8 +97,8 @@ operators.register(cull, _like, differentiable=False)
 
 def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
     """[B] thresholds in level 0's dtype (fp32 for uint8), such that >= says what torch's own comparison says."""
-    if isinstance(threshold, torch.Tensor) and (threshold.is_complex() or threshold.layout is not torch.strided):
-        raise InputError(f"threshold is a {threshold.layout} {threshold.dtype} tensor; expected real numbers, dense.")
+    if isinstance(threshold, torch.Tensor):
+        checks.dense(threshold, "threshold")
     try:
         where = threshold.device if isinstance(threshold, torch.Tensor) else torch.device("cpu")
         values = torch.as_tensor(threshold, dtype=torch.float64, device=where).detach()

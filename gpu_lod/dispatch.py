@@ -21,6 +21,7 @@ from gpu_lod.errors import (
     InputError,
     KernelError,
     LimitError,
+    OutOfMemoryError,
     ShaderError,
     UnsupportedError,
 )
@@ -88,7 +89,7 @@ def explain(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     Raises:
         InputError: not a verb of gpu_lod, or arguments from which no backend can be chosen (the verb checks more).
     """
-    if verb not in _choosers:
+    if not callable(verb) or verb not in _choosers:
         known = ", ".join(sorted(function.__name__ for function in _choosers))
         raise InputError(f"{getattr(verb, '__name__', verb)!r} chooses no backend; the verbs that do are {known}.")
     try:
@@ -139,7 +140,7 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return verb(*args, **kwargs)
+            return _within_memory(verb, *args, **kwargs)
         except _IN_THE_WAY as error:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -162,7 +163,7 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
         try:
             if following == "torch":
                 bound.arguments["backend"] = "torch"
-                result = verb(*bound.args, **bound.kwargs)
+                result = _within_memory(verb, *bound.args, **bound.kwargs)
             else:
                 result = call(*args, **kwargs)
         except _IN_THE_WAY:
@@ -180,6 +181,19 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return call
+
+
+def _within_memory(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """A call, with a name for what torch has none for: that a CPU's memory does not suffice. CUDA's has one."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"the result, or what plain torch makes on the way, does not fit memory ({error}). Ask for less, or pass "
+            "fewer images at once."
+        ) from None
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor:

@@ -185,7 +185,7 @@ def _choose(
 ) -> Choice:
     image = checks.image(image)
     dispatch.check_backend(backend)
-    if dtype not in DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise InputError(f"dtype is {dtype}; expected torch.float16 or torch.float32.")
     for flag, name in ((video, "video"), (as_texture, "as_texture")):
         if not isinstance(flag, bool):

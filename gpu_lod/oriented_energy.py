@@ -40,6 +40,8 @@ LEAST_ROW = 8
 """Samples of a row that shaders read and write in groups of four."""
 _STAGED_BYTES = 2**22
 """Of fp32 energies that are rounded at once, where they cannot be written so."""
+MOST = 360
+"""Orientations: one each half degree is far more than filters of 9 x 9 tell apart."""
 _SMALL = 2**19
 """Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
 _BLOCK = 8
@@ -83,7 +85,7 @@ def oriented_energy(
 
     Args:
         levels: how many, level 0 included; None goes down to 1 x 1.
-        orientations: at least 1. Four is what these filters resolve, more interpolate.
+        orientations: 1 to 360. Four is what these filters resolve, more interpolate.
         backend: "gl", "torch" or "auto"; `explain(oriented_energy, image)` says why. Both give gradients.
 
     Returns:
@@ -112,7 +114,7 @@ def oriented_energy(
 
 def _choose(image: torch.Tensor, levels: int | None = None, orientations: int = 4, backend: Backend = "auto") -> Choice:
     image = checks.image(image, max_channels=None)
-    checks.integer(orientations, "orientations", at_least=1)
+    checks.integer(orientations, "orientations", at_least=1, at_most=MOST)
     return choose("oriented_energy", image, backend, ragged=False)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree
 
-from gpu_lod import recording
+from gpu_lod import checks, recording
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
 from gpu_lod.errors import InputError, PyramidChangedError
@@ -70,6 +70,8 @@ class Plan:
         given = [leaves[place] for place in self._places]
         if not given:
             raise InputError("no argument is a tensor, so nothing could change between calls; pass what does as one.")
+        for tensor in given:
+            checks.ordinary(tensor, "an argument of the plan")
         if any(tensor.requires_grad for tensor in given):
             raise InputError("a plan gives no gradients, and an argument asks for them: pass tensor.detach().")
         self._pyramids = [leaf for leaf in leaves if isinstance(leaf, Pyramid)]

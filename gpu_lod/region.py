@@ -64,7 +64,7 @@ def region_min(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
 def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -> torch.Tensor:
     chosen = _choose(hz, boxes, backend, reduce)
     hz.check_unchanged()
-    prepared = _boxes(hz, checks.tensor(boxes, "boxes"))
+    prepared = _boxes(hz, checks.dense(boxes, "boxes"))
     levels = [level if hz.batched else level[None] for level in hz.levels]
     if prepared.shape[1] == 0:
         result = levels[0].new_empty(hz.batch, hz.channels, 0)
@@ -93,6 +93,8 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
     if barred is not None:
         return barred
     planes = hz.batch * hz.channels
+    if isinstance(boxes, torch.Tensor):
+        checks.ordinary(boxes, "boxes")
     shape: tuple[int, ...] = tuple(getattr(boxes, "shape", ()))
     count = shape[-2] if len(shape) > 1 else 1
     # Torch goes through all texels and, box by box, through about a dozen small tensors.

@@ -1,0 +1,75 @@
+"""What no verb can read a number, a size or a dtype from is a named error that does not come from inside torch."""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scripts import run
+
+import gpu_lod as lod
+from gpu_lod.errors import InputError
+
+IMAGE, SITES, HUGE = torch.rand(1, 3, 16, 16), torch.tensor([[0.5, 0.5, 0.0]]), 10**400
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it is a prototype, and will not even say its sizes
+    NESTED = torch.nested.nested_tensor([torch.rand(2, 4), torch.rand(3, 4)])
+META = torch.tensor(0.5, device="meta")
+
+
+def hz() -> lod.Pyramid:
+    return lod.hiz(torch.rand(1, 1, 16, 16), backend="torch")
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number on meta": (lambda: lod.foveate(IMAGE, (0.5, 0.5), META), r"e0 is strided float32 tensor \(\) on meta"),
+    "a complex number": (lambda: lod.foveate(IMAGE, (0.5, 0.5), torch.tensor(1j)), "e0 is strided complex64 tensor"),
+    "a nested number": (lambda: lod.log_polar(IMAGE, (0.5, 0.5), 4, 4, r_max=NESTED), "r_max is nested tensor"),
+    "a mean on meta": (lambda: lod.gather_patches(IMAGE, SITES, 4, mean=META.expand(3)), "mean is a .* on meta"),
+    "a sparse std": (lambda: lod.mipmap(IMAGE, std=torch.ones(3).to_sparse()), "std is a sparse_coo"),
+    "a threshold on meta": (lambda: lod.cull(hz(), META), "threshold is a .* on meta"),
+    "nested boxes": (lambda: lod.region_max(hz(), NESTED), "boxes is a nested tensor"),
+    "nested boxes, explained": (lambda: lod.explain(lod.region_max, hz().upload(), NESTED), "boxes is a nested tensor"),
+    "a huge patch": (lambda: lod.cortical_sites((0.5, 0.5), 7, (33, 40), HUGE), "patch is beyond 64 bits"),
+    "a huge size": (lambda: lod.cortical_sites((0.5, 0.5), 7, (HUGE, 40)), "height is beyond 64 bits"),
+    "orientations": (lambda: lod.oriented_energy(IMAGE, orientations=10**9), "from 1 to 360"),
+    "an array for a dtype": (lambda: lod.gather_patches(IMAGE, SITES, 4, dtype=np.ones(2)), "dtype is"),
+    "an array for the maps' dtype": (lambda: lod.feature_maps(IMAGE, dtype=np.array([])), "dtype is"),  # type: ignore
+    "a set for a verb": (lambda: lod.explain(set()), "chooses no backend"),  # type: ignore[arg-type]
+    "a nested argument of a plan": (lambda: lod.plan(lambda x: x, NESTED), "plan is a nested tensor"),
+    "a sparse argument of a plan": (lambda: lod.plan(lambda x: x, torch.eye(3).to_sparse()), "plan is a sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values_are_input_errors(name: str) -> None:
+    call, words = BAD[name]
+    with pytest.raises(InputError, match=words):
+        call()
+
+
+def test_results_beyond_memory_are_named() -> None:
+    done: subprocess.CompletedProcess[str] = run("""
+        import resource, torch
+        import gpu_lod as lod
+        image = torch.rand(1, 8, 8)
+        lod.log_polar(image, (0.5, 0.5), 4, 4, backend="torch")
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+        for call in (
+            lambda: lod.inverse_log_polar(image, (0.5, 0.5), (10**5, 10**5), backend="torch"),
+            lambda: lod.log_polar(image, (0.5, 0.5), 10**6, 10**6, backend="torch"),
+        ):
+            try:
+                call()
+            except lod.errors.OutOfMemoryError as error:
+                assert "does not fit memory" in str(error) and isinstance(error, MemoryError)
+            else:
+                raise AssertionError
+        print(lod.log_polar(image, (0.5, 0.5), 4, 4, backend="torch").shape)
+    """)
+    assert done.stdout == "torch.Size([1, 4, 4])\n", done.stderr
