@@ -76,8 +76,33 @@ def _entries(row: dict[str, Any], date: str, cuda: bool) -> Iterator[Entry]:
         if "torch" in ways:
             shape = [row["batch"], row["channels"], *row["size"]]
             words = [f"{' x '.join(map(str, shape))} {row['dtype']}", *filter(None, [row["note"].partition(";")[0]])]
-            words += [ANISOTROPIC] * row["note"].endswith(ANISOTROPIC)
+            words += [ANISOTROPIC] * row["note"].endswith(ANISOTROPIC) + _made(row)
             yield Entry(question, ", ".join(words), date, ways)
+
+
+def _polar(row: dict[str, Any]) -> tuple[int, int]:
+    """Rings and wedges of the map that a log_polar row makes."""
+    if row["note"].startswith("a batch in one call"):
+        return 64, 128
+    found = re.match(r"(\d+) x (\d+), ", row["note"])
+    return (int(found[1]), int(found[2])) if found else (RINGS, WEDGES)
+
+
+def _patches(row: dict[str, Any]) -> tuple[int, int]:
+    """How many patches a gather_patches row reads, and their side."""
+    if row["note"].startswith("a batch in one call"):
+        return 64, 14
+    found = re.match(r"(\d+) x (\d+) x (\d+), ", row["note"])
+    return (int(found[1]), int(found[2])) if found else (BUDGET, 14)
+
+
+def _made(row: dict[str, Any]) -> list[str]:
+    """What a sampler makes, which its times depend on, in words where the note does not say it."""
+    if re.match(r"\d+ x \d+", row["note"]):
+        return []
+    if row["verb"] == "log_polar":
+        return ["to a map of {} x {}".format(*_polar(row))]
+    return ["{0} patches of {1} x {1}".format(*_patches(row))] * (row["verb"] == "gather_patches")
 
 
 def _ways(row: dict[str, Any], known: tuple[str, ...]) -> dict[str, Timed]:
@@ -134,17 +159,11 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         how = foveated(texture=not note.endswith(ANEW), whole_words=whole_words, anisotropic=probes > 1)
         return sampler(area * probes, how)
     if verb == "log_polar" and not note.startswith("from an image"):
-        return sampler(64 * 128 if together else _product(r"(\d+) x (\d+), ", note) or RINGS * WEDGES)
+        return sampler(math.prod(_polar(row)))
     if verb == "gather_patches":
-        samples = 64 * 14**2 if together else _product(r"(\d+) x (\d+) x (\d+), ", note)
-        return sampler(samples or BUDGET * 14**2, "whole levels" if "sites on the grid" in note else "")
+        count, side = _patches(row)
+        return sampler(count * side**2, "whole levels" if "sites on the grid" in note else "")
     return []
-
-
-def _product(pattern: str, note: str) -> int:
-    """Of the numbers that a note begins with; 0 if it does not."""
-    found = re.match(pattern, note)
-    return math.prod(map(int, found.groups())) if found else 0
 
 
 def write(target: Path = DATA) -> list[Path]:
