@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ def test_gradients_are_the_shares() -> None:
         (lambda x: bipartite_merge(x, x[:, 1:], 2), r"keys \(2, 9, 4\)"),
         (lambda x: bipartite_merge(x, x, -1), "remove"),
         (lambda x: bipartite_merge(x, x, 2, sizes=x[:, :3, 0]), r"sizes are \(2, 3\)"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=x[..., 0].fill_(0)), "above 0"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=x[..., 0].fill_(-1)), "above 0"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=x[..., 0].fill_(math.nan)), "above 0"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=x[..., 0].fill_(math.inf)), "above 0"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=x[..., 0].double().fill_(1e300)), "above 0"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=x[..., 0] > 0), "sizes is a strided bool tensor"),
+        (lambda x: bipartite_merge(x, x, 2, sizes=[[1.0] * 10] * 2), "sizes is list"),
+        (lambda x: bipartite_merge(x, x, 2).merge(x, sizes=x[..., 0].fill_(0)), "above 0"),
+        (lambda x: bipartite_merge(x.to_sparse(), x, 2), "tokens is a sparse_coo"),
+        (lambda x: bipartite_merge(x, x.to("meta"), 2), "keys is a strided"),
         (lambda x: bipartite_merge(x, x, 2).unmerge(x), r"expected \[2, 8, ...\]"),
         (lambda x: bipartite_merge(x, x, 2).merge(x[:, :8]), r"expected \[2, 10, ...\]"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -184,6 +185,15 @@ LOOKS = torch.rand(2, 3, 5, 9)
         (lambda: vision_zip(T, K, R, 0, 0), "expected 1 to 9"),
         (lambda: vision_zip(T, K, R, -1, 2), "stay is -1"),
         (lambda: vision_zip(T, K, torch.rand(2, 10), 2, 2), "without the class token"),
+        (lambda: vision_zip(T, K, R * math.nan, 2, 2), "received holds NaN"),
+        (lambda: vision_zip(T, K, R.to("meta"), 2, 2), "received is a strided"),
+        (lambda: vision_zip(T.to_sparse(), K, R, 2, 2), "tokens is a sparse_coo"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS * math.nan, 2, 1), "attention holds NaN"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS.to_sparse(), 2, 1), "attention is a sparse_coo"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4).to("meta"), LOOKS, 2, 1), "text is a strided"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, [[True] * 5] * 2), "mask is list"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, 1), "mask is int 1"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, np.zeros((2, 5))), "a word in each row"),
         (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 9, 1), r"9 \+ 1"),
         (lambda: sparse_vlm(T, torch.rand(2, 5, 3), LOOKS, 2, 1), r"expected \[B, N, D\], \[B, T, D\]"),
         (lambda: sparse_vlm(T, torch.rand(2, 6, 4), LOOKS, 2, 1), r"attention \(2, 3, 5, 9\)"),

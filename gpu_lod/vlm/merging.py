@@ -31,6 +31,9 @@ class Merged:
 
         Args:
             sizes: [B, N], if the N stood for several tokens each already.
+
+        Raises:
+            InputError: another number of values, or sizes as `bipartite_merge` refuses them.
         """
         _check(values, self.owner)
         weights = sizes_of(sizes, self.owner)
@@ -74,11 +77,12 @@ def bipartite_merge(
         sizes: [B, N], how many tokens each stands for already, from `Merged.sizes` of an earlier layer.
 
     Raises:
-        InputError: shapes that do not fit, or more to remove than all unprotected tokens but one.
+        InputError: shapes that do not fit, more to remove than all unprotected tokens but one, or sizes that are not
+            positive and finite.
 
     Source: Bolya et al., "Token Merging: Your ViT But Faster" (2023), which merges r a layer, and leaves order alone.
     """
-    tokens, keys = checks.tensor(tokens, "tokens"), checks.tensor(keys, "keys")
+    tokens, keys = checks.dense(tokens, "tokens"), checks.dense(keys, "keys")
     if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2]:
         raise InputError(
             f"tokens are {tuple(tokens.shape)} and keys {tuple(keys.shape)}; expected [B, N, D] and [B, N, E]."
@@ -141,12 +145,20 @@ def averaged(values: torch.Tensor, weights: torch.Tensor, owner: torch.Tensor, c
 
 
 def sizes_of(sizes: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """fp32 [B, N]; one each if none are given."""
+    """fp32 [B, N]; one each if none are given. They are read on the host: on a GPU that waits for them."""
     if sizes is None:
         return torch.ones(tokens.shape[:2], dtype=torch.float32, device=tokens.device)
-    if sizes.shape != tokens.shape[:2]:
-        raise InputError(f"sizes are {tuple(sizes.shape)}; expected {tuple(tokens.shape[:2])}, one of each token.")
-    return sizes.float()
+    found = checks.real(sizes, "sizes").float()
+    if found.shape != tokens.shape[:2]:
+        raise InputError(f"sizes are {tuple(found.shape)}; expected {tuple(tokens.shape[:2])}, one of each token.")
+    checks.same_device(tokens, found, "sizes", "the tokens")
+    held = checks.values(found)
+    if not ((held > 0) & (held < torch.inf)).all():
+        raise InputError(
+            "sizes hold 0 or less, infinities or NaN; expected in fp32 how many tokens each stands for, above 0. "
+            "Leave them out for one each."
+        )
+    return found
 
 
 def _slots(owner: torch.Tensor, count: int) -> torch.Tensor:

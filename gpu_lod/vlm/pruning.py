@@ -32,7 +32,7 @@ def vision_zip(
         dominant, contextual: exact counts, 0 too; without contextual ones the rest is dropped.
 
     Raises:
-        InputError: shapes that do not fit, or more tokens than there are.
+        InputError: shapes that do not fit, NaN in received, or more tokens than there are.
 
     Source: Yang et al., "VisionZip: Longer is Better but Not Necessary in Vision Language Models" (2025). There the
         dominant ones keep their order in the picture, which sorting `Merged.indices` restores; the spacing's step is
@@ -78,14 +78,14 @@ def sparse_vlm(
         mask: bool [B, T], False for padding.
 
     Raises:
-        InputError: shapes that do not fit, more tokens than there are, or no words.
+        InputError: shapes that do not fit, NaN in attention, more tokens than there are, or no words.
 
     Source: Zhang et al., "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference" (2025),
         with density peaks after Rodriguez and Laio (2014) on the 5 nearest. There counts follow from the rank of the
         attention matrix, layer by layer, and clusters are summed; here the counts are given, for one layer, and
         clusters are averaged.
     """
-    tokens, text = checks.tensor(tokens, "tokens"), checks.tensor(text, "text")
+    tokens, text = checks.dense(tokens, "tokens"), checks.dense(text, "text")
     batch, there, words, looks = _asked(tokens, text, attention, mask)
     _counts(kept, recycled, there)
     share = checks.number(share, "share")
@@ -157,13 +157,14 @@ def _counts(first: int, second: int, there: int) -> None:
 def _three(
     tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, keys = checks.tensor(tokens, "tokens"), checks.tensor(keys, "keys")
-    received = checks.tensor(received, "received").detach().float()
+    tokens, keys = checks.dense(tokens, "tokens"), checks.dense(keys, "keys")
+    received = checks.dense(received, "received").detach().float()
     if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2] or received.shape != tokens.shape[:2]:
         raise InputError(
             f"tokens are {tuple(tokens.shape)}, keys {tuple(keys.shape)} and received {tuple(received.shape)}; "
             "expected [B, N, D], [B, N, E] and [B, N], without the class token."
         )
+    checks.no_nan(received, "received")
     return tokens, keys, received
 
 
@@ -171,7 +172,7 @@ def _asked(
     tokens: torch.Tensor, text: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[int, int, torch.Tensor, torch.Tensor]:
     """B, N, which words there are, bool [B, T], and how they look at tokens, [B, T, N]."""
-    looks = checks.tensor(attention, "attention").detach().float()
+    looks = checks.dense(attention, "attention").detach().float()
     looks = looks.mean(1) if looks.ndim == 4 else looks
     if (
         tokens.ndim != 3
@@ -183,7 +184,12 @@ def _asked(
             f"tokens are {tuple(tokens.shape)}, text {tuple(text.shape)} and attention {tuple(attention.shape)}; "
             "expected [B, N, D], [B, T, D] and [B, heads, T, N]."
         )
-    words = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if mask is None else mask.bool()
+    words = (
+        torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        if mask is None
+        else checks.dense(mask, "mask").bool()
+    )
     if words.shape != text.shape[:2] or not words.any(1).all():
         raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
+    checks.no_nan(looks, "attention")
     return len(tokens), tokens.shape[1], words, looks
