@@ -185,6 +185,16 @@ def test_half_precision_tables() -> None:
     )
 
 
+def test_starts_of_each_picture() -> None:
+    found = lod.vlm.mrope_positions(SITES, (56, 56), 14, start=torch.tensor([3, 50]))
+    for i, start in enumerate((3, 50)):
+        for one in (start, torch.tensor(start), torch.tensor([start])):
+            assert torch.equal(found[:, i], lod.vlm.mrope_positions(SITES[i], (56, 56), 14, start=one))
+
+
+SITES, EDGE = torch.rand(2, 4, 3), torch.ones(1, 2)
+
+
 @pytest.mark.parametrize(
     ("make", "hint"),
     [
@@ -196,6 +206,32 @@ def test_half_precision_tables() -> None:
         (lambda: lod.vlm.axial_frequencies(12, theta=-1.0), "positive"),
         (lambda: lod.vlm.rotary_embedding(torch.rand(4, 3), [torch.ones(2)] * 2), "3 axes"),
         (lambda: lod.vlm.rotary_embedding(torch.rand(4, 2), torch.ones(2), "quarter"), "interleaved"),
+        (lambda: lod.vlm.rotary_embedding(None, torch.ones(2)), "positions is NoneType"),
+        (lambda: lod.vlm.rotary_embedding(torch.tensor(1.0), torch.ones(2)), "0 axes"),
+        (lambda: lod.vlm.rotary_embedding(torch.rand(4, 0), torch.ones(2)), "0 axes"),
+        (lambda: lod.vlm.rotary_embedding(torch.rand(4, 2), None), "frequencies is NoneType"),
+        (lambda: lod.vlm.rotary_embedding(torch.rand(4, 2), [0.5, 0.5]), "frequencies is float 0.5"),
+        (lambda: lod.vlm.rotary_embedding(torch.rand(4, 2), torch.ones(2, 2)), r"\(2, 2\), \(2, 2\); expected \[F\]"),
+        (lambda: lod.vlm.rotary_embedding(torch.rand(4, 1), [torch.tensor(1.0)]), r"\(\); expected \[F\]"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, start="x"), "start is str 'x'"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, start=[]), "start is list"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, start=None), "start is NoneType"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, start=math.nan), "start is nan"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, start=torch.tensor(math.inf)), "start holds"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, start=torch.ones(3)), r"start is \(3,\); .* \(2,\)"),
+        (lambda: lod.vlm.mrope_positions(SITES[0], (56, 56), 14, start=torch.ones(4)), r"start is \(4,\)"),
+        (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, rounded=1), "rounded is 1"),
+        (lambda: lod.vlm.mrope_extent((56, 56), 0), "patch is 0"),
+        (lambda: lod.vlm.mrope_extent((56, 56), None), "patch is None"),
+        (lambda: lod.vlm.sample_position_table(None, torch.rand(1, 2), (4, 4), (4, 4)), "table is NoneType"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), 0.5, (4, 4), (4, 4)), "positions is float"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), torch.rand(1, 2), 4, (4, 4)), "grid is 4; .*rows"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), torch.rand(1, 2), (4, 4), None), "cells is None"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), EDGE, (4, 4), (4, 0)), "side of cells is 0"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), EDGE * math.nan, (4, 4), (4, 4)), "NaN or inf"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), -EDGE * math.inf, (4, 4), (4, 4)), "NaN or inf"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), EDGE, (4, 4), (4, 4), antialias=0), "antialias is 0"),
+        (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), EDGE, (4, 4), (4, 4), align_corners=1), "s is 1"),
         (lambda: lod.vlm.sample_position_table(torch.rand(9, 2), torch.rand(1, 2), (4, 4), (4, 4)), "4 x 4"),
         (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), torch.rand(1, 3), (4, 4), (4, 4)), r"\[..., 2\]"),
         (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), torch.rand(1, 2), (4, 4), (4, 4), "nearest"), "mode"),

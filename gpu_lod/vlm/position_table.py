@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +38,15 @@ def sample_position_table(
             antialias; Qwen3-VL: bilinear and align_corners.
 
     Raises:
-        InputError: bad shapes, or antialias with align_corners.
+        InputError: bad shapes, positions that are not finite, or antialias with align_corners.
 
     Source: Keys, "Cubic Convolution Interpolation" (1981), a = -0.75, or -0.5 with antialias, as torch has them.
     """
     checks.choice(mode, "mode", ("bilinear", "bicubic"))
+    checks.flag(antialias, "antialias")
+    checks.flag(align_corners, "align_corners")
+    grid, cells = _sides(grid, "grid"), _sides(cells, "cells")
+    table, positions = checks.real(table, "table"), checks.real(positions, "positions")
     if table.ndim != 2 or table.shape[0] != grid[0] * grid[1] or positions.shape[-1:] != (2,):
         raise InputError(
             f"the table is {tuple(table.shape)}, positions {tuple(positions.shape)}; expected "
@@ -51,12 +55,21 @@ def sample_position_table(
     if antialias and align_corners:
         raise InputError("antialias and align_corners exclude each other. Drop one.")
     at = positions.reshape(-1, 2).float()
+    if not torch.isfinite(checks.values(at)).all():  # read on the host: on a GPU that waits
+        raise InputError("positions hold NaN or infinities; expected finite (y, x) in cells, as of grid_positions.")
     rows, row_weights = _taps(at[:, 0], grid[0], cells[0], mode, antialias, align_corners)
     columns, column_weights = _taps(at[:, 1], grid[1], cells[1], mode, antialias, align_corners)
     index = (rows[:, :, None] * grid[1] + columns[:, None, :]).flatten(1)
     weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)
     values = F.embedding_bag(index, table.float(), per_sample_weights=weights, mode="sum")
     return values.view(*positions.shape[:-1], -1).to(table.dtype)
+
+
+def _sides(value: Any, name: str) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InputError(f"{name} is {value!r}; expected (rows, columns).")
+    rows, columns = (checks.integer(side, f"a side of {name}", at_least=1) for side in value)
+    return rows, columns
 
 
 def _taps(

@@ -74,13 +74,20 @@ def rotary_embedding(
         them they have three axes, which no published encoder was trained with.
 
     Raises:
-        InputError: another number of axes, or an unknown layout.
+        InputError: another number of axes, frequencies of another shape, or an unknown layout.
     """
     checks.choice(layout, "layout", ("half", "interleaved"))
-    axes = positions.shape[-1]
-    each = [frequencies] * axes if isinstance(frequencies, torch.Tensor) else list(frequencies)
+    positions = checks.real(positions, "positions")
+    axes = positions.shape[-1] if positions.ndim else 0
+    each = list(frequencies) if isinstance(frequencies, Sequence) else [frequencies] * max(axes, 1)
+    each = [checks.real(one, "frequencies") for one in each]
     if len(each) != axes:
         raise InputError(f"positions are {tuple(positions.shape)}, {axes} axes; expected {len(each)}, one a frequency.")
+    if any(one.ndim != 1 for one in each):
+        raise InputError(
+            f"frequencies are {', '.join(str(tuple(one.shape)) for one in each)}; expected [F], or {axes} tensors "
+            "[F_a], one an axis. Flatten them."
+        )
     angles = torch.cat(
         [positions[..., axis, None].float() * each[axis].to(positions.device, torch.float32) for axis in range(axes)],
         dim=-1,
@@ -103,11 +110,20 @@ def mrope_positions(
     Args:
         start: of the picture; one for all, or [B].
 
+    Raises:
+        InputError: bad shapes, or a start that is no finite number.
+
     Source: Wang et al., "Qwen2-VL" (2024).
     """
     _, y, x = grid_positions(sites, size, patch).unbind(-1)
-    begin = torch.as_tensor(start, device=sites.device)
-    begin = begin[..., None].to(y.dtype)
+    checks.flag(rounded, "rounded")
+    whole = hasattr(start, "__dlpack__")
+    begin = checks.real(start, "start").to(y) if whole else y.new_tensor(checks.number(start, "start"))
+    if begin.shape not in ((), (1,), y.shape[:-1]):
+        raise InputError(f"start is {tuple(begin.shape)}; expected a number, or {tuple(y.shape[:-1])}, one a picture.")
+    if not torch.isfinite(checks.values(begin)).all():
+        raise InputError("start holds NaN or infinities; expected finite numbers.")
+    begin = begin[..., None]
     ids = torch.stack([torch.zeros_like(y), y, x])
     if rounded:
         return (torch.floor(ids + 0.5) + begin).long()
@@ -115,5 +131,9 @@ def mrope_positions(
 
 
 def mrope_extent(size: tuple[int, int], patch: int) -> int:
-    """How many position ids a picture takes: merge units along its longer side, as in the model."""
-    return max(cells_of(checks.size(size), patch))
+    """How many position ids a picture takes: merge units along its longer side, as in the model.
+
+    Raises:
+        InputError: a bad size or patch.
+    """
+    return max(cells_of(checks.size(size), checks.integer(patch, "patch", at_least=1)))
