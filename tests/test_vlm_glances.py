@@ -270,6 +270,10 @@ def test_a_second_glance_over_the_finest_grid() -> None:
         (lambda r: attention_entropy(r - 0.5), "softmax"),
         (lambda r: attention_entropy(r * math.nan), "NaN"),
         (lambda r: attention_entropy(r[0, 0]), r"\[B, N\]"),
+        (lambda r: attention_entropy(r.to("meta")), "attention is a strided"),
+        (lambda r: attention_entropy(r.to_sparse()), "attention is a sparse_coo"),
+        (lambda r: Glances(10, 5)(None, r, r.to("meta")), "attention is a strided"),
+        (lambda r: Glances(10, 5)(None, r[0], r[0].to_sparse()), "attention is a sparse_coo"),
     ],
 )
 def test_bad_input(call: Any, hint: str) -> None:

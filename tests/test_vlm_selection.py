@@ -108,6 +108,16 @@ def test_infinities() -> None:
         assert index[0, 0] == 1 and 2 not in index
 
 
+def test_float8_is_as_good_as_its_values() -> None:
+    relevance = torch.rand(2, 5).to(torch.float8_e4m3fn)
+    found, expected = (straight_through_top_k(values, 2) for values in (relevance, relevance.float()))
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.weights, expected.weights)
+    found, expected = (
+        gumbel_top_k(values, 2, generator=torch.Generator().manual_seed(1)) for values in (relevance, relevance.float())
+    )
+    assert torch.equal(found.indices, expected.indices)
+
+
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
@@ -118,6 +128,9 @@ def test_infinities() -> None:
         (lambda: straight_through_top_k(torch.ones(2, 5, dtype=torch.long), 2), "floats"),
         (lambda: straight_through_top_k(torch.full((2, 5), math.nan), 2), "NaN"),
         (lambda: gumbel_top_k(torch.rand(2, 5), 2, noise=-1.0), "0 or more"),
+        (lambda: straight_through_top_k(torch.rand(2, 5).to("meta"), 2), "relevance is a strided"),
+        (lambda: gumbel_top_k(torch.rand(2, 5), 2, generator=0), "generator is 0; expected a torch.Generator"),
+        (lambda: GumbelTopK(2)(torch.rand(2, 5), 0), "generator is 0"),
         (lambda: GumbelTopK(0), "count"),
     ],
 )

@@ -252,6 +252,7 @@ def test_newcomers_are_read_and_videos_apart(photo: torch.Tensor) -> None:
         (lambda memory: memory.update(BLANK[..., :100]), r"reset\(\)"),
         (lambda memory: memory.update(BLANK, torch.rand(1, 7, 8)), r"\(1, 8, 8\)"),
         (lambda memory: memory.update(None), "image is NoneType"),
+        (lambda memory: memory.update(BLANK, refresh=torch.tensor([1.0, 2.0])), "refresh is tensor"),
         (lambda memory: TokenMemory(65).update(BLANK), "budget is 65, and there are 64"),
         (lambda memory: TokenMemory(4, margin=-1.0), "0 or more"),
         (lambda memory: TokenMemory(4, patience=0), "patience"),

@@ -65,7 +65,7 @@ def attention_entropy(attention: torch.Tensor) -> torch.Tensor:
     Raises:
         InputError: values below 0, infinite or NaN, or nothing to spread over.
     """
-    values = checks.tensor(attention, "attention")
+    values = checks.dense(attention, "attention")
     if values.ndim < 2 or not values.numel():
         raise InputError(f"attention is {tuple(values.shape)}; expected [B, N] or [B, Hg, Wg].")
     flat = values.flatten(1).double()
@@ -183,7 +183,7 @@ class Glances:
         if attention is None:
             entropy = attention_entropy(fine.amounts())
         else:
-            attention = checks.tensor(attention, "attention")
+            attention = checks.dense(attention, "attention")
             entropy = attention_entropy(attention if batched else attention[None])
             if len(entropy) != scene.batch:
                 raise InputError(f"attention is {tuple(attention.shape)}; expected [{scene.batch}, N].")

@@ -59,12 +59,17 @@ def gumbel_top_k(
         generator: where the noise is from, on relevance's device; None is torch's own.
 
     Raises:
-        InputError: as `straight_through_top_k`, or negative noise.
+        InputError: as `straight_through_top_k`, negative noise, or what is no generator.
 
     Source: Kool, van Hoof and Welling, "Stochastic Beams and Where to Find Them" (2019).
     """
     values = _rows(relevance)
     scale = _noise(noise)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(
+            f"generator is {generator!r}; expected a torch.Generator or None. Make one with "
+            "torch.Generator(relevance.device).manual_seed(seed)."
+        )
     # -log of an exponential variable is a Gumbel one; and unlike -log(-log(uniform)) it is never infinite.
     shaken = values - scale * torch.empty_like(values).exponential_(generator=generator).log() if scale else values
     return _selected(shaken, count, temperature)
@@ -92,14 +97,13 @@ class GumbelTopK(nn.Module):
 
 
 def _rows(relevance: Any) -> torch.Tensor:
-    values = checks.tensor(relevance, "relevance")
+    values = checks.dense(relevance, "relevance")
     if values.ndim not in (2, 3) or not values.is_floating_point():
         raise InputError(
             f"relevance is {values.dtype} {tuple(values.shape)}; expected floats [B, N], or a map [B, Hg, Wg]."
         )
-    if torch.isnan(values.detach()).any():
-        raise InputError("relevance holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
-    return values.flatten(1)
+    checks.no_nan(values, "relevance")
+    return (values if values.dtype.itemsize > 1 else values.float()).flatten(1)  # torch sorts no float8
 
 
 def _noise(value: Any) -> float:

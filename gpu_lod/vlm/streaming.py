@@ -86,6 +86,7 @@ class TokenMemory:
             InputError: a frame of another shape, dtype or device than those before; a budget above the patches there
                 are; and what an allocator raises.
         """
+        checks.flag(refresh, "refresh")
         image = checks.image(image)
         scene, batched = self._grid._scene(image, relevance, None, None, None)
         self._grid.enough(scene.grid[0] * scene.grid[1])
