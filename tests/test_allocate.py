@@ -1024,6 +1024,8 @@ def test_bad_labels(labels: torch.Tensor, hint: str) -> None:
         (torch.rand(1, 2, 8), r"float32 \(1, 2, 8\)"),
         (torch.ones(8).long(), r"int64 \(8,\); expected floats"),
         (torch.full((8,), math.nan), "query holds NaN"),
+        (torch.full((8,), math.nan).to(torch.float8_e4m3fn), "query holds NaN"),
+        (torch.full((8,), 1e300, dtype=torch.float64), "infinities; expected finite numbers in fp32"),
     ],
 )
 def test_bad_queries(query: torch.Tensor, hint: str) -> None:
@@ -1031,6 +1033,13 @@ def test_bad_queries(query: torch.Tensor, hint: str) -> None:
     for what in ({"image": torch.rand(2, 3, 50, 60)}, {"relevance": torch.rand(2, 4, 5)}):
         with pytest.raises(InputError, match=hint):
             allocator(**what, query=query)
+
+
+def test_a_query_of_float8_is_that_in_fp32() -> None:
+    allocator, relevance = lod.allocate.AdaptiveStratified(9, width=8), torch.rand(2, 4, 5)
+    query = torch.randn(2, 8).to(torch.float8_e4m3fn)
+    found, expected = (allocator(relevance=relevance, query=one) for one in (query, query.float()))
+    assert torch.equal(found.sites, expected.sites)
 
 
 @pytest.mark.parametrize(

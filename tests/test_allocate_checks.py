@@ -208,7 +208,7 @@ def test_what_losses_refuse(loss: Callable[..., torch.Tensor], arguments: tuple[
     refuse(hint, loss, *arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
 def test_losses_of_other_dtypes_are_those_in_fp32(dtype: torch.dtype) -> None:
     values = (noise(2, 6, 2) * 3).to(dtype)
     for loss in (repulsion_loss, coverage_loss, lambda both: dead_bin_loss(both[..., 0])):

@@ -324,9 +324,10 @@ class Allocator(ABC):
         if shape not in ((lengths), (batch, *lengths)) or not values.is_floating_point() or not values.numel():
             wide = "D" if width is None else width
             raise InputError(f"query is {values.dtype} {shape}; expected floats [{batch}, {wide}] or [{wide}].")
+        values = values.float()  # of float8, torch knows little else
         if not torch.isfinite(values.detach()).all():
-            raise InputError("query holds NaN or infinities; expected finite numbers.")
-        return values.float().expand(batch, *lengths)
+            raise InputError("query holds NaN or infinities; expected finite numbers in fp32.")
+        return values.expand(batch, *lengths)
 
     def _labels(self, labels: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
         values = checks.dense(labels, "labels")

@@ -104,7 +104,7 @@ def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
 def _wide(value: torch.Tensor, name: str) -> torch.Tensor:
     """Real numbers in fp32, or float64: sums of half precision are none, and cdist knows none."""
     found = checks.real(value, name)
-    return found.to(torch.promote_types(found.dtype, torch.float32))
+    return found if found.dtype == torch.float64 else found.float()
 
 
 def _no_negative(value: torch.Tensor, name: str) -> None:
