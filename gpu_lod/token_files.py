@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from gpu_lod.errors import FileError
+from gpu_lod.errors import FileError, InputError
 from gpu_lod.token_set import TokenSet
 
 CONVENTION = (
@@ -37,13 +37,23 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     does not hold.
 
     Args:
-        about: allocator, image, size and so on; strings or what JSON holds. safetensors keeps it as metadata, in JSON.
+        about: allocator, image, size and so on, by name; strings or what JSON holds. safetensors keeps it as metadata,
+            in JSON.
         patches: [K, C, P, P] too, in safetensors.
 
     Raises:
         FileError: an unknown extension, patches or features in JSON, or the file cannot be written.
+        InputError: tokens of a batch, patches where the tokens have none, or what JSON does not hold.
     """
     check_sites_path(path, patches)
+    if tokens.sites.ndim != 2:
+        raise InputError(
+            f"sites are {tuple(tokens.sites.shape)}; expected [K, 3]. Write each image of a batch by itself."
+        )
+    if patches and tokens.patches is None:
+        raise InputError("these tokens hold no patches to write. Allocate with image=, or leave patches out.")
+    if not isinstance(about, dict) or not all(isinstance(key, str) for key in about):
+        raise InputError(f"about is {about!r}; expected a dict whose keys are strings.")
     if tokens.features is not None and path.suffix.lower() == ".json":
         raise FileError(f"{path}: JSON holds no features. Write .safetensors, or tokens whose features are None.")
     about = about | {"budget": tokens.budget, "patch": tokens.patch, "convention": CONVENTION}
@@ -53,12 +63,13 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         from safetensors.torch import save
 
         tensors = {"sites": tokens.sites, "scores": tokens.scores}
-        if patches:
-            assert tokens.patches is not None
+        if patches and tokens.patches is not None:
             tensors["patches"] = tokens.patches
         if tokens.features is not None:
             tensors["features"] = tokens.features
         metadata = {key: value if isinstance(value, str) else _json(value) for key, value in about.items()}
+        # Names of files need not be UTF-8, which metadata is: as in JSON, what is not is escaped.
+        metadata = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
         # Copies, for tensors that share memory are refused.
         data = save(
             {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, metadata
@@ -66,12 +77,17 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror or error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"about holds what JSON does not ({error}). Give strings, numbers, None, and lists and dicts of them."
+        ) from None
 
 
 def _finite(value: Any) -> Any:
@@ -147,8 +163,8 @@ def _look(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise FileError(f"{path} does not exist.") from None
-    except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        raise FileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def _numpy(path: Path) -> np.ndarray[Any, Any]:

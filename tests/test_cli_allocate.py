@@ -106,6 +106,28 @@ def test_features_are_written_beside_patches(tmp_path: Path) -> None:
     assert not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.parametrize("name", ["t.json", "t.safetensors"])
+def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
+    tokens = lod.allocate.GridTopK(4, 4)(relevance=torch.rand(4, 6))
+    circle: list[Any] = []
+    circle.append(circle)
+    for held, about, patches, message in (
+        (tokens, {}, True, "no patches"),
+        (lod.allocate.GridTopK(4, 4)(relevance=torch.rand(2, 4, 6)), {}, False, r"\(2, 4, 3\); expected \[K, 3\]"),
+        (tokens, {"what": object()}, False, "what JSON does not .*object"),
+        (tokens, {"what": {(1, 2): 3}}, False, "what JSON does not .*tuple"),
+        (tokens, {"what": circle}, False, "what JSON does not"),
+        (tokens, {1: "a"}, False, "keys are strings"),
+        (tokens, None, False, "about is None"),
+    ):
+        with pytest.raises((FileError, InputError), match=message):
+            token_files.write_sites(tmp_path / name, held, about, patches)  # type: ignore[arg-type]
+    with pytest.raises(FileError, match="cannot be written: embedded null"):
+        token_files.write_sites(tmp_path / f"a\0{name}", tokens, {})
+    assert not list(tmp_path.iterdir())
+    token_files.write_sites(tmp_path / name, tokens, {"image": "a\udcff.png"})  # a name that is not UTF-8
+
+
 def test_all(tmp_path: Path, picture: Path) -> None:
     files = ("--sites", "s.json", "--rebuilt", "r.png")
     options = ("--with", "all", "--budget", "71", "--patch", "4", "--fixation", "0.2,0.7", "-o", "sheet.png")
@@ -422,6 +444,7 @@ def test_bad_labels(tmp_path: Path) -> None:
         ("text.png", "is no picture"),
         ("none.png", "does not exist"),
         (".", "cannot be read"),
+        ("a\0.png", "cannot be read: embedded null"),
     ):
         with pytest.raises(FileError, match=message):
             token_files.read_labels(tmp_path / name)
@@ -446,6 +469,8 @@ def test_queries(tmp_path: Path) -> None:
         ("none.safetensors", "does not exist"),
         ("words.npy", "expected a query: numbers"),
         ("query.pt", "unknown extension '.pt'"),
+        ("a\0.npy", "cannot be read: embedded null"),
+        ("a\0.safetensors", "cannot be read: embedded null"),
     ):
         with pytest.raises(FileError, match=message):
             token_files.read_query(tmp_path / name)
