@@ -585,3 +585,11 @@ def test_no_picture_of_nothing(name: str) -> None:
 def test_bad_settings(make: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         make()
+
+
+def test_continuous_levels_have_gradients_where_relevance_is_infinite() -> None:
+    relevance = torch.rand(2, 6, 8)
+    relevance = torch.where(relevance < 0.9, relevance, torch.inf).requires_grad_()
+    tokens = lod.allocate.TokenDAG(7, patch=4)(image=noise(2, 3, 23, 30), relevance=relevance)
+    (tokens.sites.sum() + tokens.patches.sum()).backward()
+    assert relevance.grad is not None and not relevance.grad.isnan().any()

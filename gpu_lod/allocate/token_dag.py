@@ -99,8 +99,12 @@ def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The continuous level of each node of each level, for those that are leaves."""
     sizes = [(leaves.shape[1], leaves.shape[2]) for leaves in cut.leaves]
     own, leaf = in_a_row(benefits[: len(sizes)]), in_a_row(cut.leaves)
-    threshold = (own * leaf).amax(1, keepdim=True)
+    threshold = torch.where(leaf, own, 0.0).amax(1, keepdim=True)
     roots = math.prod(sizes[-1])  # they have no parents, and stay where they are
     room = F.pad(of_parents(own, sizes) - own[:, roots:], (roots, 0))
-    share = torch.where(room > 0, (threshold - own) / torch.where(room > 0, room, 1.0), 0.0).clamp(0, _MOST)
+    climbed = threshold - own
+    # No quotient that is cut off, or that infinities have a part in, is made: its gradient would be NaN.
+    within = (climbed > 0) & (climbed < room * _MOST) & (room < torch.inf)
+    share = torch.where(within, climbed, 0.0) / torch.where(within, room, 1.0)
+    share = share + ((room > 0) & (climbed >= room * _MOST)).to(share.dtype) * _MOST
     return [level + part for level, part in enumerate(apart(share, sizes))]
