@@ -307,6 +307,16 @@ def test_output_that_cannot_be_written(tmp_path: Path, picture: Path) -> None:
     )
 
 
+def test_errors_name_options(tmp_path: Path, picture: Path) -> None:
+    """The library's own name arguments of Python."""
+    refused(
+        tmp_path,
+        ("log-polar cat.png --spacing cortical --r-min 0.02", 2, "or use --spacing log."),
+        ("mipmap cat.png --generator compute --backend torch", 1, "with --backend torch."),
+        ("allocate cat.png --patch 4 --budget 5 --with GridTopK --fixation 0.2,0.2", 2, "Leave --fixation out."),
+    )
+
+
 def test_bad_options(tmp_path: Path, picture: Path) -> None:
     refused(
         tmp_path,
