@@ -99,11 +99,7 @@ def make_texture(
         texture = ctx.textures.give((width, height), layers=batch * _LAYERS, dtype=dtype, channels=4)
         job = _Job(ctx, batched, fixation, previous, video)
     for first, count, row, end in parts(ctx, batch, (0, height), fits, width, _TILE):
-        part = (first, first + count), (row, end)
-        with ctx.active(batched.device):
-            maps, done = _begun(ctx, job, semantic, dtype, *part)
-        if not done:
-            _stage(ctx, job, maps, *part)
+        maps = _maps(ctx, job, semantic, dtype, (first, first + count), (row, end))
         with ctx.active(batched.device):
             planes_to_texture(ctx, planes_of(ctx, maps), texture, 0, layer=first * _LAYERS, row=row)
         del maps  # before the next are made
@@ -125,36 +121,35 @@ def make(
     batched = image if image.ndim == 4 else image[None]
     with ctx.active(batched.device):
         job = _Job(ctx, batched, fixation, previous, video)
-        whole = (0, job.batch), (0, job.height)
-        result, done = _begun(ctx, job, semantic, dtype, *whole)
-    if not done:
-        _stage(ctx, job, result, *whole)
+    result = _maps(ctx, job, semantic, dtype, (0, job.batch), (0, job.height))
     return result if image.ndim == 4 else result[0]
 
 
-def _begun(
+def _maps(
     ctx: Context,
     job: _Job,
     semantic: torch.Tensor | None,
     dtype: torch.dtype,
     images: tuple[int, int],
     rows: tuple[int, int],
-) -> tuple[torch.Tensor, bool]:
-    """Some images and rows of the maps, [n, 40, rows, W], and whether they are done, or `_stage` must make all but the
-    semantic ones. Inside `ctx.active()`."""
+) -> torch.Tensor:
+    """Some images and rows of the maps, [n, 40, rows, W]."""
     (first, after), (row, end), width = images, rows, job.width
     # fp16 is packed by shaders where rows are whole words of theirs; elsewhere torch rounds what they made in fp32.
     direct = dtype == torch.float32 or (width % 4 == 0 and width >= 8)
     direct = direct and _WIDEST * (end - row) * width * dtype.itemsize <= _most(ctx)
-    target, result = new_planes(ctx, (after - first, _COUNT, end - row, width), dtype)
-    given: float | torch.Tensor = 0.0
-    if semantic is not None:
-        each = semantic if semantic.ndim == 4 else semantic[None]
-        given = (each[first:after] if len(each) > 1 else each)[..., row:end, :]
-    put(ctx, result[:, _SEMANTIC], given)  # before the buffer is GL's
-    if direct:
-        job.write(target, _COUNT, images, rows)
-    return result, direct
+    with ctx.active(job.device):
+        target, result = new_planes(ctx, (after - first, _COUNT, end - row, width), dtype)
+        given: float | torch.Tensor = 0.0
+        if semantic is not None:
+            each = semantic if semantic.ndim == 4 else semantic[None]
+            given = (each[first:after] if len(each) > 1 else each)[..., row:end, :]
+        put(ctx, result[:, _SEMANTIC], given)  # before the buffer is GL's
+        if direct:
+            job.write(target, _COUNT, images, rows)
+    if not direct:
+        _stage(ctx, job, result, images, rows)
+    return result
 
 
 def _stage(ctx: Context, job: _Job, result: torch.Tensor, images: tuple[int, int], rows: tuple[int, int]) -> None:
@@ -193,6 +188,7 @@ class _Job:
     ) -> None:
         self.ctx = ctx
         self.video = video
+        self.device = image.device
         self.batch, self.channels, self.height, self.width = image.shape
         self.area = self.height * self.width
         self.source = planes_of(ctx, image)
