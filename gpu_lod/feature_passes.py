@@ -99,7 +99,12 @@ def make_texture(
         texture = ctx.textures.give((width, height), layers=batch * _LAYERS, dtype=dtype, channels=4)
         job = _Job(ctx, batched, fixation, previous, video)
     for first, count, row, end in parts(ctx, batch, (0, height), fits, width, _TILE):
-        maps = _maps(ctx, job, semantic, dtype, (first, first + count), (row, end))
+        part = (first, first + count), (row, end)
+        with ctx.active(batched.device):
+            target, maps = _new_maps(ctx, width, semantic, dtype, *part)
+            done = _written(job, target, *part)
+        if not done:
+            _stage(job, maps, *part)
         with ctx.active(batched.device):
             planes_to_texture(ctx, planes_of(ctx, maps), texture, 0, layer=first * _LAYERS, row=row)
         del maps  # before the next are made
@@ -119,42 +124,48 @@ def make(
 ) -> torch.Tensor:
     """The maps [B, 40, H, W], or [40, H, W] of a single image."""
     batched = image if image.ndim == 4 else image[None]
+    whole = (0, batched.shape[0]), (0, batched.shape[2])
     with ctx.active(batched.device):
+        target, result = _new_maps(ctx, batched.shape[3], semantic, dtype, *whole)
         job = _Job(ctx, batched, fixation, previous, video)
-    result = _maps(ctx, job, semantic, dtype, (0, job.batch), (0, job.height))
+        done = _written(job, target, *whole)
+    if not done:
+        _stage(job, result, *whole)
     return result if image.ndim == 4 else result[0]
 
 
-def _maps(
+def _new_maps(
     ctx: Context,
-    job: _Job,
+    width: int,
     semantic: torch.Tensor | None,
     dtype: torch.dtype,
     images: tuple[int, int],
     rows: tuple[int, int],
-) -> torch.Tensor:
-    """Some images and rows of the maps, [n, 40, rows, W]."""
-    (first, after), (row, end), width = images, rows, job.width
+) -> tuple[Planes, torch.Tensor]:
+    """Some images and rows of the maps, [n, 40, rows, W], of which the semantic ones are there: torch writes them
+    while no buffer of the call is GL's."""
+    target, result = new_planes(ctx, (images[1] - images[0], _COUNT, rows[1] - rows[0], width), dtype)
+    given: float | torch.Tensor = 0.0
+    if semantic is not None:
+        each = semantic if semantic.ndim == 4 else semantic[None]
+        given = (each[slice(*images)] if len(each) > 1 else each)[..., slice(*rows), :]
+    put(ctx, result[:, _SEMANTIC], given)
+    return target, result
+
+
+def _written(job: _Job, target: Planes, images: tuple[int, int], rows: tuple[int, int]) -> bool:
+    """Make all other channels where they belong, or say that it cannot be done, and `_stage` must."""
     # fp16 is packed by shaders where rows are whole words of theirs; elsewhere torch rounds what they made in fp32.
-    direct = dtype == torch.float32 or (width % 4 == 0 and width >= 8)
-    direct = direct and _WIDEST * (end - row) * width * dtype.itemsize <= _most(ctx)
-    with ctx.active(job.device):
-        target, result = new_planes(ctx, (after - first, _COUNT, end - row, width), dtype)
-        given: float | torch.Tensor = 0.0
-        if semantic is not None:
-            each = semantic if semantic.ndim == 4 else semantic[None]
-            given = (each[first:after] if len(each) > 1 else each)[..., row:end, :]
-        put(ctx, result[:, _SEMANTIC], given)  # before the buffer is GL's
-        if direct:
-            job.write(target, _COUNT, images, rows)
-    if not direct:
-        _stage(ctx, job, result, images, rows)
-    return result
+    packed = target.dtype == torch.float32 or (target.width % 4 == 0 and target.width >= 8)
+    if not packed or _WIDEST * target.area * target.dtype.itemsize > _most(job.ctx):
+        return False
+    job.write(target, _COUNT, images, rows)
+    return True
 
 
-def _stage(ctx: Context, job: _Job, result: torch.Tensor, images: tuple[int, int], rows: tuple[int, int]) -> None:
+def _stage(job: _Job, result: torch.Tensor, images: tuple[int, int], rows: tuple[int, int]) -> None:
     """Make the channels in fp32 elsewhere, some images or rows at a time; torch rounds and places them."""
-    width = job.width
+    ctx, width = job.ctx, job.width
 
     def fits(images: int, rows: int) -> bool:
         small = images * _MADE * rows * width * 4 <= _STAGED_BYTES or (images == 1 and rows <= _TILE)
@@ -188,7 +199,6 @@ class _Job:
     ) -> None:
         self.ctx = ctx
         self.video = video
-        self.device = image.device
         self.batch, self.channels, self.height, self.width = image.shape
         self.area = self.height * self.width
         self.source = planes_of(ctx, image)

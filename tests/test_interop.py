@@ -161,6 +161,16 @@ def test_one_unmap_and_one_map_a_verb(ctx: lod.Context, cuda: FakeCuda) -> None:
     assert calls[0][2] == calls[1][2] == cuda.stream_now
 
 
+@pytest.mark.parametrize("verb", ["fragment", "sampler", "oriented_energy", "feature_maps half"])
+def test_one_unmap_and_one_map_whatever_a_verb_makes_of_an_image(ctx: lod.Context, cuda: FakeCuda, verb: str) -> None:
+    image = ctx.empty(2, 3, 37, 56)
+    image.copy_(noise(2, 3, 37, 56))
+    VERBS[verb](image)
+    cuda.calls.clear()
+    VERBS[verb](image)
+    assert [name for name in cuda.names() if name in ("map", "unmap")] == ["unmap", "map"]
+
+
 def test_gls_writes_are_flushed_before_the_buffers_are_mapped(
     ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
