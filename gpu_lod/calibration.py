@@ -8,7 +8,6 @@ least 5% apart. What was never measured near a size runs on torch.
 from __future__ import annotations
 
 import functools
-import platform
 import re
 import threading
 import warnings
@@ -24,6 +23,7 @@ import torch
 from gpu_lod import tables
 from gpu_lod.errors import CalibrationWarning
 from gpu_lod.tables import GL, Entry, Host, Question, Table
+from gpu_lod.tuning import cpu
 
 MARGIN = 1.05
 """By how much the medians differ at least."""
@@ -245,18 +245,6 @@ def host(device: torch.device, threads: int) -> Host:
 
 def driver(device: torch.device) -> str:
     return nvidia() if device.type == "cuda" else ""
-
-
-@functools.cache
-def cpu() -> str:
-    """The CPU's model."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
 
 
 @functools.cache

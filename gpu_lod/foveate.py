@@ -31,7 +31,10 @@ from gpu_lod.whole_rows import new_rows
 
 ANISOTROPY_EXTENSIONS = {"GL_EXT_texture_filter_anisotropic", "GL_ARB_texture_filter_anisotropic"}
 TILE = (128, 4)
-"""(width, height), in pixels, of what a workgroup of foveate_blocks.comp makes."""
+"""(width, height), in pixels, of what a row of a workgroup of foveate_blocks.comp makes."""
+
+TILES = 4
+"""Such rows."""
 
 IMAGES = 512
 """Most images that its table of tiles can number."""
@@ -39,6 +42,9 @@ IMAGES = 512
 SERIES_FROM = 43
 """Pixels: e + e0 from which the corners of its blocks of 4 x 4 are at most 1/20 of that from their middles. There the
 first three terms of log2(1 + t) are right to 2.3e-6 of a level."""
+
+THREE_LEVELS_FROM = 5
+"""Pixels: e + e0 from which levels in such a block are less than 1 apart: log2((5 + 3 sqrt 2) / 5) = 0.9."""
 
 LEAST_E0 = 1e-9
 """Below it squares of distances in units of e0 may overflow, and the series has no value."""
@@ -566,17 +572,16 @@ def _blocks(
     least = [2, 3][: 1 + whole] if levels > 3 else []
     nearest = [max(rule[0] * (2.0 ** min(level * 1.0001 - rule[1], 1000.0) - 1), 0.0) for level in least]
     kinds = _kinds(fixation, size, nearest)
-    across = kinds.shape[2]
+    lines, columns = (np.arange(n) for n in kinds.shape[1:])
     channels, row, area = defines["CHANNELS"], target.width, target.area
     at_once = target.per_word if row % 4 else 4
     groups = []
     for images, rows in ranges:
         above, below = rows.start // TILE[1], -(-rows.stop // TILE[1])
         here = kinds[images, above:below].ravel()
-        order = np.argsort(here, kind="stable")
-        line, column = np.divmod(order, across)
-        layer, line = np.divmod(line, below - above)
-        groups.append((layer << 23 | line + above << 9 | column, np.bincount(here).tolist()))
+        layers = np.arange(images.stop - images.start)
+        names = layers[:, None, None] << 23 | lines[above:below, None] << 9 | columns
+        groups.append((names.ravel()[np.argsort(here, kind="stable")], np.bincount(here).tolist()))
     tiles = np.concatenate([tiles for tiles, _ in groups]).astype(np.uint32).view(np.int32)
     bind_table(ctx, 2, ctx.private.lease(tiles.nbytes).write(torch.from_numpy(tiles)))
     done = 0
@@ -590,8 +595,10 @@ def _blocks(
         for texels, least_e, count in zip((4, 3, 2), (0.0, *nearest), counts, strict=False):
             if not count:
                 continue
-            series = rule[0] >= LEAST_E0 and (least_e + rule[0]) * max(size) >= SERIES_FROM
-            how = {"TEXELS": texels, "AT_ONCE": at_once, "SERIES": series}
+            away = (least_e + rule[0]) * max(size)
+            series = rule[0] >= LEAST_E0 and away >= SERIES_FROM
+            halves = whole and texels < 4 and away >= THREE_LEVELS_FROM
+            how = {"TEXELS": texels, "HALVES": halves, "AT_ONCE": at_once, "SERIES": series}
             program = ctx.programs.compute("foveate_blocks.comp", **word_defines(target.dtype), **how, **defines)
             program.set(
                 u_first_stored=tuple(first_stored),
@@ -601,8 +608,9 @@ def _blocks(
                 u_size=(target.width, target.height),
                 **uniforms,
             )
-            layers = -(-count // MAX_GROUPS)
-            program.dispatch_groups(-(-count // layers), layers, 1)
+            workgroups = -(-count // TILES)
+            high = -(-workgroups // MAX_GROUPS)
+            program.dispatch_groups(-(-workgroups // high), high, 1)
             done += count
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -27,8 +30,20 @@ def tuning(*, software: bool) -> Tuning:
     """What measured fastest; for hardware renderers, what vendors recommend (see docs/cost_model.md)."""
     if software:
         # A software renderer runs a workgroup as one loop over vectors of 8, and barriers save and restore all of it.
-        # It stores doubles in the time of floats, but for LLVM's code with AVX-512: half as long again on a Xeon. (By
-        # pairs an EPYC with AVX-512 would gain a tenth at most.)
-        pairs = torch.backends.cpu.get_cpu_capability() != "AVX512"
+        # It stores doubles in the time of floats, but for LLVM's code with AVX-512 on Intel's CPUs: half as long again
+        # on a Xeon. On an EPYC with AVX-512 pairs save a tenth of what stores much, or more.
+        pairs = torch.backends.cpu.get_cpu_capability() != "AVX512" or "AMD" in cpu()
         return Tuning(generator="registers", single_pass=(8, 1), subgroups=False, registers=64, pairs=pairs)
     return Tuning(generator="single-pass", single_pass=(32, 8), subgroups=True, registers=64, pairs=False)
+
+
+@functools.cache
+def cpu() -> str:
+    """The CPU's model."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

@@ -5,14 +5,16 @@
 // PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl). BUFFERED (texels.glsl)
 // SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
 // TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
-//          where the sides of all levels are halves. With 2 a block lies between the same texels, and each level is a
-//          bilinear function of the place in it.
+//          where the sides of all levels are halves: a block lies between the same texels, and each level is a bilinear
+//          function of the place in it
+// HALVES   so they are, and no block has pixels more than a level apart. Texels' centres lie between blocks from level 3
+//          on, and of level 2 in their middles
 #include "words.glsl"
 #include "at_once.glsl"
 #include "foveate.glsl"
 #include "texels.glsl"
 
-layout(local_size_x = 32, local_size_y = 1) in;
+layout(local_size_x = 32, local_size_y = 4) in;  // a tile a row of it: a renderer's CPU takes its time between workgroups
 layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 128 x 4 pixels: layer << 23 | row << 9 | column
 uniform ivec4 u_first_stored;  // index in each binding of that channel of the texture's first image
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
@@ -48,13 +50,7 @@ layout(std430, binding = 5) writeonly buffer Target3 { STORED b_target3[]; };
 
 const float INVERSE_LN2 = 1.44269504;
 
-#if TEXELS == 2
-#if CHANNELS == 1
-#define OF(v_) v_
-#else
-#define OF(v_) v_[c]
-#endif
-
+#ifdef HALVES
 // A level in a block: at + x right + y (down + x twist), x and y in pixels from the block's first.
 struct Surface { TEXEL at, right, down, twist; };
 
@@ -75,51 +71,29 @@ Surface surface(int layer, int l, vec2 place) {
 
 float tent(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
 
-// Four neighbours of a row.
-void store_row(ivec2 at, ivec4 first, TEXEL a, TEXEL b, TEXEL c, TEXEL d) {
-    if (at.y >= u_size.y) return;
-    vec4 texel[4];
-    texel[0].SWIZZLE = a * TO_STORED;
-    texel[1].SWIZZLE = b * TO_STORED;
-    texel[2].SWIZZLE = c * TO_STORED;
-    texel[3].SWIZZLE = d * TO_STORED;
-    for (int k = 0; k < 4; k += AT_ONCE) {
-        if (at.x + k < u_size.x) {
-            ivec4 vector = first + k / AT_ONCE;
-            b_target0[vector.r] = PACKED(texel, k, r);
-#if CHANNELS > 1
-            b_target1[vector.g] = PACKED(texel, k, g);
-#endif
-#if CHANNELS > 2
-            b_target2[vector.b] = PACKED(texel, k, b);
-#endif
-#if CHANNELS > 3
-            b_target3[vector.a] = PACKED(texel, k, a);
-#endif
-        }
+// Four neighbours of a row, of one channel.
+#define STORE_FOUR(b_, first_, texel_) \
+    for (int k = 0; k < 4; k += AT_ONCE) { \
+        if (at.x + k < u_size.x) b_[(first_) + k / AT_ONCE] = PACKED(texel_, k, r); \
     }
-}
-
-#define STORE_ROW(y) \
-    store_row(at + ivec2(0, y), target + y * row_vectors, sum[4 * y], sum[4 * y + 1], sum[4 * y + 2], sum[4 * y + 3]);
 
 void main() {
-    int turn = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
+    int group = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
+    int turn = group * int(gl_WorkGroupSize.y) + int(gl_LocalInvocationID.y);
     if (turn >= u_tiles) return;
     uint tile = b_tiles[u_first_tile + turn];
     int layer = u_first_layer + int(tile >> 23), image = u_first_image + layer;
     ivec2 at = ivec2(tile << 7, tile >> 7) & ivec2(0xff80, 0xfffc);
-    at += 4 * ivec2(gl_LocalInvocationID.xy);
+    at.x += 4 * int(gl_LocalInvocationID.x);
     if (at.x >= u_size.x || at.y >= u_size.y) return;
 
     vec2 place = (vec2(at) + 0.5) * u_pixel;
     vec2 away = away_from(b_fixations[image], place), step_ = u_pixel * u_box;
+    float level[16];
+    float least = 100.0, most = 0.0;
 #ifdef SERIES
     float e = length(away + 1.5 * step_), middle = log2(1.0 + e) + u_bias;
 #endif
-    float level[16];
-    TEXEL sum[16];
-    float least = 100.0, most = 0.0;
     for (int i = 0; i < 16; ++i) {
         vec2 here = away + vec2(i & 3, i >> 2) * step_;
 #ifdef SERIES
@@ -130,37 +104,66 @@ void main() {
 #endif
         least = min(least, level[i]);
         most = max(most, level[i]);
-        sum[i] = TEXEL(0.0);
     }
     int last = last_level();
     least = min(least, float(last));
-    // Asked for at the end of loops, as a software renderer walks through the rest of one that every lane has left.
-#if TEXELS == 2
-    // Two neighbouring levels in their turn, for the pixels that read them or higher ones; seldom once more.
+    int row_vectors = int(uint(u_size.x) / uint(AT_ONCE));
+    ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + int(uint(at.x) / uint(AT_ONCE));
+#ifdef HALVES
+    // Two levels, and seldom a third. Stored as soon as they are made: few values are alive at once.
     int l = int(least);
-    most = min(most, float(last));
-    do {
-        Surface fine = surface(layer, l, place), coarse = surface(layer, min(l + 1, last), place);
-        float share[16];
-        for (int i = 0; i < 16; ++i) share[i] = min(level[i] - float(l), 1.0);
-        for (int c = 0; c < CHANNELS; ++c) {  // a channel and a row at a time: few values are alive at once
-            float at_ = OF(fine.at), right = OF(fine.right), down = OF(fine.down), twist = OF(fine.twist);
-            float gain = OF(coarse.at) - at_, gain_right = OF(coarse.right) - right;
-            float gain_down = OF(coarse.down) - down, gain_twist = OF(coarse.twist) - twist;
-            for (int y = 0; y < 4; ++y) {
-                float value = at_ + float(y) * down, step_ = right + float(y) * twist;
-                float more = gain + float(y) * gain_down, step_more = gain_right + float(y) * gain_twist;
-                for (int x = 0; x < 4; ++x) {
-                    int i = 4 * y + x;
-                    OF(sum[i]) = share[i] < 0.0 ? OF(sum[i]) : value + share[i] * more;
-                    value += step_;
-                    more += step_more;
-                }
-            }
-        }
-    } while (float(++l) < most);
+    Surface coarse = surface(layer, min(l + 1, last), place), third = coarse;
+    if (most > float(l + 1)) third = surface(layer, min(l + 2, last), place);
+    for (int i = 0; i < 16; ++i) level[i] -= float(l);
+#if TEXELS == 2
+    Surface fine = surface(layer, l, place);
+#define FINE_ROW(y_, c_) float at_0 = fine.at.c_ + y_ * fine.down.c_, right_0 = fine.right.c_ + y_ * fine.twist.c_
+#define FINE(x, y, c_) (at_0 + float(x) * right_0)
 #else
-    // Each level in its turn, for all pixels of the block: two levels, seldom three.
+    Level source = level_at(layer, l);
+    vec2 first = place * vec2(source.size) - 0.5, whole = floor(first), per_pixel = vec2(source.size) * u_pixel;
+    first -= whole;
+    bool two = l == 2;  // its pixels 2 and 3 lie between texels 1 and 2; else all lie between texels 0 and 1
+    TEXEL row[12];      // filtered along x: of the first texels, and what the next ones add
+    for (int j = 0; j < 3; ++j) {
+        TEXEL texels[3];
+        for (int i = 0; i < 3; ++i) {
+            ivec2 from = clamp(ivec2(whole) + ivec2(i, j), ivec2(0), source.size - 1);
+            texels[i] = TEXEL_AT(source, from).SWIZZLE;
+        }
+        TEXEL left = texels[1] - texels[0], right = two ? texels[2] - texels[1] : left;
+        TEXEL from = two ? texels[1] - right : texels[0];
+        row[4 * j] = texels[0] + first.x * left;
+        row[4 * j + 1] = texels[0] + (first.x + per_pixel.x) * left;
+        row[4 * j + 2] = from + (first.x + 2.0 * per_pixel.x) * right;
+        row[4 * j + 3] = from + (first.x + 3.0 * per_pixel.x) * right;
+    }
+    for (int x = 0; x < 4; ++x) {
+        row[8 + x] -= row[4 + x];
+        row[4 + x] -= row[x];
+    }
+#define FINE_ROW(y_, c_) float v = first.y + y_ * per_pixel.y, v_0 = two ? min(v, 1.0) : v, v_1 = v - v_0
+#define FINE(x, y, c_) (row[x].c_ + v_0 * row[4 + x].c_ + (y < 2 ? 0.0 : v_1 * row[8 + x].c_))
+#endif
+#define STORE_CHANNEL(b_, first_, c_) \
+    for (int y = 0; y < 4; ++y) { \
+        FINE_ROW(float(y), c_); \
+        float at_1 = coarse.at.c_ + float(y) * coarse.down.c_, right_1 = coarse.right.c_ + float(y) * coarse.twist.c_; \
+        float at_2 = third.at.c_ + float(y) * third.down.c_ - at_1; \
+        float right_2 = third.right.c_ + float(y) * third.twist.c_ - right_1; \
+        float texel[4]; \
+        for (int x = 0; x < 4; ++x) { \
+            float share = level[4 * y + x], value = FINE(x, y, c_); \
+            value += min(share, 1.0) * (at_1 + float(x) * right_1 - value); \
+            texel[x] = (value + max(share - 1.0, 0.0) * (at_2 + float(x) * right_2)) * TO_STORED; \
+        } \
+        if (at.y + y < u_size.y) STORE_FOUR(b_, first_ + y * row_vectors, texel) \
+    }
+#else
+    // Each level in its turn, for all pixels of the block: two levels, seldom three. Asked for at the end of the loop, as a
+    // software renderer walks through the rest of one that every lane has left.
+    TEXEL sum[16];
+    for (int i = 0; i < 16; ++i) sum[i] = TEXEL(0.0);
     int l = int(least), end = int(min(most + 1.0, float(last)));
     do {
         Level source = level_at(layer, l);
@@ -189,12 +192,21 @@ void main() {
             }
         }
     } while (++l <= end);
+#define STORE_CHANNEL(b_, first_, c_) \
+    for (int y = 0; y < 4; ++y) { \
+        float texel[4]; \
+        for (int x = 0; x < 4; ++x) texel[x] = sum[4 * y + x].c_ * TO_STORED; \
+        if (at.y + y < u_size.y) STORE_FOUR(b_, first_ + y * row_vectors, texel) \
+    }
 #endif
-    int row_vectors = int(uint(u_size.x) / uint(AT_ONCE));
-    ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + int(uint(at.x) / uint(AT_ONCE));
-    // Not in a loop, which would keep the sums in memory where it is not unrolled.
-    STORE_ROW(0)
-    STORE_ROW(1)
-    STORE_ROW(2)
-    STORE_ROW(3)
+    STORE_CHANNEL(b_target0, target.r, r)
+#if CHANNELS > 1
+    STORE_CHANNEL(b_target1, target.g, g)
+#endif
+#if CHANNELS > 2
+    STORE_CHANNEL(b_target2, target.b, b)
+#endif
+#if CHANNELS > 3
+    STORE_CHANNEL(b_target3, target.a, a)
+#endif
 }

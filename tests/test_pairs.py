@@ -47,8 +47,18 @@ def test_both_ways_are_one(
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), shape
 
 
-@pytest.mark.parametrize(("capability", "pairs"), [("AVX512", False), ("AVX2", True), ("DEFAULT", True)])
-def test_who_takes_pairs(capability: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "cpu", "pairs"),
+    [
+        ("AVX512", "Intel(R) Xeon(R) Processor @ 2.60GHz", False),
+        ("AVX512", "AMD EPYC", True),
+        ("AVX512", "unknown", False),
+        ("AVX2", "Intel(R) Xeon(R) Processor @ 2.60GHz", True),
+        ("DEFAULT", "unknown", True),
+    ],
+)
+def test_who_takes_pairs(capability: str, cpu: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("gpu_lod.tuning.cpu", lambda: cpu)
     assert tuning(software=True).pairs == pairs
     assert not tuning(software=False).pairs
