@@ -164,9 +164,10 @@ def reference(
         result = make(points, everything, everything, _turned(batched, -1, wedges + 1), -1)
         return result if polar.ndim == 4 else result[0]
     result = batched.new_empty(*batched.shape[:2], height, width)
-    if work == polar.dtype or wedges < _QUARTERED or height * width < planewise.PART // 4:
-        part = _turned(batched, -1, wedges + 1)
-        for images, rows in bands(len(batched), height, width):
+    if work == polar.dtype or wedges < _QUARTERED or height * width < planewise.PART // 16:
+        part = _turned(batched, -1, wedges + 1).to(work)
+        most = min(planewise.PART // 4, max(len(batched) * height * width // 8, planewise.PART // 16))
+        for images, rows in bands(len(batched), height, width, most):
             result[images, :, rows] = make(points[images], rows, everything, part[images], -1)
         return result if polar.ndim == 4 else result[0]
     # A map of a small dtype is several times itself in fp32: a quarter of it at a time, which is what the pixels on one

@@ -32,8 +32,9 @@ _TILE = (1, 4)
 """Columns and rows that one invocation makes: few registers, neighbours side by side."""
 _TILE_SOFTWARE = (4, 8)
 """On a software renderer, where loads cost more than registers: each row is filtered half as often as in (4, 4)."""
-_BAND = 2**18
-"""Samples that the reference takes on at once, so that what it makes of them on the way stays in the caches."""
+_BAND = (2**15, 2**16)
+"""Samples that the reference takes on at once, at least and at most: what it makes of them on the way stays in the
+caches, and is little beside what it makes of all."""
 _WIDEST = 2**12
 """Columns of a picture that it takes on at once, where all of it is too much."""
 LEAST_ROW = 8
@@ -42,7 +43,7 @@ _STAGED_BYTES = 2**22
 """Of fp32 energies that are rounded at once, where they cannot be written so."""
 MOST = 360
 """Orientations: one each half degree is far more than filters of 9 x 9 tell apart."""
-_SMALL = 2**19
+_SMALL = 2**17
 """Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
 _BLOCK = 8
 """Neighbours in a row that one row of the reference's matrix product makes."""
@@ -204,7 +205,8 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
         even, odd = F.conv2d(padded, filters).split(orientations, dim=1)
         return torch.addcmul(even.square(), odd, odd).to(dtype).reshape(shape)
     columns = _block_of_columns(orientations, x.dtype, x.device)
-    most = max(_BAND * 4 // max(orientations, 4), 1)
+    most = min(max(planes.numel() // 8, _BAND[0]), _BAND[1])
+    most = max(most * 4 // max(orientations, 4), 1)
     together, high, wide = max(most // (height * width), 1), height, width
     if together == 1:  # rows of a very wide picture in parts: of a few whole ones most would be read twice
         wide = min(width, _WIDEST)
