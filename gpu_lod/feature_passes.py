@@ -107,7 +107,7 @@ def make_texture(
             _stage(job, maps, *part)
         with ctx.active(batched.device):
             planes_to_texture(ctx, planes_of(ctx, maps), texture, 0, layer=first * _LAYERS, row=row)
-        del maps  # before the next are made
+        del target, maps  # before the next are made
     with ctx.active(batched.device):
         texture.clamp_levels(ctx.gl, 0, 0)
     return FeatureTexture(texture, ctx, batch, dtype)

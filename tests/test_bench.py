@@ -946,6 +946,7 @@ def broken_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CudaStopwatch", lambda device: HostStopwatch())
         monkeypatch.setattr(module, "cuda_facts", lambda *_: about_cuda())
     monkeypatch.setattr(bench_cuda, "device_bandwidth", lambda *_: 1e12)
+    monkeypatch.setattr(bench_cuda, "COLD_BYTES", 2**15)  # of which nothing is read
     monkeypatch.setattr(lod, "Context", no_context)
 
 
