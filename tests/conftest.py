@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import at_once
 import hypothesis
 import pytest
+import reference_compiler
 import torch
 from cuda_emulator import EmulatedDevice
 from lost_gpu import pytest_runtest_logfinish as pytest_runtest_logfinish
-from reference_compiler import beside_the_driver
 
 import gpu_lod as lod
 from gpu_lod import calibration
@@ -44,6 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")
 
 
+def pytest_collection_finish() -> None:
+    """What modules hold stays: many tests look for what nobody holds any more, and need not go through that."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
@@ -60,8 +67,15 @@ def ctx() -> lod.Context:
 @pytest.fixture(scope="session", autouse=True)
 def by_the_book() -> Iterator[None]:
     """What one driver compiles another may refuse: Khronos's compiler must take every shader, where it is installed."""
-    with beside_the_driver():
+    with reference_compiler.beside_the_driver():
         yield
+
+
+@pytest.fixture(autouse=True)
+def settled() -> Iterator[None]:
+    """Those that a test compiled are its own matter."""
+    yield
+    reference_compiler.settle()
 
 
 @pytest.fixture(autouse=True)

@@ -192,6 +192,9 @@ def _bilinear(
     value = torch.zeros(channels, *x.shape, dtype=torch.float64)
     spread = torch.zeros_like(value)
     for index, level in enumerate(levels):
+        mine = which == index
+        if not mine.any():
+            continue
         h, w = level.shape[-2:]
         u, v = (x * w - 0.5), (y * h - 0.5)
         x0, y0 = u.floor(), v.floor()
@@ -201,7 +204,6 @@ def _bilinear(
         ]
         top = taps[0] + (taps[1] - taps[0]) * fu
         bottom = taps[2] + (taps[3] - taps[2]) * fu
-        mine = which == index
         value = torch.where(mine, top + (bottom - top) * fv, value)
         stacked = torch.stack(taps)
         spread = torch.where(mine, stacked.amax(0) - stacked.amin(0), spread)
