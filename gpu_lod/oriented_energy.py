@@ -43,7 +43,7 @@ _STAGED_BYTES = 2**22
 """Of fp32 energies that are rounded at once, where they cannot be written so."""
 MOST = 360
 """Orientations: one each half degree is far more than filters of 9 x 9 tell apart."""
-_SMALL = 2**17
+_SMALL = 2**18
 """Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
 _BLOCK = 8
 """Neighbours in a row that one row of the reference's matrix product makes."""
