@@ -43,6 +43,7 @@ SIZES = (
     (1, 3, 224, 224),
     (1, 3, 448, 448),
     (1, 4, 511, 511),
+    (32, 3, 224, 224),
 )
 QUICK_SIZES, QUICK_VERBS = ((2, 3, 256, 320),), ("mipmap", "foveate")
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)

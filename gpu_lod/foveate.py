@@ -34,7 +34,7 @@ TILE = (128, 4)
 """(width, height), in pixels, of what a row of a workgroup of foveate_blocks.comp makes."""
 
 TILES = 4
-"""Such rows."""
+"""Rows of a workgroup."""
 
 IMAGES = 512
 """Most images that its table of tiles can number."""
@@ -580,8 +580,8 @@ def _blocks(
         above, below = rows.start // TILE[1], -(-rows.stop // TILE[1])
         here = kinds[images, above:below].ravel()
         layers = np.arange(images.stop - images.start)
-        names = layers[:, None, None] << 23 | lines[above:below, None] << 9 | columns
-        groups.append((names.ravel()[np.argsort(here, kind="stable")], np.bincount(here).tolist()))
+        codes = layers[:, None, None] << 23 | lines[above:below, None] << 9 | columns
+        groups.append((codes.ravel()[np.argsort(here, kind="stable")], np.bincount(here).tolist()))
     tiles = np.concatenate([tiles for tiles, _ in groups]).astype(np.uint32).view(np.int32)
     bind_table(ctx, 2, ctx.private.lease(tiles.nbytes).write(torch.from_numpy(tiles)))
     done = 0

@@ -165,7 +165,7 @@ def reference(
         return result if polar.ndim == 4 else result[0]
     result = batched.new_empty(*batched.shape[:2], height, width)
     if work == polar.dtype or wedges < _QUARTERED or height * width < planewise.PART // 16:
-        part = _turned(batched, -1, wedges + 1).to(work)
+        part = _turned(batched, -1, wedges + 1)
         most = min(planewise.PART // 4, max(len(batched) * height * width // 8, planewise.PART // 16))
         for images, rows in bands(len(batched), height, width, most):
             result[images, :, rows] = make(points[images], rows, everything, part[images], -1)

@@ -102,8 +102,17 @@ VERBS = ("log_polar", "foveate", "foveate, anisotropy 4", "gather_patches", "fea
 print(json.dumps(bench_memory.measure(VERBS, ((1, 3, 224, 224), (1, 3, 512, 512)), 3)))
 """
 
+MANY = """
+import json
+import torch
+import bench_memory
 
-@pytest.mark.parametrize("calls", [LIVE, SMALL], ids=["of all verbs", "of small pictures"])
+bench_memory.DTYPES = (torch.uint8,)
+print(json.dumps(bench_memory.measure(("inverse_log_polar",), ((32, 3, 224, 224),), 2)))
+"""
+
+
+@pytest.mark.parametrize("calls", [LIVE, SMALL, MANY], ids=["of all verbs", "of small pictures", "of many small ones"])
 def test_calls_keep_the_bound_here(calls: str) -> None:
     """Large ones in plain torch too without more beside it than shaders have."""
     for row in json.loads(run("-c", calls)):
