@@ -16,14 +16,17 @@ from gpu_lod.patch_grid import Pool, along, pooled
 from gpu_lod.pyramid import burt_sizes
 
 _BAND = 2**19
-"""Pixels that a CPU works on at a time: what is made of so many stays in its cache, and the memory is used again."""
+"""Pixels whose luma a CPU makes at a time: what is made of so many stays in its cache, and the memory is used again."""
+_POOLED = 2**18
+"""Pixels of the saliency, of which all pairs of levels are there at once."""
 _LEAST = 8
 """Pixels of a side below which a picture is no matter of bands."""
 _BLOCK = 16
 """Rows of pixels that a product of matrices makes."""
 _SAMPLES = 8
 """Of a row, that a product reads pixels between."""
-_COARSEST = 1 << max(centre for centre, _ in PAIRS)
+_COARSEST = 1 << max(centre for centre, _ in PAIRS) >> 1
+"""Every other pixels that the samples of the coarsest centres are apart."""
 
 
 @precision.in_full
@@ -33,7 +36,8 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
     On a CPU in bands of some rows of patches, but for small pictures and where a graph is kept: what is made on the way
     stays small, and its memory is used again. What lies between samples is read at every other pixel by products with
     small matrices of weights, in less time than by sums of strided views, and at the others as means of these. Products
-    multiply by 0 too, so what is not finite spreads further there.
+    multiply by 0 too, so what is not finite spreads further there. A pass over all pixels costs more than what it
+    computes, so absolute values are made with the differences that they are of.
     """
     count, _, height, width = images.shape
     small = min(height, width) < _LEAST or len(burt_sizes(height, width)) < LEVELS
@@ -50,80 +54,80 @@ def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
     count, _, height, width = images.shape
     first = _level_one(images)
     levels = [level[:, 0] for level in [first, *gaussian_chain(first, LEVELS - 1)]]  # nothing asks for level 0
-    samples = [_difference(levels, *pair, height, width) for pair in PAIRS]
+    halves = _at_every_other(levels)
     side = min(patch, height)
     cells = height // side
-    at_once = max(_BAND // (count * width * side), 1)
+    at_once = max(_POOLED // (count * width * side), 1)
     bands = [(i * side, min(i + at_once, cells) * side) for i in range(0, cells, at_once)]
     if height % side:
         bands.append((height - side, height))  # the last patches are flush with the edge
-    most = max(end - begin for begin, end in bands) + _COARSEST + _BLOCK
-    wide = -(-width // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
-    memory = images.new_empty(1 if pool == "mean" else 2, count, 2, most, wide // 2, dtype=torch.float32)
-    rows = torch.cat([_rows(samples, memory, *band, patch, pool) for band in bands], dim=-2)
-    whole = rows.movedim(1, -1).flatten(-2)[..., :width]
+    most = max(end - begin for begin, end in bands) // 2 + 1
+    memory = images.new_empty(2, 2, len(PAIRS), count, most, halves.shape[-1] - 1, dtype=torch.float32)
+    rows = torch.cat([_rows(halves, memory, *band, patch, pool) for band in bands], dim=-2)
+    whole = rows.movedim(0, -1).flatten(-2)[..., :width]
     return along(whole, -1, patch, pool).div_(len(PAIRS))
 
 
-def _rows(
-    samples: Sequence[torch.Tensor], memory: torch.Tensor, begin: int, end: int, patch: int, pool: Pool
-) -> torch.Tensor:
-    """Rows begin..end - 1 of the saliency, pooled along columns, in memory that is there: [B, 2, h, w / 2], the even
-    columns and the odd ones."""
-    low = begin // _COARSEST * _COARSEST
-    count = -(-(end - low) // 2) * 2
-    total: torch.Tensor | None = None
-    for index, ((centre, _), few) in enumerate(zip(PAIRS, samples, strict=True)):
-        room = memory[min(index, len(memory) - 1), :, :, :count]
-        _magnitudes(few[:, low >> centre :], 1 << centre, room)
-        part = room[:, :, begin - low : end - low]
-        if pool == "mean":
-            part = along(part, -2, patch)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total if pool == "mean" else along(total, -2, patch, pool)
+def _rows(halves: torch.Tensor, memory: torch.Tensor, begin: int, end: int, patch: int, pool: Pool) -> torch.Tensor:
+    """Rows begin..end - 1 of the sum over pairs, pooled along columns, in memory that is there: [2, B, h, w / 2], the
+    even columns and the odd ones."""
+    low, high = begin // 2, -(-end // 2)
+    here = halves[:, :, low : high + 1]
+    found = memory[..., : high - low, :]  # [row, column, pair, B, h / 2, w / 2]
+    even = here[..., :-1]
+    for column, samples in enumerate((even, torch.lerp(even, here[..., 1:], 0.5))):
+        torch.abs(samples[:, :, :-1], out=found[0, column])
+        _apart(samples[:, :, :-1], samples[:, :, 1:], out=found[1, column])
+    side = min(patch, end - begin)
+    # Levels are of half the luma, so what is on samples counts twice, and a sum of two neighbours is their mean.
+    if pool == "mean" and begin % 2 == side % 2 == 0:
+        sums = found.unflatten(-2, (-1, side // 2)).sum(-2).sum(2)
+        return torch.add(sums[1], sums[0], alpha=2).div_(side)
+    found[0].mul_(2)
+    rows = found.sum(2).permute(1, 2, 3, 0, 4).flatten(2, 3)
+    return along(rows[:, :, begin - 2 * low : end - 2 * low], -2, patch, pool)
 
 
-def _magnitudes(samples: torch.Tensor, factor: int, out: torch.Tensor) -> None:
-    """Absolute values at every pixel, `out` [B, 2, h, w / 2] by columns, of samples `factor` pixels apart."""
-    rows, columns = out.shape[-2] // 2, out.shape[-1]
-    if factor > 2:
-        blocks = -(-(rows + 1) // _BLOCK)
-        wide = _widened(samples[:, : blocks * _BLOCK * 2 // factor + 1], factor // 2)
-        samples = wide.new_empty(len(wide), blocks * _BLOCK, wide.shape[-1])
-        _lengthened(wide, factor // 2, samples)
-    even = samples[:, : rows + 1, :columns]
-    odd = torch.lerp(even, samples[:, : rows + 1, 1 : columns + 1], 0.5)
-    for column, values in enumerate((even, odd)):
-        torch.abs(values[:, :-1], out=out[:, column, ::2])
-        torch.lerp(values[:, :-1], values[:, 1:], 0.5, out=out[:, column, 1::2])
-    out[:, :, 1::2].abs_()
+def _apart(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """|a - b| in one pass: what this loss is from `beta` on, and below it is nothing."""
+    torch.ops.aten.smooth_l1_loss.out(a, b, 0, torch.finfo(torch.float32).tiny, out=out)
 
 
-def _difference(levels: Sequence[torch.Tensor], centre: int, surround: int, height: int, width: int) -> torch.Tensor:
-    """A level less a coarser one at its samples, the last ones again until whole blocks of pixels lie between them."""
-    fine, factor = levels[centre], 1 << (surround - centre)
+def _at_every_other(levels: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Differences of levels at every other pixel of every other row, [pairs, B, ceil(H / 2) + 1, ceil(W / 2) + 1], the
+    last ones twice. Every other row is of the other sign, so that `_apart` can make sums along columns."""
+    count, h, w = levels[0].shape
+    wide = -(-(w + 1) // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
+    tall = -(-(h + 1) // _BLOCK) * _BLOCK
+    result = levels[0].new_empty(len(PAIRS), count, tall, wide)
+    for (centre, surround), out in zip(PAIRS, result, strict=True):
+        factor = 1 << centre >> 1
+        if factor > 1:
+            _spread(_difference(levels[centre], levels[surround], 1 << surround - centre), factor, out, _TURNED)
+            continue
+        fine = levels[centre]
+        _spread(levels[surround], 1 << surround - centre, out, _TURNED)
+        out[:, :h:2, :w].sub_(fine[:, ::2])
+        out[:, 1:h:2, :w].add_(fine[:, 1::2])
+        out[:, :h, w] = out[:, :h, w - 1]
+        torch.neg(out[:, h - 1, : w + 1], out=out[:, h, : w + 1])
+    return result[:, :, : h + 1, : w + 1]
+
+
+def _difference(fine: torch.Tensor, coarse: torch.Tensor, factor: int) -> torch.Tensor:
+    """A level less a coarser one at its samples."""
     count, h, w = fine.shape
-    wide = _widened(_reaching(levels[surround], factor, h, w), factor)
-    tall = fine.new_empty(count, -(-h // _BLOCK) * _BLOCK, wide.shape[-1])
-    _lengthened(wide, factor, tall)
-    result = fine.new_empty(count, *_reach(height, width, 1 << centre))
-    torch.sub(fine, tall[:, :h, :w], out=result[:, :h, :w])
-    result[:, :h, w:] = result[:, :h, w - 1 : w]
-    result[:, h:] = result[:, h - 1 : h]
-    return result
+    tall = fine.new_empty(count, -(-h // _BLOCK) * _BLOCK, -(-w // (_SAMPLES * factor)) * _SAMPLES * factor)
+    _spread(coarse, factor, tall, _LONGER)
+    return fine - tall[:, :h, :w]
 
 
-def _reach(height: int, width: int, factor: int) -> tuple[int, int]:
-    """Rows and columns of samples that whole blocks of pixels lie between."""
-    wide = _SAMPLES * _COARSEST
-    return (height + 3 * _BLOCK + _COARSEST) // factor + 2, -(-width // wide) * wide // factor + _SAMPLES + 1
-
-
-def _reaching(samples: torch.Tensor, factor: int, height: int, width: int) -> torch.Tensor:
-    rows, columns = _reach(height, width, factor)
+def _spread(samples: torch.Tensor, factor: int, out: torch.Tensor, longer: dict[int, torch.Tensor]) -> None:
+    """Samples [B, h, w], `factor` pixels apart, read at every pixel: out [B, n _BLOCK, m _SAMPLES factor]. Beyond the
+    last ones are these."""
+    rows, columns = out.shape[1] // factor + 1, out.shape[2] // factor + 1
     more = (0, columns - samples.shape[-1], 0, rows - samples.shape[-2])
-    return F.pad(samples, more, mode="replicate")
+    _lengthened(_widened(F.pad(samples, more, mode="replicate"), factor), factor, out, longer[factor])
 
 
 def _between(factor: int, samples: int) -> torch.Tensor:
@@ -135,9 +139,11 @@ def _between(factor: int, samples: int) -> torch.Tensor:
     return matrix.flatten(0, 1)
 
 
-_FACTORS = {factor for centre, surround in PAIRS for factor in (1 << centre >> 1, 1 << surround - centre)}
+_FACTORS = {factor for centre, surround in PAIRS for factor in (1 << centre >> 1, 1 << surround - centre)} - {1}
 _WIDER = {factor: _between(factor, _SAMPLES).t().contiguous() for factor in _FACTORS}
 _LONGER = {factor: _between(factor, _BLOCK // factor) for factor in _FACTORS}
+# Every other row of the other sign.
+_TURNED = {factor: torch.stack([weights[::2], -weights[1::2]], 1).flatten(0, 1) for factor, weights in _LONGER.items()}
 
 
 def _widened(samples: torch.Tensor, factor: int) -> torch.Tensor:
@@ -146,22 +152,22 @@ def _widened(samples: torch.Tensor, factor: int) -> torch.Tensor:
     return torch.mm(blocks, _WIDER[factor]).view(*samples.shape[:2], -1)
 
 
-def _lengthened(samples: torch.Tensor, factor: int, out: torch.Tensor) -> None:
+def _lengthened(samples: torch.Tensor, factor: int, out: torch.Tensor, longer: torch.Tensor) -> None:
     """The same along columns: whole blocks of rows `out` [B, n _BLOCK, w] of samples [B, h, w]."""
     step = _BLOCK // factor
     windows = samples.unfold(1, step + 1, step)[:, : out.shape[1] // _BLOCK].transpose(2, 3)
     blocks = out.unflatten(1, (-1, _BLOCK))
     if len(out) == 1:
-        torch.bmm(_LONGER[factor].expand(windows.shape[1], -1, -1), windows[0], out=blocks[0])
+        torch.bmm(longer.expand(windows.shape[1], -1, -1), windows[0], out=blocks[0])
         return
     # A product serves all blocks of an image, or a block of all images.
-    weights = _LONGER[factor].expand(len(out), -1, -1)
+    weights = longer.expand(len(out), -1, -1)
     for index in range(blocks.shape[1]):
         blocks[:, index] = torch.bmm(weights, windows[:, index])
 
 
 def _level_one(images: torch.Tensor) -> torch.Tensor:
-    """Level 1 of the Gaussian pyramid of the luma, [B, 1, ceil(H / 2), ceil(W / 2)], without the luma."""
+    """Level 1 of the Gaussian pyramid of half the luma, [B, 1, ceil(H / 2), ceil(W / 2)], without the luma."""
     count, channels, height, width = images.shape
     tall, wide = -(-height // 2), -(-width // 2)
     result = images.new_empty(count, 1, tall, wide, dtype=torch.float32)
@@ -172,7 +178,7 @@ def _level_one(images: torch.Tensor) -> torch.Tensor:
     side, near, middle = BINOMIAL[:3]
     weights = LUMA if channels > 2 else (1.0,)
     # What is common to all weights is multiplied with at the end.
-    common = side * weights[0] / (255 if images.dtype == torch.uint8 else 1)
+    common = side * weights[0] / (510 if images.dtype == torch.uint8 else 2)
     weighing = result.new_empty(3, 2 * wide)
     for pair, even, odd in zip(weighing, (middle, side, side), (near, near, 0.0), strict=True):
         pair[::2], pair[1::2] = common * even, common * odd

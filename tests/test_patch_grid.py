@@ -55,6 +55,7 @@ SHAPES = (
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells_module, "_BAND", band)
+    monkeypatch.setattr(cells_module, "_POOLED", band)
     monkeypatch.setattr(cells_module, "AT_ONCE", 4 * band)
     for shape in SHAPES:
         image = noise(*shape, dtype=dtype)

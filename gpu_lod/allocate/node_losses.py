@@ -78,10 +78,10 @@ class _Mip:
         bottom, right = (-n % (2 * patch) for n in means.shape[-2:])
         if isinstance(self.stands_for, float) and not (bottom or right):
             upper, lower = means[..., 0::2, :], means[..., 1::2, :]
-            lost = _of_nodes((upper - lower).square_(), patch, 2 * patch)
+            lost = _of_nodes(_squared(upper, lower), patch, 2 * patch)
             both = upper + lower
             first, second = both[..., 0::2], both[..., 1::2]
-            lost += _of_nodes((first - second).square_(), patch, patch) / 2
+            lost += _of_nodes(_squared(first, second), patch, patch) / 2
             means = (first + second).mul_(0.25)
             return _Mip(means, lost.sum(1).mul_(self.stands_for / 2), 4 * self.stands_for, patch)
         if bottom or right:
@@ -89,10 +89,10 @@ class _Mip:
         tall, wide = self.rows_and_columns()
         rows, columns = _Pairs.of(F.pad(tall, (0, bottom))), _Pairs.of(F.pad(wide, (0, right)))
         upper, lower = means[..., 0::2, :], means[..., 1::2, :]
-        lost = _of_nodes((upper - lower).square_() * (rows.apart[:, None] * columns.each), patch, 2 * patch)
+        lost = _of_nodes(_squared(upper, lower) * (rows.apart[:, None] * columns.each), patch, 2 * patch)
         means = torch.lerp(upper, lower, rows.share[:, None])
         first, second = means[..., 0::2], means[..., 1::2]
-        lost += _of_nodes((first - second).square_() * (rows.total[:, None] * columns.apart), patch, patch)
+        lost += _of_nodes(_squared(first, second) * (rows.total[:, None] * columns.apart), patch, patch)
         return _Mip(torch.lerp(first, second, columns.share), lost.sum(1), (rows.total, columns.total), patch)
 
 
@@ -114,6 +114,11 @@ class _Pairs:
         total = first + second
         share = second / total.clamp(min=1)
         return _Pairs(weights, total, share, first * share)
+
+
+def _squared(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Squares of differences, in one pass."""
+    return F.mse_loss(a, b, reduction="none")
 
 
 def _of_nodes(values: torch.Tensor, height: int, width: int) -> torch.Tensor:
