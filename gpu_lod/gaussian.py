@@ -122,21 +122,24 @@ def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
 def reduce(x: torch.Tensor) -> torch.Tensor:
     """One level down: [..., h, w] to [..., ceil(h / 2), ceil(w / 2)]. Rows first: whole rows vectorise."""
     graph = dispatch.needs_grad(x) or checks.transformed(x)
-    for dim in (-2, -1):
-        in_place = x.device.type == "cpu" and x.numel() >= _LARGE and x.shape[dim] > 2 and not graph
-        if x.shape[dim] > 1:  # on a single sample every tap falls, and the weights sum to 1
-            x = _summed_in_place(x, dim) if in_place else _summed(x, dim)
+    in_place = x.device.type == "cpu" and not graph
+    dims = [dim for dim in (-2, -1) if x.shape[dim] > 1]  # on a single sample every tap falls, and the weights sum to 1
+    while dims and in_place and x.numel() >= _LARGE and x.shape[dims[0]] > 2:
+        x = _summed_in_place(x, dims.pop(0))
+    if dims:
+        counts = [-(-x.shape[dim] // 2) for dim in dims]
+        x = mirrored(x, 2 * (-2 in dims), 2 * (-1 in dims))
+        for dim, count in zip(dims, counts, strict=True):
+            x = _summed(x, dim, count)
     return x
 
 
-def _summed(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Every other binomial sum along a side of 2 and more."""
-    count = -(-x.shape[dim] // 2)
-    x = mirrored(x, *((2, 0) if dim == -2 else (0, 2)))
+def _summed(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """So many binomial sums, every other one, along a side that has two samples more at both ends."""
 
     def tap(k: int) -> torch.Tensor:
-        window = x.narrow(dim, k, 2 * count - 1)
-        return window[..., ::2] if dim == -1 else window[..., ::2, :]
+        end = k + 2 * count - 1
+        return x[..., k:end:2] if dim == -1 else x[..., k:end:2, :]
 
     side, near, middle = BINOMIAL[:3]
     # Strided sums: three to eight times as fast on a CPU as any convolution with stride 2.
