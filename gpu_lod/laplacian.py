@@ -26,6 +26,9 @@ from gpu_lod.transfer import (
     scratch_planes,
 )
 
+_LARGE = 2**18
+"""Samples of the finer level from which a CPU takes less for more sums, in place."""
+
 
 @operators.verb
 def laplacian(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Pyramid:
@@ -130,7 +133,7 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     def make(image: torch.Tensor) -> list[torch.Tensor]:
         wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
         chain = gaussian_chain(wide, levels)
-        result = [(fine - expand(coarse, *fine.shape[-2:])).to(dtype) for fine, coarse in pairwise(chain)]
+        result = [_added(fine, coarse, -1).to(dtype) for fine, coarse in pairwise(chain)]
         return [*result, chain[-1].to(dtype)]
 
     return planewise(make, image)
@@ -144,11 +147,52 @@ def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
     def make(*levels: torch.Tensor) -> list[torch.Tensor]:
         result = levels[-1].to(wide)
         for level in reversed(levels[:-1]):
-            result = level.to(wide) + expand(result, *level.shape[-2:])
+            result = _added(level.to(wide), result, 1)
         return [result.to(dtype)]
 
     (result,) = planewise(make, *levels)
     return result
+
+
+def _added(fine: torch.Tensor, coarse: torch.Tensor, sign: int) -> torch.Tensor:
+    """`fine` + `sign` times `coarse` at its size."""
+    height, width = fine.shape[-2:]
+    kept = dispatch.needs_grad(fine, coarse) or checks.transformed(fine) or checks.transformed(coarse)
+    if fine.device.type != "cpu" or fine.numel() < _LARGE or kept:
+        return torch.add(fine, expand(coarse, height, width), alpha=sign)
+    wide = coarse.new_empty(*coarse.shape[:-1], width)
+    _add_side(coarse, -1, None, 1, wide)
+    result = fine.new_empty(fine.shape)
+    _add_side(wide, -2, fine, sign, result)
+    return result
+
+
+def _add_side(x: torch.Tensor, dim: int, fine: torch.Tensor | None, sign: int, out: torch.Tensor) -> None:
+    """`fine`, or 0, + `sign` times `x` at its size along a side, in place: of large levels, all that is made on the way
+    is fresh memory."""
+    n, size = x.shape[dim], out.shape[dim]
+    before, after = x.narrow(dim, 0, n - 1), x.narrow(dim, 1, n - 1)
+    second, last = x.narrow(dim, min(1, n - 1), 1), x.narrow(dim, n - 1, 1)
+    between = min(size // 2, n - 1)
+
+    def every_other(y: torch.Tensor, k: int) -> torch.Tensor:
+        return y[..., k::2] if dim == -1 else y[..., k::2, :]
+
+    def start(begin: int, many: int, k: int, x: torch.Tensor, weight: float) -> torch.Tensor:
+        there = every_other(out, k).narrow(dim, begin, many)
+        if fine is None:
+            return torch.mul(x, sign * weight, out=there)
+        return torch.add(every_other(fine, k).narrow(dim, begin, many), x, alpha=sign * weight, out=there)
+
+    if size == 1:
+        start(0, 1, 0, x, 1)
+        return
+    on = start(0, n, 0, x, 0.75)
+    for begin, near in ((0, after), (1, before), (0, second), (n - 1, last)):
+        on.narrow(dim, begin, near.shape[dim]).add_(near, alpha=sign * 0.125)
+    start(0, between, 1, x.narrow(dim, 0, between), 0.5).add_(x.narrow(dim, 1, between), alpha=sign * 0.5)
+    if size // 2 == n:
+        start(n - 1, 1, 1, last, 1)
 
 
 def expand(x: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -291,3 +291,20 @@ def test_sums_in_place_are_those_of_mirrored_pixels(monkeypatch: pytest.MonkeyPa
                 monkeypatch.setattr(module, "_LARGE", large)
                 made.append(module.reduce(x))
             torch.testing.assert_close(*made, rtol=0, atol=1e-14)
+
+
+def test_levels_expanded_in_place_are_those_of_joined_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes the ones for large levels, the others for small ones."""
+    module = sys.modules["gpu_lod.laplacian"]
+    for height in range(1, 10):
+        for width in range(1, 10):
+            image = noise(2, height, width).double()
+            made, back = [], []
+            for large in (1, 2**40):
+                monkeypatch.setattr(module, "_LARGE", large)
+                made.append(module.reference(image, 3 if max(height, width) > 2 else 1))
+                back.append(module.collapse_reference(made[0]))
+            for one, other in zip(*made, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+            torch.testing.assert_close(*back, rtol=0, atol=1e-14)
+            torch.testing.assert_close(back[0], image, rtol=0, atol=1e-14)
