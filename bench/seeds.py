@@ -32,6 +32,12 @@ from gpu_lod.tables import Entry, Machine, Question, Table, Timed
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "gpu_lod" / "data"
 
+OWN = {
+    "torch polyphase", "torch rows then columns", "torch descent", "torch strided sums", "torch two levels a ring",
+    "torch coarse to fine, boxes", "torch sites of a level together", "torch one call",
+}  # fmt: skip
+"""Sides of rows that are the verb with backend="torch": what `auto` would take, be it the fastest torch way or not."""
+
 
 def results() -> list[Path]:
     return [*sorted((HERE / "results").glob("*.json")), *sorted((HERE / "results" / "earlier").glob("*.json"))]
@@ -106,14 +112,16 @@ def _made(row: dict[str, Any]) -> list[str]:
 
 
 def _ways(row: dict[str, Any], known: tuple[str, ...]) -> dict[str, Timed]:
-    """The fastest torch way as "torch", ours by the names that the verb has for them. Compiled or captured torch is a
-    program's own, and nothing that a verb could take."""
+    """By the names that the verb has for them. "torch" is what the verb does in torch, or where a row has no such side
+    its fastest torch way. Compiled or captured torch is a program's own, and nothing that a verb could take."""
     found: dict[str, Timed] = {}
+    own = OWN & row["sides"].keys()
     for side, timing in row["sides"].items():
         timed = Timed(timing["median_ms"], timing["iqr_ms"])
         if side in row.get("other_job", []) or side.startswith(("torch compiled", "torch graph")):
             continue
-        if side.startswith("torch ") and ("torch" not in found or timed.median_ms < found["torch"].median_ms):
+        fits = side in own if own else side.startswith("torch ")
+        if fits and ("torch" not in found or timed.median_ms < found["torch"].median_ms):
             found["torch"] = timed
         name = {"gl": "gl compute", "gl one call": "gl compute", "cuda kernels": "cuda"}.get(side, side)
         if name in known:

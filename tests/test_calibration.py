@@ -811,7 +811,8 @@ def test_a_verb_that_was_timed_alone_goes_by_that() -> None:
     there = ("laplacian", 1, 3, 1024, "5 levels", {"gl compute": 2.0, **eager, **no_verbs})
     for rows in ((both, there), (there, both)):
         found = {one.question.verb: one for one in seeds.table(results_of(*rows)).entries}
-        assert {way: timed.median_ms for way, timed in found["laplacian"].ways.items()} == {"gl": 2.0, "torch": 3.0}
+        # What the verb does in torch, and not what is fastest there.
+        assert {way: timed.median_ms for way, timed in found["laplacian"].ways.items()} == {"gl": 2.0, "torch": 4.0}
         assert {way: timed.median_ms for way, timed in found["collapse"].ways.items()} == {"gl": 9.0, "torch": 3.0}
         image = noise(1, 3, 1024, 1024)
         assert found["laplacian"].question == asked(lod.laplacian, image, 5)
