@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 from gpu_lod.errors import GpuLodError, InputError
@@ -34,28 +33,13 @@ def _report(error: Exception) -> int:
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _EXTRA:
         text = "the command line needs extra packages: pip install 'gpu-lod[cli]'"
     elif isinstance(error, GpuLodError):
-        text = _as_options(str(error))
+        from gpu_lod.commands import as_options
+
+        text = as_options(str(error))
     else:
         text = f"{type(error).__name__}: {error} (--debug shows where)"
     print("gpu-lod: " + " ".join(text.split()), file=sys.stderr)
     return USAGE if isinstance(error, InputError) else FAILURE
-
-
-def _as_options(text: str) -> str:
-    """Errors name the way out by arguments of Python; here they are options, where there is such a one."""
-    from typer.main import get_command
-
-    from gpu_lod.commands import app
-
-    commands = getattr(get_command(app), "commands", {})
-    options = {p.name: max(p.opts, key=len) for command in commands.values() for p in command.params}
-
-    def option(found: re.Match[str]) -> str:
-        name = options.get(found["name"], "")
-        value = next(filter(None, found.groups()[1:]), "")
-        return f"{name} {value}".strip() if name.startswith("--") else found[0]
-
-    return re.sub(r"\b(?P<name>[a-z]\w*)=(?:'([^']*)'|\"([^\"]*)\")?", option, text)
 
 
 if __name__ == "__main__":

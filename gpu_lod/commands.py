@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import typer
+from typer.main import get_command
 
 import gpu_lod as lod
 from gpu_lod import images, printing
@@ -51,6 +53,19 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"gpu-lod {lod.__version__}")
         raise typer.Exit
+
+
+def as_options(text: str) -> str:
+    """Errors name the way out by arguments of Python; here they are options, where there is such a one."""
+    commands = getattr(get_command(app), "commands", {})
+    options = {p.name: max(p.opts, key=len) for command in commands.values() for p in command.params}
+
+    def option(found: re.Match[str]) -> str:
+        name = options.get(found["name"], "")
+        value = next(filter(None, found.groups()[1:]), "")
+        return f"{name} {value}".strip() if name.startswith("--") else found[0]
+
+    return re.sub(r"\b(?P<name>[a-z]\w*)=(?:'([^']*)'|\"([^\"]*)\")?", option, text)
 
 
 @app.callback()
@@ -608,7 +623,10 @@ def allocate(
         picture = images.load(image)
         results: list[allocation.Allocation | allocation.Skipped]
         if every:
-            results = allocation.run_all(picture, budget, patch, inputs, say)
+            results = [
+                replace(result, reason=as_options(result.reason)) if isinstance(result, allocation.Skipped) else result
+                for result in allocation.run_all(picture, budget, patch, inputs, say)
+            ]
         else:
             results = [allocation.run(name, picture, budget, patch, inputs)]
         from gpu_lod import token_sheet  # takes a second, which no error need wait for

@@ -37,21 +37,20 @@ def stored(values: torch.Tensor, dtype: torch.dtype, *, in_place: bool = False) 
 
 
 def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] | None = None) -> torch.Tensor:
-    """Area average to (height, width), the next level's size; fp32 of counts.
+    """Area average to (height, width), the next level's size; fp32 of small dtypes.
 
     Args:
         rows: of a band of a level, which row of the next level is its first and how many rows the level has; None is
             the whole level.
     """
-    if x.dtype == torch.uint8:
-        if _in_words(x) and tuple(x.shape[-2:]) == (2 * height, 2 * width):
-            return _halved_counts(x)
-        x = x.float()
+    if x.dtype == torch.uint8 and tuple(x.shape[-2:]) == (2 * height, 2 * width) and _in_words(x):
+        return _halved_counts(x)
     h, w = x.shape[-2:]
     if h % 2 and h > 1:
         x = _polyphase(x, -2, *(rows or (0, h)))
     if w % 2 and w > 1:
         x = _polyphase(x, -1, 0, w)
+    x = x.to(_work(x))
     one_kernel = x.device.type != "cpu" or (x.numel() > SUMS and torch.get_num_threads() > 1)
     if x.shape[-2] != height and x.shape[-1] != width and one_kernel:
         # Bilinear at half the size has its taps at the centres, with weights of exactly 1/2.
@@ -66,6 +65,10 @@ def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] |
     if x.shape[-1] != width:
         x, share = torch.add(x[..., 0::2], x[..., 1::2]), share / 2
     return x if share == 1 else x.mul_(share)
+
+
+def _work(x: torch.Tensor) -> torch.dtype:
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _in_words(x: torch.Tensor) -> bool:
@@ -88,14 +91,22 @@ def _halved_counts(x: torch.Tensor) -> torch.Tensor:
 def _polyphase(x: torch.Tensor, dim: int, begin: int, n: int) -> torch.Tensor:
     """The 3-tap box filter along an odd side n = 2m + 1, or of what outputs from `begin` on rest on."""
     m, count = n // 2, x.shape[dim] // 2
-    i = torch.arange(begin, begin + count, dtype=x.dtype, device=x.device)
+    work = _work(x)
+    i = torch.arange(begin, begin + count, dtype=work, device=x.device)
     if dim == -2:
         i = i[:, None]
-        first, middle, last = x[..., 0:-1:2, :], x[..., 1::2, :], x[..., 2::2, :]
+        even, middle = x[..., 0::2, :], x[..., 1::2, :]
     else:
-        first, middle, last = x[..., 0:-1:2], x[..., 1::2], x[..., 2::2]
-    result = middle * (m / n)
-    return torch.addcmul(torch.addcmul(result, first, (m - i) / n), last, (i + 1) / n)
+        even, middle = x[..., 0::2], x[..., 1::2]
+    graph = dispatch.needs_grad(x) or checks.transformed(x)
+    if x.dtype != work:  # a half after the other: never all of it twice, and without gaps
+        result, even = middle.to(work).mul_(m / n), even.to(work)
+    else:
+        result = middle * (m / n)
+    first, last = even.narrow(dim, 0, count), even.narrow(dim, 1, count)
+    if graph:
+        return torch.addcmul(torch.addcmul(result, first, (m - i) / n), last, (i + 1) / n)
+    return result.addcmul_(first, (m - i) / n).addcmul_(last, (i + 1) / n)
 
 
 def halve_extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
@@ -172,7 +183,6 @@ def _descend(
             first, end = spans[0]
             spans.insert(0, (2 * first, 2 * end + tall % 2) if tall > 1 else (0, 1))
         wide = planes[some, slice(*spans[0])]
-        wide = wide if wide.dtype == torch.uint8 else wide.float()
         for index, target in enumerate(targets):
             first, end = spans[index + 1]
             wide = halve_mean(wide, end - first, sizes[index + 1][1], (first, sizes[index][0]))

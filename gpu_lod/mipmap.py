@@ -184,8 +184,6 @@ def reference(
         wide = values.apply(image)
         image = wide if image.dtype == torch.float64 else stored(wide, values.dtype)
         wide = wide if reduce == "mean" else image
-    elif reduce == "mean" and image.dtype in (torch.float16, torch.bfloat16):
-        wide = image.float()
     result = [image]
     top_height, top_width = image.shape[-2:]
     for height, width in level_sizes(top_height, top_width, levels)[1:]:

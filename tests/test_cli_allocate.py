@@ -136,6 +136,7 @@ def test_all(tmp_path: Path, picture: Path) -> None:
     assert list(results) == allocators.names()
     # 70 patches are too few for those that take whole ones.
     assert results["GridTopK"]["skipped"].startswith("the budget is 71, and there are 70")
+    assert results["AdaptiveStratified"]["skipped"].endswith("needs query; pass --query.")  # an option, not an argument
     made = [name for name, one in results.items() if "skipped" not in one]
     assert {"Downsample", "Hexagonal", "PyramidTopK"} <= set(made) and "GridTopK" not in made
     assert found["output"] == [
