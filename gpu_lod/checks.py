@@ -177,7 +177,14 @@ def size(value: Any) -> tuple[int, int]:
     """(height, width) in pixels."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise InputError(f"size is {value!r}; expected (height, width) in pixels.")
-    return integer(value[0], "height", at_least=1), integer(value[1], "width", at_least=1)
+    height, width = (
+        integer(side, name, at_least=1, at_most=_LONGEST) for side, name in zip(value, ("height", "width"), strict=True)
+    )
+    return height, width
+
+
+_LONGEST = 2**24
+"""Pixels of a side beyond which fp32 does not tell neighbours apart."""
 
 
 def fixation(value: Any, batch: int, *, wait: bool = True) -> torch.Tensor:

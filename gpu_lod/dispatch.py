@@ -140,7 +140,7 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return _within_memory(verb, *args, **kwargs)
+            return within_memory(verb, *args, **kwargs)
         except _IN_THE_WAY as error:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -163,7 +163,7 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
         try:
             if following == "torch":
                 bound.arguments["backend"] = "torch"
-                result = _within_memory(verb, *bound.args, **bound.kwargs)
+                result = within_memory(verb, *bound.args, **bound.kwargs)
             else:
                 result = call(*args, **kwargs)
         except _IN_THE_WAY:
@@ -183,12 +183,15 @@ def with_way_on(verb: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _within_memory(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+_NO_ROOM = "DefaultCPUAllocator", "Storage size calculation overflowed"
+
+
+def within_memory(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """A call, with a name for what torch has none for: that a CPU's memory does not suffice. CUDA's has one."""
     try:
         return function(*args, **kwargs)
     except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
+        if not any(words in str(error) for words in _NO_ROOM):
             raise
         raise OutOfMemoryError(
             f"the result, or what plain torch makes on the way, does not fit memory ({error}). Ask for less, or pass "

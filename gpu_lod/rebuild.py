@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, dispatch
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of, on_pixels
 from gpu_lod.halving import stored
@@ -51,7 +51,12 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
 
     Raises:
         InputError: tokens without patches, sites outside the image, or a bad size or fill.
+        OutOfMemoryError: a picture of that size does not fit a CPU's memory.
     """
+    return dispatch.within_memory(_rebuild, tokens, size, fill)
+
+
+def _rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None) -> Rebuilt:
     height, width = checks.size(size)
     patches, sites, batched = _parts(tokens)
     batch, _, channels, patch, _ = patches.shape

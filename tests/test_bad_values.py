@@ -38,6 +38,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a huge patch": (lambda: lod.cortical_sites((0.5, 0.5), 7, (33, 40), HUGE), "patch is beyond 64 bits"),
     "a huge size": (lambda: lod.cortical_sites((0.5, 0.5), 7, (HUGE, 40)), "height is beyond 64 bits"),
     "orientations": (lambda: lod.oriented_energy(IMAGE, orientations=10**9), "from 1 to 360"),
+    "a size beyond fp32's pixels": (lambda: lod.inverse_log_polar(IMAGE, (0.5, 0.5), (4, 2**24 + 1)), "width is"),
     "an array for a dtype": (lambda: lod.gather_patches(IMAGE, SITES, 4, dtype=np.ones(2)), "dtype is"),
     "an array for the maps' dtype": (lambda: lod.feature_maps(IMAGE, dtype=np.array([])), "dtype is"),  # type: ignore
     "a set for a verb": (lambda: lod.explain(set()), "chooses no backend"),  # type: ignore[arg-type]
@@ -59,10 +60,13 @@ def test_results_beyond_memory_are_named() -> None:
         import gpu_lod as lod
         image = torch.rand(1, 8, 8)
         lod.log_polar(image, (0.5, 0.5), 4, 4, backend="torch")
+        tokens = lod.allocate.GridTopK(4, 4)(torch.rand(3, 16, 16))
         resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
         for call in (
             lambda: lod.inverse_log_polar(image, (0.5, 0.5), (10**5, 10**5), backend="torch"),
             lambda: lod.log_polar(image, (0.5, 0.5), 10**6, 10**6, backend="torch"),
+            lambda: lod.rebuild(tokens, (10**5, 10**5)),
+            lambda: lod.rebuild(tokens, (2**24, 2**24)),
         ):
             try:
                 call()
