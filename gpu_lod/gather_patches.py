@@ -110,7 +110,10 @@ def gather_patches(
             # No more of the chain than the sites read.
             levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
     if chosen.backend == "torch":
-        return sampled(src, levels, points, lambda levels, points: reference(levels, points, look), _AT_ONCE)
+        most = _AT_ONCE
+        if image.dtype.itemsize < 4:  # fp32 of them would be several times the picture; an image a thread at least
+            most = max(most // 4, image.shape[-2] * image.shape[-1] * torch.get_num_threads())
+        return sampled(src, levels, points, lambda levels, points: reference(levels, points, look), most)
     batch = image.shape[0] if image.ndim == 4 else 1
     result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
     source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
