@@ -17,7 +17,7 @@ from oracle import probes
 from times import asked, fastest
 
 import gpu_lod as lod
-from gpu_lod import planewise
+from gpu_lod import foveate_blocks, planewise
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.foveate import reference
 from gpu_lod.sharing import Sharing
@@ -260,7 +260,7 @@ def test_more_images_than_layers(restored_limits: lod.Context, most: int) -> Non
 
 
 def test_more_images_than_a_table_of_tiles_numbers(ctx: lod.Context) -> None:
-    assert module.IMAGES < 600
+    assert foveate_blocks.IMAGES < 600
     check(ctx, lod.mipmap(noise(600, 1, 8, 8)), torch.rand(600, 2), "gl")
 
 
