@@ -178,8 +178,10 @@ def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     height, width = x.shape[-2:]
     if x.device.type == "cpu" and rows < height and columns < width:
         # A fifth of the time of joining parts. On CUDA its backward would not be deterministic.
-        planes = F.pad(x.flatten(0, -3), (columns, columns, rows, rows), mode="reflect")
-        return planes.unflatten(0, x.shape[:-2])
+        around = (columns, columns, rows, rows)
+        if x.ndim in (3, 4):  # as torch takes them
+            return F.pad(x, around, mode="reflect")
+        return F.pad(x.flatten(0, -3), around, mode="reflect").unflatten(0, x.shape[:-2])
     return _joined(_joined(x, -2, rows), -1, columns)
 
 

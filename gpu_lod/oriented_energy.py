@@ -200,13 +200,8 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
     planes = x.reshape(-1, height, width)
     shape = (*x.shape[:-2], orientations, height, width)
     if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL and precision.exact("conv", x.device):
-        # `mirrored` knows smaller sides too, and takes a tenth of the time of a small level.
-        near = min(height, width) > REACH
-        padded = (
-            F.pad(planes[:, None], (REACH,) * 4, mode="reflect") if near else mirrored(planes, REACH, REACH)[:, None]
-        )
         filters = _dense(orientations, x.dtype, x.device)[:, None]
-        even, odd = F.conv2d(padded, filters).chunk(2, dim=1)
+        even, odd = F.conv2d(mirrored(planes, REACH, REACH)[:, None], filters).chunk(2, dim=1)
         return torch.addcmul(even.square(), odd, odd).to(dtype).reshape(shape)
     columns = _block_of_columns(orientations, x.dtype, x.device)
     most = min(max(planes.numel() // 8, _BAND[0]), _BAND[1])
