@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import threading
 import warnings
@@ -68,7 +69,8 @@ def test_the_context_is_hardware_on_torchs_gpu(gl: lod.Context) -> None:
 def test_a_permuted_mask_is_no_trouble() -> None:
     """Every GPU alone, and all of them backwards, each in a process of its own."""
     count = torch.cuda.device_count()
-    for mask in [*(str(i) for i in range(count)), ",".join(map(str, reversed(range(count))))]:
+    # Where there is one, both are the same.
+    for mask in dict.fromkeys([*(str(i) for i in range(count)), ",".join(map(str, reversed(range(count))))]):
         succeed(
             """
             import torch, gpu_lod as lod
@@ -85,16 +87,23 @@ def test_a_permuted_mask_is_no_trouble() -> None:
 # -- every verb against the float64 oracle ---------------------------------------------------------------------------
 
 
+@functools.cache
+def pictures(dtype: torch.dtype) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Of every size, with their mean chains, which take longer than the shaders."""
+    images = [noise(2, 3, height, width, dtype=dtype) for height, width in [*SIZES, (1001, 777)]]
+    return [(image, mean_chain(image)) for image in images]
+
+
 @pytest.mark.parametrize("in_gl", [False, True], ids=["ordinary", "in GL memory"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("generator", ["compute", "registers", "single-pass", "fragment"])
 def test_mean_chains(gl: lod.Context, generator: Any, dtype: torch.dtype, in_gl: bool) -> None:
-    for height, width in [*SIZES, (1001, 777)]:
-        image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
+    for picture, chain in pictures(dtype):
+        image = picture.to(CUDA)
         source = resident(gl, image) if in_gl else image
         pyramid = lod.mipmap(source, generator=generator)
-        for level, truth in zip(on_host(pyramid), mean_chain(image.cpu()), strict=True):
-            assert_matches(level, truth, "box", where=f"{height} x {width}")
+        for level, truth in zip(on_host(pyramid), chain, strict=True):
+            assert_matches(level, truth, "box", where="{} x {}".format(*image.shape[-2:]))
         assert torch.equal(source, image)
 
 
@@ -553,41 +562,6 @@ def test_capture_is_refused_and_harmless(gl: lod.Context) -> None:
     graph.replay()
     assert float(y.sum()) == 4.0
     assert float(lod.mipmap(image, backend="gl")[4]) == 1.0
-
-
-def test_out_of_memory(gl: lod.Context) -> None:
-    _, total = torch.cuda.mem_get_info(0)
-    kept: list[torch.Tensor] = []
-    try:
-        try:
-            while len(kept) < total // 2**30 + 16:
-                kept.append(gl.empty(2**30, dtype=torch.uint8))
-                kept[-1][::4096] = 7
-        except errors.OutOfMemoryError:
-            pass  # a driver may also make room in host memory
-        assert all(int(tensor[-4096]) == 7 for tensor in kept[:-1])
-    finally:  # a traceback would keep all of it, and later tests would find no memory
-        kept.clear()
-        gc.collect()
-        gl.trim()
-    assert float(lod.mipmap(torch.ones(1, 16, 16, device=CUDA), backend="gl")[4]) == 1.0
-
-
-def test_torchs_cache_makes_room(gl: lod.Context) -> None:
-    """Memory that torch has cached, and does not use, is given back when OpenGL needs it."""
-    free, _ = torch.cuda.mem_get_info(0)
-    block = torch.empty(free - 2**30, dtype=torch.uint8, device=CUDA)
-    del block
-    tensors: list[torch.Tensor] = []
-    try:
-        while len(tensors) < 3:
-            tensors.append(gl.empty(2**30, dtype=torch.uint8))
-        assert all(int(tensor.fill_(1)[-1]) == 1 for tensor in tensors)
-    finally:
-        tensors.clear()
-        gc.collect()
-        gl.trim()
-        torch.cuda.empty_cache()
 
 
 def test_closing_leaves_tensors_valid() -> None:

@@ -1,0 +1,56 @@
+"""A GPU whose memory is full, for real. `make gpu-check` runs these last: a driver that does not bear it would fail all
+that follow."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import gpu_lod as lod
+from gpu_lod import errors
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda:0"
+
+
+@pytest.fixture(scope="module")
+def gl() -> Iterator[lod.Context]:
+    yield lod.Context(CUDA)
+
+
+def test_out_of_memory(gl: lod.Context) -> None:
+    _, total = torch.cuda.mem_get_info(0)
+    kept: list[torch.Tensor] = []
+    try:
+        try:
+            while len(kept) < total // 2**30 + 16:
+                kept.append(gl.empty(2**30, dtype=torch.uint8))
+                kept[-1][::4096] = 7
+        except errors.OutOfMemoryError:
+            pass  # a driver may also make room in host memory
+        assert all(int(tensor[-4096]) == 7 for tensor in kept[:-1])
+    finally:  # a traceback would keep all of it, and later tests would find no memory
+        kept.clear()
+        gc.collect()
+        gl.trim()
+    assert float(lod.mipmap(torch.ones(1, 16, 16, device=CUDA), backend="gl")[4]) == 1.0
+
+
+def test_torchs_cache_makes_room(gl: lod.Context) -> None:
+    """Memory that torch has cached, and does not use, is given back when OpenGL needs it."""
+    free, _ = torch.cuda.mem_get_info(0)
+    block = torch.empty(free - 2**30, dtype=torch.uint8, device=CUDA)
+    del block
+    tensors: list[torch.Tensor] = []
+    try:
+        while len(tensors) < 3:
+            tensors.append(gl.empty(2**30, dtype=torch.uint8))
+        assert all(int(tensor.fill_(1)[-1]) == 1 for tensor in tensors)
+    finally:
+        tensors.clear()
+        gc.collect()
+        gl.trim()
+        torch.cuda.empty_cache()
