@@ -8,6 +8,8 @@
 #   LIBS     folder of .deb files, for libraries that the machine lacks, such as libegl1 and libglvnd0
 #   OUT      where the results go, at most 8 files (default: out/gpu-check)
 #   MINUTES  how long all of it may take, 9.5 for example (default: 9)
+#   STAGES   which to run, of doctor bench tests bridge shared-memory allocators (default: all); they share the time
+#   TESTS    which tests to run, as pytest's -k takes it (default: all)
 #   GPU_LOD_COMMIT  what the results name as measured, where the checkout has no history (default: what git says)
 #
 # Exit status: 0 if all is well; 1 if there is no GPU, the tests or the doctor fail, or a benchmark could not run.
@@ -19,6 +21,19 @@ if [[ ! $MINUTES =~ ^([0-9]+)(\.([0-9]))?$ ]]; then
     exit 2
 fi
 total=$((BASH_REMATCH[1] * 60 + ${BASH_REMATCH[3]:-0} * 6))
+
+# Of the time, in percent, for each stage at the most. What one leaves the next may have: together they are more than all.
+declare -A percent=([doctor]=10 [bench]=52 [tests]=28 [bridge]=15 [shared-memory]=8 [allocators]=8)
+read -ra wanted <<<"${STAGES:-doctor bench tests bridge shared-memory allocators}"
+whole=0
+for name in "${wanted[@]}"; do
+    if [ -z "${percent[$name]:-}" ]; then
+        echo "gpu-check: STAGES names $name; expected some of ${!percent[*]}"
+        exit 2
+    fi
+    whole=$((whole + percent[$name]))
+done
+((whole <= 100)) || whole=100
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 out=$(realpath -m "${OUT:-out/gpu-check}")
@@ -56,10 +71,12 @@ summary=$out/summary.txt
 lines=()
 failures=0
 
-# allow PERCENT: $limit becomes the seconds that a stage may take, at most this part of the whole and all that is left.
+# allow NAME: false if the stage is not wanted. $limit becomes the seconds that it may take, at most its part of the whole
+# and all that is left.
 allow() {
     local left=$((total - SECONDS - GRACE - 2))
-    limit=$((total * $1 / 100))
+    [[ " ${wanted[*]} " == *" $1 "* ]] || return
+    limit=$((total * percent[$1] / whole))
     ((limit <= left)) || limit=$left
 }
 
@@ -222,9 +239,9 @@ name_vendors
     printf 'EGL vendors: %s\n\n' "${__EGL_VENDOR_LIBRARY_FILENAMES:-those of glvnd}"
 } >>"$summary"
 
-allow 10
-stage doctor "$work/doctor.log" "$out/doctor.json" "$python" -m gpu_lod.cli doctor --json
-"$python" - "$out/doctor.json" 2>&1 <<'PYTHON' | tee -a "$summary"
+if allow doctor; then
+    stage doctor "$work/doctor.log" "$out/doctor.json" "$python" -m gpu_lod.cli doctor --json
+    "$python" - "$out/doctor.json" 2>&1 <<'PYTHON' | tee -a "$summary"
 import json
 import sys
 from pathlib import Path
@@ -240,20 +257,27 @@ else:
         if one["status"] != "ok":
             print(f"    {one['status']}: {one['name']}: {one['found']}; {one['fix']}")
 PYTHON
+fi
 
 # What the project is judged by comes first, and first in it the rows that matter most. Less what importing, the last row
 # and the plot take.
-allow 52
-seconds=$((limit > 65 ? limit - 45 : 20))
-stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.py" --device cuda \
-    --minutes "$((seconds / 60)).$(printf '%02d' $((seconds % 60 * 100 / 60)))" --out "$out/bench.json"
+if allow bench; then
+    seconds=$((limit > 65 ? limit - 45 : 20))
+    stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.py" --device cuda \
+        --minutes "$((seconds / 60)).$(printf '%02d' $((seconds % 60 * 100 / 60)))" --out "$out/bench.json"
+fi
 
 # Only the files that have such tests: the others may need packages that are not here. This environment's own pytest
 # plugins and warnings are not what is tested. In a process beside pytest's, a test that crashes or hangs takes no other
 # with it. And that all tests were skipped is no success.
-# Those of allocators come last: they rest on what the others test.
+# Those of allocators come late: they rest on what the others test. Those that fill the memory come last: a driver that
+# does not bear it would fail all that follow.
 gpu_files() { grep -lE 'mark\.gpu\b' "$checkout"/tests/test_*.py; }
-mapfile -t files < <(gpu_files | grep -v allocate; gpu_files | grep allocate)
+mapfile -t files < <(
+    gpu_files | grep -vE 'allocate|memory'
+    gpu_files | grep allocate
+    gpu_files | grep memory
+)
 mapfile -t aside < <("$python" - 2>/dev/null <<'PYTHON'
 from importlib.util import find_spec
 
@@ -263,30 +287,36 @@ if find_spec("xdist"):
     print("-p", "xdist.plugin", "-n", "1", "--max-worker-restart", "20", sep="\n")
     if pytest.version_tuple >= (9,):
         print("-o", "faulthandler_exit_on_timeout=true", sep="\n")
+    elif find_spec("pytest_timeout"):  # which ends the process too
+        print("-p", "pytest_timeout", "-o", "timeout=62", "-o", "timeout_method=thread", sep="\n")
 PYTHON
 )
 # shellcheck disable=SC2016
 some_passed='"$@" || exit; tail -n 20 "$0" | grep -qE "=+ .*[1-9][0-9]* passed" || { echo "no test ran"; exit 1; }'
 GRACE=15 # in which pytest waits for the process beside it, and writes its report
-allow 28
-GPU_LOD_TEST_INSTALLED=1 GPU_LOD_TEST_WARNINGS=default PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-    stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
-    bash -c "$some_passed" "$out/gpu-tests.log" "$python" -m pytest -m gpu -v --durations=10 "${aside[@]}" \
-    -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
-    --junitxml "$out/gpu-tests.xml" "${files[@]:-$checkout/tests}"
+if allow tests; then
+    GPU_LOD_TEST_INSTALLED=1 GPU_LOD_TEST_WARNINGS=default PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+        stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
+        bash -c "$some_passed" "$out/gpu-tests.log" "$python" -m pytest -m gpu -v --durations=10 "${aside[@]}" \
+        -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
+        --junitxml "$out/gpu-tests.xml" ${TESTS:+-k "$TESTS"} "${files[@]:-$checkout/tests}"
+fi
 
 GRACE=5
-allow 15
-stage bridge "$work/bridge.log" "$work/bridge.log" "$python" "$checkout/bench/bench_bridge.py" \
-    --out "$out/bridge.json" --seconds $((limit * 45 / 100 + 1))
+if allow bridge; then
+    stage bridge "$work/bridge.log" "$work/bridge.log" "$python" "$checkout/bench/bench_bridge.py" \
+        --out "$out/bridge.json" --seconds $((limit * 45 / 100 + 1))
+fi
 
-allow 8
-stage shared-memory "$work/shared.log" "$work/shared.log" "$python" "$checkout/bench/bench_shared_memory.py" \
-    --out "$out/shared-memory.json" --seconds 0.5
+if allow shared-memory; then
+    stage shared-memory "$work/shared.log" "$work/shared.log" "$python" "$checkout/bench/bench_shared_memory.py" \
+        --out "$out/shared-memory.json" --seconds 0.5
+fi
 
-allow 8
-stage allocators "$work/allocators.log" "$work/allocators.log" "$python" "$checkout/bench/bench_allocate.py" \
-    --device cuda --out "$out/allocators.json" --seconds $((limit * 6 / 10 + 1))
+if allow allocators; then
+    stage allocators "$work/allocators.log" "$work/allocators.log" "$python" "$checkout/bench/bench_allocate.py" \
+        --device cuda --out "$out/allocators.json" --seconds $((limit * 6 / 10 + 1))
+fi
 
 {
     printf '%s\n' "${lines[@]}"
