@@ -317,12 +317,12 @@ def shared(rig: Rig, stack: ExitStack, nbytes: int) -> dict[str, Side]:
 
 
 def bridge(rig: Rig, stack: ExitStack, nbytes: int) -> Bridged:
-    """The ordinary bridge, to a GL buffer of its own, mapped."""
+    """The ordinary bridge, to a GL buffer of its own, made as bridge/interop.py makes it and mapped."""
     glo = c_uint(0)
     rig.step("bridge, glGenBuffers", rig.checked, "GenBuffers", 1, byref(glo))
     rig.undo(stack, "bridge, glDeleteBuffers", rig.checked, "DeleteBuffers", 1, byref(glo))
     rig.step("bridge, glBindBuffer", rig.checked, "BindBuffer", G.COPY_WRITE_BUFFER, glo.value)
-    rig.step("bridge, glBufferStorage", rig.checked, "BufferStorage", G.COPY_WRITE_BUFFER, nbytes, None, 0)
+    rig.step("bridge, glBufferData", rig.checked, "BufferData", G.COPY_WRITE_BUFFER, nbytes, None, G.DYNAMIC_DRAW)
     resource = rig.step("bridge, register", rig.cuda, "cudaGraphicsGLRegisterBuffer", glo.value, 0)
     rig.undo(stack, "bridge, unregister", rig.cuda, "cudaGraphicsUnregisterResource", resource)
     side: Bridged = rig.step("bridge, resource", Bridged, rig, glo.value, nbytes, resource)

@@ -189,7 +189,7 @@ class World:
     def gl_BindBuffer(self, target: int, glo: int) -> None:
         self.bound = glo
 
-    def gl_BufferStorage(self, target: int, nbytes: int, data: None, flags: int) -> None:
+    def gl_BufferData(self, target: int, nbytes: int, data: None, usage: int) -> None:
         self.buffers[self.bound] = torch.zeros(nbytes // 4, dtype=torch.int32)
 
     def gl_BufferStorageMemEXT(self, target: int, nbytes: int, memory: int, offset: int) -> None:
@@ -359,7 +359,7 @@ def test_what_is_made_last_goes_first(world: World, monkeypatch: pytest.MonkeyPa
         "BufferStorageMemEXT",
         "GenBuffers",
         "BindBuffer",
-        "BufferStorage",
+        "BufferData",
         "cudaGraphicsGLRegisterBuffer",
         "cudaGraphicsMapResources",
         "cudaGraphicsResourceGetMappedPointer",
@@ -425,7 +425,7 @@ MADE = [
     "BufferStorageMemEXT",
 ]
 BRIDGE_MADE = [
-    "BufferStorage",
+    "BufferData",
     "cudaGraphicsGLRegisterBuffer",
     "cudaGraphicsMapResources",
     "cudaGraphicsResourceGetMappedPointer",
