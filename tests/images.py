@@ -18,3 +18,12 @@ def smooth(height: int, width: int, channels: int = 3) -> torch.Tensor:
     """A picture without detail, fp32 [channels, height, width] in [0, 1]."""
     y, x = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
     return torch.stack([(torch.sin((c + 2) * x + y) + 1) / 2 for c in range(channels)])
+
+
+def grey_levels(device: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
+    """Levels of one grey each, sites between them, and what a linear blend gives there. A driver may be set to show one
+    level where two should be blended, for speed: then all that samples pyramids differs, and this says how."""
+    levels = tuple(torch.full((1, n, n), float(n == 4), device=device) for n in (8, 4, 2))
+    between = torch.arange(129) / 64
+    sites = torch.stack([torch.full_like(between, 0.5), torch.full_like(between, 0.5), between], dim=-1)
+    return levels, sites, 1 - (1 - between).abs()

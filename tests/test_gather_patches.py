@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
-from images import DTYPES, noise, smooth
+from images import DTYPES, grey_levels, noise, smooth
 from oracle import gather_patches as oracle
 from scripts import succeed
 from times import fastest
@@ -444,3 +444,10 @@ def test_a_pyramid_whose_source_was_written_to_is_refused(name: str) -> None:
     image.mul_(0.5)
     with pytest.raises(PyramidChangedError):
         SAMPLERS[name](pyramid)
+
+
+@pytest.mark.parametrize("backend", ["gl", "torch"])
+def test_levels_are_blended_in_proportion(backend: Any) -> None:
+    levels, sites, expected = grey_levels("cpu")
+    found = lod.gather_patches(lod.Pyramid(levels), sites, 1, backend=backend).flatten()
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)

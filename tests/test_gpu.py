@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
-from images import DTYPES, SIZES, noise
+from images import DTYPES, SIZES, grey_levels, noise
 from oracle import extreme_chain, gaussian_chain, mean_chain
 from oracle import foveate as foveate_oracle
 from oracle import gather_patches as patch_oracle
@@ -197,6 +197,12 @@ def test_a_verb_in_a_plan_reads_what_the_one_before_it_wrote(gl: lod.Context) ->
     for _ in range(20):
         image, fixation = torch.rand(2, 3, 1024, 1024, device=CUDA), torch.rand(2, 2)
         assert torch.equal(planned(image, fixation), there_and_back(image, fixation))
+
+
+def test_levels_are_blended_in_proportion(gl: lod.Context) -> None:
+    levels, sites, expected = grey_levels(CUDA)
+    found = lod.gather_patches(lod.Pyramid(levels), sites, 1, backend="gl").flatten().cpu()
+    assert float((found - expected).abs().max()) <= HARDWARE_WEIGHT_ERROR, found.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

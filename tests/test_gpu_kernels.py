@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
-from images import DTYPES, SIZES, noise
+from images import DTYPES, SIZES, grey_levels, noise
 from oracle import extreme_chain, mean_chain
 from oracle import foveate as foveate_oracle
 from oracle import gather_patches as patch_oracle
@@ -84,6 +84,12 @@ def test_a_thousand_chains_are_the_same() -> None:
         for one, two in zip(lod.mipmap(image, backend="cuda").levels[1:], first.levels[1:], strict=True):
             wrong += (one != two).sum()
     assert int(wrong) == 0
+
+
+def test_levels_are_blended_in_proportion() -> None:
+    levels, sites, expected = grey_levels(CUDA)
+    found = lod.gather_patches(lod.Pyramid(levels), sites, 1, backend="cuda").flatten().cpu()
+    assert float((found - expected).abs().max()) <= HARDWARE_WEIGHT_ERROR, found.tolist()
 
 
 @pytest.mark.parametrize("spacing", ["log", "cortical"])
