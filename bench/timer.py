@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_lod import timing
 from gpu_lod.errors import GpuLodError
-from gpu_lod.timing import BLOCK, LONG_MS, PAUSE, Race, Timing, percentile, wall_ms
+from gpu_lod.timing import BLOCK, LONG_MS, PAUSE, Name, Race, Timing, percentile, wall_ms
 
 __all__ = ["BLOCK", "LONG_MS", "PAUSE", "Race", "Timing", "able", "keep_memory", "percentile", "race", "wall_ms"]
 
@@ -49,10 +49,10 @@ def keep_memory(reserve: int = 2**32) -> bool:
     return kept
 
 
-def race(sides: Mapping[str, Callable[[], object]], **how: Any) -> dict[str, Timing]:
+def race(sides: Mapping[Name, Callable[[], object]], **how: Any) -> dict[Name, Timing]:
     """`gpu_lod.timing.race`, up to `TRIES` times while it is not calm; the calmest of them, whoever has won it."""
     global repeated
-    tries: list[tuple[float, dict[str, Timing]]] = []
+    tries: list[tuple[float, dict[Name, Timing]]] = []
     while True:
         began = time.perf_counter()
         found = timing.race(sides, **{"pause": PAUSE, **how})
@@ -64,7 +64,7 @@ def race(sides: Mapping[str, Callable[[], object]], **how: Any) -> dict[str, Tim
     return min(tries, key=lambda one: one[0])[1]
 
 
-def unrest(found: Mapping[str, Timing]) -> float:
+def unrest(found: Mapping[Name, Timing]) -> float:
     """Mean over the sides of the interquartile range as a part of the median."""
     return sum(side.iqr_ms / side.median_ms for side in found.values()) / max(len(found), 1)
 

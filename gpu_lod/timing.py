@@ -12,9 +12,11 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 PAUSE = 0.02
 WARM = 0.005
@@ -57,7 +59,7 @@ def wall_ms(side: Callable[[], object]) -> float:
 
 
 def race(
-    sides: Mapping[str, Callable[[], object]],
+    sides: Mapping[Name, Callable[[], object]],
     *,
     seconds: float = 2.0,
     most: int = 40,
@@ -65,13 +67,13 @@ def race(
     warm_up: int = 2,
     pause: float = PAUSE,
     clock: Callable[[Callable[[], object]], float] = wall_ms,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Time all sides, about `seconds` a side and at most `most` counted calls each, at least `fewest`.
 
     Args:
         clock: makes one call of a side, and gives the milliseconds that count.
     """
-    samples: dict[str, list[float]] = {name: [] for name in sides}
+    samples: dict[Name, list[float]] = {name: [] for name in sides}
     spent = dict.fromkeys(sides, 0.0)
     for side in sides.values():  # warm-up: compile, allocate, touch
         for _ in range(warm_up):
