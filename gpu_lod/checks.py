@@ -173,18 +173,18 @@ def levels(
     return integer(value, "levels", at_least=1)
 
 
-def size(value: Any) -> tuple[int, int]:
+LONGEST = 2**24
+"""Pixels of a side beyond which fp32 does not tell neighbours apart."""
+
+
+def size(value: Any, *, at_most: int | None = None) -> tuple[int, int]:
     """(height, width) in pixels."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise InputError(f"size is {value!r}; expected (height, width) in pixels.")
     height, width = (
-        integer(side, name, at_least=1, at_most=_LONGEST) for side, name in zip(value, ("height", "width"), strict=True)
+        integer(side, name, at_least=1, at_most=at_most) for side, name in zip(value, ("height", "width"), strict=True)
     )
     return height, width
-
-
-_LONGEST = 2**24
-"""Pixels of a side beyond which fp32 does not tell neighbours apart."""
 
 
 def fixation(value: Any, batch: int, *, wait: bool = True) -> torch.Tensor:

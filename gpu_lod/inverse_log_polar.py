@@ -64,7 +64,7 @@ def inverse_log_polar(
     """
     polar = checks.tensor(polar, "polar")
     chosen = _choose(polar, fixation, size, r_min, r_max, spacing, e0, border, backend)
-    height, width = checks.size(size)
+    height, width = checks.size(size, at_most=checks.LONGEST)
     inner = e0 if spacing == "cortical" else 0.01 if r_min is None else r_min
     points = checks.fixation(fixation, polar.shape[0] if polar.ndim == 4 else 1)
     rest = (float(inner), float(r_max), spacing == "cortical", border == "zero")
@@ -92,7 +92,7 @@ def _choose(
     backend: Backend = "auto",
 ) -> Choice:
     polar = checks.image(polar, "polar", max_channels=None)
-    checks.size(size)
+    checks.size(size, at_most=checks.LONGEST)
     checks.choice(border, "border", _BORDERS)
     dispatch.check_backend(backend)
     ring_rule(polar.shape[-2], polar.shape[-1], r_min, r_max, spacing, e0)

@@ -57,7 +57,7 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
 
 
 def _rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None) -> Rebuilt:
-    height, width = checks.size(size)
+    height, width = checks.size(size, at_most=checks.LONGEST)
     patches, sites, batched = _parts(tokens)
     batch, _, channels, patch, _ = patches.shape
     work = torch.float64 if patches.dtype == torch.float64 else torch.float32

@@ -187,10 +187,10 @@ def test_a_fix_is_printed_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 # -- the whole examination --------------------------------------------------------------------------------------------
 
 
-def test_without_cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For real: Mesa's software renderer, or what there is."""
     set_torch(monkeypatch, None)
-    monkeypatch.setattr(doctor, "_CONTROL", "/nonexistent")
+    monkeypatch.setattr(doctor, "_CONTROL", str(tmp_path / "nvidiactl"))
     findings = checked(doctor.examine())
     assert not [name for name in findings if "NVIDIA" in name or name.startswith("cuda")]
     assert [name for name in findings if "CUDA" in name] == ["CUDA"]
