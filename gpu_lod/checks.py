@@ -107,7 +107,7 @@ def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> t
 
 def choice(value: Any, name: str, choices: Sequence[str]) -> Any:
     if not isinstance(value, str) or value not in choices:
-        raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}.")
+        raise InputError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}.")
     return value
 
 
@@ -115,9 +115,10 @@ def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not at_least <= value <= (at_most or _LARGEST):
         limit = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
-        if whole and value > _LARGEST:  # of which Python may refuse to print the digits
+        if whole and abs(value) > _LARGEST:  # of which Python may refuse to print the digits
             raise InputError(f"{name} is beyond 64 bits; expected {limit}.")
-        raise InputError(f"{name} is {value!r}; expected {limit}.")
+        hint = " Make it one with int()." if hasattr(value, "__index__") and not isinstance(value, int) else ""
+        raise InputError(f"{name} is {shown(value)}; expected {limit}.{hint}")
     return value
 
 
@@ -147,7 +148,7 @@ def between(value: Any, name: str, low: float, high: float) -> float:
 
 def flag(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; expected True or False.")
+        raise InputError(f"{name} is {shown(value)}; expected True or False.")
     return value
 
 
@@ -155,7 +156,7 @@ def numbers(value: Any, name: str, count: int) -> tuple[float, ...]:
     """One finite number a channel."""
     values = dense(value, name).tolist() if isinstance(value, torch.Tensor) else value
     if not isinstance(values, (tuple, list)) or len(values) != count:
-        raise InputError(f"{name} is {value!r}; expected {count} numbers, one a channel.")
+        raise InputError(f"{name} is {shown(value)}; expected {count} numbers, one a channel.")
     return tuple(number(one, name) for one in values)
 
 
@@ -166,7 +167,7 @@ def levels(
     most = len(sizes(height, width))
     if value is None:
         return most
-    if isinstance(value, int) and not isinstance(value, bool) and value > most:
+    if isinstance(value, int) and not isinstance(value, bool) and most < value <= _LARGEST:
         raise InputError(
             f"levels is {value}, but a {width} x {height} image has {most} down to 1 x 1. Leave levels out to have all."
         )
@@ -180,7 +181,7 @@ LONGEST = 2**24
 def size(value: Any, *, at_most: int | None = None) -> tuple[int, int]:
     """(height, width) in pixels."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InputError(f"size is {value!r}; expected (height, width) in pixels.")
+        raise InputError(f"size is {shown(value)}; expected (height, width) in pixels.")
     height, width = (
         integer(side, name, at_least=1, at_most=at_most) for side, name in zip(value, ("height", "width"), strict=True)
     )
@@ -398,7 +399,15 @@ def _kind(value: Any) -> str:
         where = " on meta" if value.is_meta else ""
         return f"{value.layout} {value.dtype} tensor {tuple(value.shape)}{where}".replace("torch.", "")
     return (
-        f"{type(value).__name__} {value!r}"
+        f"{type(value).__name__} {shown(value)}"
         if isinstance(value, (int, float, str, type(None)))
         else type(value).__name__
     )
+
+
+def shown(value: Any) -> str:
+    """For a message."""
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to print very many digits
+        return f"<{type(value).__name__} of very many digits>"

@@ -103,7 +103,9 @@ def _thresholds(hz: Pyramid, threshold: float | torch.Tensor) -> torch.Tensor:
         where = threshold.device if isinstance(threshold, torch.Tensor) else torch.device("cpu")
         values = torch.as_tensor(threshold, dtype=torch.float64, device=where).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(f"threshold is {threshold!r}; expected a number or a tensor [B] ({error}).") from None
+        raise InputError(
+            f"threshold is {checks.shown(threshold)}; expected a number or a tensor [B] ({error})."
+        ) from None
     if values.ndim > 1 or (values.ndim == 1 and values.shape[0] != hz.batch):
         raise InputError(f"threshold has shape {tuple(values.shape)}; expected a number or [{hz.batch}], one an image.")
     if bool(torch.isnan(values).any()):

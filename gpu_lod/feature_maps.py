@@ -188,8 +188,7 @@ def _choose(
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise InputError(f"dtype is {dtype}; expected torch.float16 or torch.float32.")
     for flag, name in ((video, "video"), (as_texture, "as_texture")):
-        if not isinstance(flag, bool):
-            raise InputError(f"{name} is {flag!r}; expected True or False.")
+        checks.flag(flag, name)
     inputs = [image]
     if previous is not None:
         inputs.append(_check_previous(image, previous, video))

@@ -15,7 +15,7 @@ from scripts import run
 import gpu_lod as lod
 from gpu_lod.errors import InputError
 
-IMAGE, SITES, HUGE = torch.rand(1, 3, 16, 16), torch.tensor([[0.5, 0.5, 0.0]]), 10**400
+IMAGE, SITES, HUGE = torch.rand(1, 3, 16, 16), torch.tensor([[0.5, 0.5, 0.0]]), 10**5000
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it is a prototype, and will not even say its sizes
     NESTED = torch.nested.nested_tensor([torch.rand(2, 4), torch.rand(3, 4)])
@@ -36,6 +36,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "nested boxes": (lambda: lod.region_max(hz(), NESTED), "boxes is a nested tensor"),
     "nested boxes, explained": (lambda: lod.explain(lod.region_max, hz().upload(), NESTED), "boxes is a nested tensor"),
     "a huge patch": (lambda: lod.cortical_sites((0.5, 0.5), 7, (33, 40), HUGE), "patch is beyond 64 bits"),
+    "huge levels": (lambda: lod.mipmap(IMAGE, HUGE), "levels is beyond 64 bits"),
+    "a huge negative size": (lambda: lod.log_polar(IMAGE, (0.5, 0.5), -HUGE, 4), "rings is beyond 64 bits"),
+    "a huge threshold": (lambda: lod.cull(hz(), HUGE), "threshold is <int of very many digits>"),
+    "a huge number": (lambda: lod.foveate(IMAGE, (0.5, 0.5), HUGE), "e0 is int <int of very many digits"),
+    "a huge choice": (lambda: lod.mipmap(IMAGE, reduce=HUGE), "reduce is <int of very many digits>"),  # type: ignore
+    "a huge flag": (lambda: lod.feature_maps(IMAGE, video=HUGE), "video is <int of very many digits>"),  # type: ignore
+    "numpy's integers": (lambda: lod.mipmap(IMAGE, np.int64(2)), r"levels is .*2.*Make it one with int\(\)"),  # type: ignore
     "a huge size": (lambda: lod.cortical_sites((0.5, 0.5), 7, (HUGE, 40)), "height is beyond 64 bits"),
     "orientations": (lambda: lod.oriented_energy(IMAGE, orientations=10**9), "from 1 to 360"),
     "a size beyond fp32's pixels": (lambda: lod.inverse_log_polar(IMAGE, (0.5, 0.5), (4, 2**24 + 1)), "width is"),
