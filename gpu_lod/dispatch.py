@@ -359,6 +359,14 @@ def needs_grad(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def keepable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same for a graph, which keeps no tensors that were made in inference mode."""
+    if torch.compiler.is_compiling():
+        return tensors
+    with torch.inference_mode(False):
+        return tuple(x.clone() if x.is_inference() else x for x in tensors)
+
+
 def kept(points: torch.Tensor, levels: Sequence[torch.Tensor]) -> torch.Tensor:
     """Values for a backward, which needs them as they are now."""
     return points.detach().clone() if needs_grad(*levels) else points.detach()
@@ -424,8 +432,6 @@ def run_gl(
         reference: the same in plain torch; called again in the backward.
     """
     if needs_grad(*inputs):
-        with torch.inference_mode(False):  # autograd keeps no inference tensors
-            inputs = tuple(x.clone() if x.is_inference() else x for x in inputs)
-        result: tuple[torch.Tensor, ...] = _WithReferenceGradient.apply(forward, reference, *inputs)
+        result: tuple[torch.Tensor, ...] = _WithReferenceGradient.apply(forward, reference, *keepable(*inputs))
         return result
     return tuple(forward(*inputs))

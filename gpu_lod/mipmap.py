@@ -212,9 +212,8 @@ def sampled(
     top = src.levels[0] if isinstance(src, Pyramid) else src
 
     def chain(images: slice) -> list[torch.Tensor]:
-        if isinstance(src, Pyramid):
-            return [level[images] for level in src.levels]
-        return _chain(src[images], levels)
+        made = [level[images] for level in src.levels] if isinstance(src, Pyramid) else _chain(src[images], levels)
+        return list(dispatch.keepable(*made)) if dispatch.needs_grad(points) else made
 
     batch = len(top) if top.ndim == 4 and top.device.type == "cpu" else 1
     at_once = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree
 
-from gpu_lod import checks
+from gpu_lod import checks, dispatch
 from gpu_lod.errors import InputError
 
 _TENSORS = ("sites", "scores", "patches", "weights", "features")
@@ -104,6 +104,8 @@ class TokenSet:
 
 def blended(weights: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """`TokenSet.blend`, unchecked."""
+    if dispatch.needs_grad(weights, features):
+        weights, features = dispatch.keepable(weights, features)
     with torch.autocast(features.device.type, enabled=False):
         return weights.to(features.dtype) @ features
 

@@ -50,6 +50,14 @@ def test_features_that_cannot_be_blended(features: Any, hint: str) -> None:
     refuse(hint, allocate.SoftVortex(3)(IMAGE).blend, features)
 
 
+def test_blends_are_learned_from_features_of_inference_mode() -> None:
+    allocator = allocate.SoftVortex(3)
+    with torch.inference_mode():
+        features = noise(2, 16, 2)
+    allocator(IMAGE).blend(features).square().sum().backward()
+    assert allocator.twists.grad is not None and bool(allocator.twists.grad.any())
+
+
 def test_blends_take_arrays_and_one_image() -> None:
     tokens = allocate.SoftVortex(3)(IMAGE)
     features = noise(2, 16, 2)

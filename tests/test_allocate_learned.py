@@ -302,6 +302,15 @@ def test_each_image_has_its_own_strata(rows: int, columns: int, budget: int, see
         assert torch.equal(alone.sites, tokens.sites[image]) and torch.equal(alone.scores, tokens.scores[image])
 
 
+def test_the_head_learns_from_queries_of_inference_mode() -> None:
+    allocator = AdaptiveStratified(20, P)
+    with torch.inference_mode():
+        query = torch.randn(2, 512)
+    allocator.expected_loss(torch.rand(2, 7, 7), query).backward()
+    assert all(parameter.grad is not None for parameter in allocator.parameters())
+    assert allocator(relevance=maps("noise", 2, 9, 13), query=query).sites.shape == (2, 20, 3)
+
+
 def test_a_new_head_says_four_by_four() -> None:
     relevance = torch.rand(5, 24, 32)
     tokens = AdaptiveStratified(60)(relevance=relevance, query=torch.randn(5, 512))

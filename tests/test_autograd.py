@@ -154,6 +154,31 @@ def test_a_fixation_changed_before_the_backward(sampler: str, backend: Any) -> N
     assert torch.equal(gradient(change=True), gradient(change=False))
 
 
+@pytest.mark.parametrize("sampler", [*SAMPLERS, "gather_patches", "gather_patches of a pyramid"])
+def test_places_have_gradients_beside_a_picture_of_inference_mode(sampler: str) -> None:
+    """What a program decodes in inference mode, it may well learn to look at."""
+    sample, place = SAMPLERS.get(sampler), FIXATION
+    if sample is None:
+        whole = sampler.endswith("pyramid")
+        sample, place = (lambda x, s, **how: lod.gather_patches(lod.mipmap(x) if whole else x, s, 4, **how)), SITES
+    with torch.inference_mode():
+        picture = noise(2, 3, 13, 18)
+
+    def gradient(image: torch.Tensor) -> torch.Tensor:
+        asked = place.clone().requires_grad_()
+        return torch.autograd.grad(sample(image, asked).square().sum(), asked)[0]
+
+    assert torch.equal(gradient(picture), gradient(picture.clone()))
+
+
+def test_samples_have_gradients_in_places_beside_levels_of_inference_mode() -> None:
+    with torch.inference_mode():
+        pyramid = lod.mipmap(noise(2, 3, 13, 18))
+    fixation = FIXATION.clone().requires_grad_()
+    lod.log_polar(pyramid, fixation, 6, 10).square().sum().backward()
+    assert fixation.grad is not None and bool(fixation.grad.all())
+
+
 @pytest.mark.parametrize("backend", ["torch", "gl"])
 def test_a_pyramid_changed_before_it_is_used_or_differentiated(backend: Any) -> None:
     image = noise(1, 13, 18).requires_grad_()

@@ -49,6 +49,14 @@ def test_parts_add_up() -> None:
     assert torch.equal(scorer(maps, query), relevance)
 
 
+def test_it_learns_from_what_inference_mode_made() -> None:
+    scorer = ContextualizedRelevance(8)
+    with torch.inference_mode():
+        maps, query = torch.randn(MAPS), torch.randn(2, 8)
+    scorer(maps, query).sum().backward()
+    assert all(parameter.grad is not None for parameter in scorer.parameters())
+
+
 def test_each_head_sees_its_channels_alone() -> None:
     """Of forty-one pictures, picture c differs from the last in channel c."""
     scorer = ContextualizedRelevance(8, gestalt_width=5, patch=4)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from gpu_lod import checks
+from gpu_lod import checks, dispatch
 from gpu_lod.allocate.base import Need, Pool, Scene, register
 from gpu_lod.allocate.learned import Learned
 from gpu_lod.allocate.random import MOST_SEED
@@ -100,5 +100,7 @@ class AdaptiveStratified(Learned):
 
     def _logits(self, query: torch.Tensor) -> torch.Tensor:
         """[B, 2, 7]"""
+        if torch.is_grad_enabled():
+            (query,) = dispatch.keepable(query)
         found: torch.Tensor = self.head(query.to(next(self.parameters()).dtype))
         return found.unflatten(-1, (2, CHOICES))

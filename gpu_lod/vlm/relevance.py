@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpu_lod import checks, precision
+from gpu_lod import checks, dispatch, precision
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps
 from gpu_lod.patch_grid import pooled
@@ -128,6 +128,8 @@ def _row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tenso
         raise InputError(
             f"{name} is {values.dtype} {tuple(values.shape)}; expected floats [{batch}, {width}] or [{width}]."
         )
+    if torch.is_grad_enabled():
+        (values,) = dispatch.keepable(values)
     return values.float().expand(batch, width)
 
 
