@@ -384,7 +384,34 @@ def cuda_input(value: torch.Tensor) -> None:
     device.check_kind(value.device)
 
 
+def memoryless(value: Any) -> bool:
+    """True for a tensor that stands for others or for none, by its class: a wrapper, a fake tensor."""
+    if type(value) in _PLAIN or not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
+        return False
+    fake = value.untyped_storage().device.type == "meta"  # torch warns of those whose address is asked for
+    return fake or (not value.data_ptr() and value.numel() > 0)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def faked() -> bool:
+    """True inside a FakeTensorMode: then whatever is made has no memory."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def _own_memory(value: torch.Tensor, backend: str) -> None:
+    if memoryless(value):
+        raise UnsupportedError(
+            f"the tensor is a {type(value).__name__}, which has no memory of its own; the {backend} backend needs it. "
+            "Use backend='torch', or pass the tensors that it stands for."
+        )
+    if not torch.compiler.is_compiling() and faked():
+        raise UnsupportedError(
+            f"the {backend} backend gives nothing inside a FakeTensorMode, where no tensor has memory. Use "
+            "backend='torch', or leave the mode."
+        )
     if transformed(value):  # there is no functorch rule
         raise UnsupportedError(
             f"the {backend} backend knows reverse-mode gradients only: no forward mode, no torch.func.grad, jvp or "

@@ -65,7 +65,6 @@ def cull(hz: Pyramid, threshold: float | torch.Tensor, backend: Backend = "auto"
     if chosen.backend == "torch":
         levels = [level.detach() if hz.batched else level.detach()[None] for level in hz.levels]
         return _unbatch(hz, *reference(levels, thresholds))
-    checks.gl_input(hz.levels[0])
     return _unbatch(hz, *_gl(context_for(*hz.levels), hz, thresholds))
 
 
@@ -74,6 +73,8 @@ def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
     checks.hiz_pyramid(hz, "max", "cull")
     for value in (hz.levels[0], threshold):
         checks.no_vmap(value, "cull", "every image keeps and prunes another number of texels. Pass [B, C, H, W].")
+    if backend == "gl":
+        checks.gl_input(hz.levels[0])
     if backend != "auto":
         return Choice(backend, "asked for")
     # How much it prunes is not known beforehand.

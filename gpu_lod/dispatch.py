@@ -215,7 +215,9 @@ def barred(*values: Any) -> Choice | None:
             )
     if any(map(checks.transformed, values)):
         return Choice("torch", "torch.func transforms what torch computes, and no shader")
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    if any(map(checks.memoryless, values)) or checks.faked():
+        return Choice("torch", "the tensor has no memory of its own, and shaders need it")
+    if checks.traced():
         return Choice("torch", "the call is traced, and shaders leave no trace")
     return None
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from calls import CALLS, CASES, FIXATION, LINEAR, LINEAR_CASES, SITES
 from images import noise
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 import gpu_lod as lod
+from gpu_lod import dispatch
 from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.log_polar import reference as samples
 from gpu_lod.log_polar import ring_rule
@@ -300,3 +303,47 @@ def test_gl_refuses_torch_func(name: str) -> None:
     for transform in (torch.func.grad, torch.func.vmap, lambda f: lambda *x: torch.func.jvp(f, x, x)):
         with pytest.raises(UnsupportedError, match=r"backend='torch'|under torch\.func\.vmap"):
             transform(run)(*xs)
+
+
+# -- tensors without memory --------------------------------------------------------------------------------------------
+
+
+class Wrapped(torch.Tensor):
+    """Stands for another tensor, as DTensor and quantised ones do."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)  # type: ignore[attr-defined]
+        made.inside = inside
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.inside if isinstance(x, cls) else x, (args, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, op(*args, **kwargs))
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "gl" in call.backends])
+def test_gl_refuses_tensors_without_memory(name: str) -> None:
+    """A fake one crashed the process."""
+    call = CALLS[name]
+    mode = FakeTensorMode()
+    for wrap in (Wrapped, mode.from_tensor):
+        inputs = [wrap(x) for x in call.inputs()]
+        with pytest.raises(UnsupportedError, match=r"has no memory of its own.*backend='torch'"):
+            call.run(*inputs, backend="gl")
+    given = call.inputs()
+    with pytest.raises(UnsupportedError, match="inside a FakeTensorMode"), FakeTensorMode(allow_non_fake_inputs=True):
+        call.run(*given, backend="gl")
+
+
+def test_auto_takes_torch_for_tensors_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = noise(1, 3, 8, 8)
+    monkeypatch.setattr(dispatch, "measured", lambda *_, **__: dispatch.Choice("gl", "measured"))
+    assert lod.explain(lod.mipmap, image).backend == "gl"
+    assert lod.explain(lod.mipmap, torch.nn.Parameter(image)).backend == "gl"
+    found = lod.explain(lod.mipmap, Wrapped(image))
+    assert found.backend == "torch" and "no memory of its own" in found.reason
+    assert isinstance(lod.mipmap(Wrapped(image))[1], Wrapped)
