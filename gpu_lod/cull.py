@@ -89,7 +89,7 @@ def _like(hz: Pyramid, *_: Any) -> Culled:
     mask = torch.empty(top.shape, dtype=torch.bool, device=top.device)
     indices = torch.empty(kept, top.ndim, dtype=torch.int64, device=top.device)
     nodes = torch.empty(pruned, top.ndim + 1, dtype=torch.int64, device=top.device)
-    return Culled(mask, indices, nodes, torch.empty((), dtype=torch.int64))  # type: ignore[arg-type]
+    return Culled(mask, indices, nodes, torch.empty((), dtype=torch.int64, device="cpu"))  # type: ignore[arg-type]
 
 
 dispatch.register(cull, _choose)

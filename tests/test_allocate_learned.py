@@ -284,6 +284,18 @@ def test_they_are_modules(name: str) -> None:
         tokens_of(allocator.to("meta"), relevance)
 
 
+@pytest.mark.parametrize("name", LEARNED)
+def test_parameters_lie_where_torch_makes_them(name: str) -> None:
+    with torch.device("meta"):
+        made = lod.allocate.make(name, 20, P)
+    assert isinstance(made, Learned) and all(parameter.is_meta for parameter in made.parameters())
+    allocator = lod.allocate.make(name, 20, P)
+    assert isinstance(allocator, Learned)
+    made.to_empty(device="cpu").load_state_dict(allocator.state_dict())
+    relevance = maps("noise", 2, 9, 13)
+    assert torch.equal(tokens_of(made, relevance).sites, tokens_of(allocator, relevance).sites)
+
+
 # -- strata that a query asks for --------------------------------------------------------------------------------------
 
 

@@ -170,6 +170,7 @@ CHOICES: dict[str, Callable[[], Any]] = {
     "repulsion_loss": lambda: [lod.allocate.repulsion_loss(SITES[..., :2])],
     "dead_bin_loss": lambda: [lod.allocate.dead_bin_loss(ATTENDED)],
     "glances": _glances,
+    "rotary_embedding": lambda: list(vlm.rotary_embedding(SITES[..., :2], vlm.axial_frequencies(64))),
     "TokenMemory": lambda: [vlm.TokenMemory(20, 14).update(PICTURES).tokens.patches],
 }
 

@@ -36,6 +36,11 @@ class Learned(nn.Module, Allocator):
         return scene, batched
 
 
+def parameter(values: torch.Tensor) -> nn.Parameter:
+    """In fp32, where torch makes parameters."""
+    return nn.Parameter(torch.empty(values.shape, dtype=torch.float32).copy_(values))
+
+
 def even_points(count: int) -> torch.Tensor:
     """[count, 2] in the open unit square, the same each time and evenly spread however many.
 

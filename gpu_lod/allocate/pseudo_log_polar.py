@@ -6,11 +6,10 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Need, Pool, Scene, register
-from gpu_lod.allocate.learned import Learned, by_score, convex, even_points
+from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, parameter
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.errors import InputError
 
@@ -64,7 +63,7 @@ class PseudoLogPolar(Learned):
         self.temperatures = checks.numbers(temperatures, "temperatures", 2)
         if min(self.temperatures) <= 0:
             raise InputError(f"the temperatures are {self.temperatures}; expected positive numbers.")
-        self.offsets = nn.Parameter(_start(self.budget, round(fovea * self.budget), sigma).float())
+        self.offsets = parameter(_start(self.budget, round(fovea * self.budget), sigma))
 
     def work(self, scene: Scene) -> int:
         return self.budget * scene.grid[0] * scene.grid[1]

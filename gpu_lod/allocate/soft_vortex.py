@@ -10,7 +10,7 @@ from torch import nn
 
 from gpu_lod import checks, precision
 from gpu_lod.allocate.base import Pool, Scene, register
-from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance
+from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance, parameter
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.errors import InputError
 
@@ -58,7 +58,7 @@ class SoftVortex(Learned):
         radius = checks.between(radius, "radius", 1e-6, 1e6)
         twist = checks.between(twist, "twist", -1e3, 1e3)
         self.width = checks.between(width, "width", 1e-6, 1e6)
-        self.centre_logits = nn.Parameter(even_points(vortices).logit().float())
+        self.centre_logits = parameter(even_points(vortices).logit())
         self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius), dtype=torch.float32))
         self.strengths = nn.Parameter(torch.ones(vortices, dtype=torch.float32))
         self.twists = nn.Parameter(torch.full((vortices,), twist, dtype=torch.float32))

@@ -10,7 +10,7 @@ from torch import nn
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Pool, Scene, ordered, register
-from gpu_lod.allocate.learned import Learned, even_points, log_relevance, soft_top_k
+from gpu_lod.allocate.learned import Learned, even_points, log_relevance, parameter, soft_top_k
 from gpu_lod.allocate.losses import repulsion_loss
 from gpu_lod.allocate.voronoi import distances
 
@@ -49,7 +49,7 @@ class VortexLearned(Learned):
         checks.integer(vortices, "vortices", at_least=1, at_most=1024)
         radius = checks.between(radius, "radius", 1e-6, 1e6)
         temperature = checks.between(temperature, "temperature", 1e-6, 1e6)
-        self.centre_logits = nn.Parameter(even_points(vortices).logit().float())
+        self.centre_logits = parameter(even_points(vortices).logit())
         self.log_strengths = nn.Parameter(torch.zeros(vortices, dtype=torch.float32))
         self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius), dtype=torch.float32))
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), dtype=torch.float32))

@@ -45,6 +45,8 @@ def grid_positions(sites: torch.Tensor, size: tuple[int, int], patch: int) -> to
 def axial_frequencies(dim: int, axes: int = 2, theta: float = 10000.0) -> torch.Tensor:
     """Frequencies [dim / (2 axes)] of an axis: theta^(-i / n), i of n. Each axis turns dim / axes of a head's channels.
 
+    They are on the CPU; `rotary_embedding` takes them to where its positions are.
+
     With two axes they are those of Qwen2.5-VL's and Qwen3-VL's vision towers and of timm's axial RoPE.
 
     Raises:
@@ -58,7 +60,7 @@ def axial_frequencies(dim: int, axes: int = 2, theta: float = 10000.0) -> torch.
     if dim % (2 * axes) or theta <= 0:
         raise InputError(f"dim is {dim}, theta {theta}; expected a multiple of {2 * axes} and a positive number.")
     count = dim // (2 * axes)
-    return theta ** (-torch.arange(count, dtype=torch.float32) / count)
+    return theta ** (-torch.arange(count, dtype=torch.float32, device="cpu") / count)
 
 
 def rotary_embedding(
