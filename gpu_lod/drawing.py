@@ -15,6 +15,8 @@ from gpu_lod.feature_maps import CHANNELS, SEMANTIC
 from gpu_lod.saliency import colour, unit
 
 _PAPER, _INK = (255, 255, 255), (31, 41, 55)
+_TALLEST = 8
+"""Heights of a map to its width, in the grid; taller ones, which would fill memory, are drawn as high as that."""
 _LONGEST = 1600
 """Sides below half of this are enlarged by whole numbers before lines are drawn on them."""
 
@@ -48,7 +50,7 @@ def feature_grid(maps: torch.Tensor, columns: int = 6) -> torch.Tensor:
     semantic = range(CHANNELS["semantic"].start, CHANNELS["semantic"].stop)
     shown = [k for k in range(len(maps)) if k not in semantic or bool(maps[k].any())]
     wide = min(260, max(120, width)) / 100  # inches a map, at 100 dots each
-    high, title, rows = wide * height / width, 0.34, -(-len(shown) // columns)
+    high, title, rows = wide * min(height / width, _TALLEST), 0.34, -(-len(shown) // columns)
     figure = Figure(figsize=(columns * (wide + 0.12) + 0.12, rows * (high + title) + 0.12), dpi=100, facecolor="white")
     canvas = FigureCanvasAgg(figure)  # not pyplot: no display, no global state
     across, down = figure.get_size_inches()
@@ -67,7 +69,8 @@ def feature_grid(maps: torch.Tensor, columns: int = 6) -> torch.Tensor:
             most = max(-low, most, 1e-12)
             low = -most
         axes = figure.add_axes((left / across, 1 - (top + title + high) / down, wide / across, high / down))
-        axes.imshow(values.numpy(), cmap="gray", vmin=low, vmax=max(most, low + 1e-12), interpolation="antialiased")
+        most = max(most, low + 1e-12)
+        axes.imshow(values.numpy(), cmap="gray", vmin=low, vmax=most, interpolation="antialiased", aspect="auto")
         axes.set_axis_off()
     canvas.draw()
     drawn = np.asarray(canvas.buffer_rgba())[..., :3]

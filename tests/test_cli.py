@@ -201,6 +201,12 @@ def test_features(tmp_path: Path, picture: Path) -> None:
     assert drawing.labels()[5] == "saliency" and drawing.labels()[39] == "blue - yellow" and len(drawing.labels()) == 40
 
 
+def test_feature_maps_of_a_strip_are_no_taller_than_a_page(tmp_path: Path) -> None:
+    save(torch.rand(3, 3000, 1), tmp_path / "strip.png")
+    done(tmp_path, "features", "strip.png", "--backend", "torch")
+    assert max(load(tmp_path / "out" / "strip.features.png").shape) < 2**13
+
+
 def test_sites(tmp_path: Path, picture: Path) -> None:
     found = json.loads(done(tmp_path, "sites", "cat.png", "--budget", "20", "--patch", "4", "--json"))
     height, width = load(picture).shape[-2:]
