@@ -284,6 +284,13 @@ def test_they_are_modules(name: str) -> None:
         tokens_of(allocator.to("meta"), relevance)
 
 
+def test_to_make_them_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    for name in lod.allocate.names():
+        lod.allocate.make(name, 20, P)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", LEARNED)
 def test_parameters_lie_where_torch_makes_them(name: str) -> None:
     with torch.device("meta"):

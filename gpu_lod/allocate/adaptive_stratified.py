@@ -56,7 +56,10 @@ class AdaptiveStratified(Learned):
         super().__init__(budget, patch, pool)
         self.query_width = checks.integer(width, "width", at_least=1)
         checks.integer(hidden, "hidden", at_least=1)
-        first, last = nn.Linear(width, hidden), nn.Linear(hidden, 2 * CHOICES)
+        # torch's own start would be drawn of the program's random numbers.
+        device = torch.get_default_device()
+        first = nn.utils.skip_init(nn.Linear, width, hidden, device=device)
+        last = nn.utils.skip_init(nn.Linear, hidden, 2 * CHOICES, device=device)
         generator = torch.Generator().manual_seed(checks.integer(seed, "seed", at_least=0, at_most=MOST_SEED))
         with torch.no_grad():
             for layer, size in ((first, width**-0.5), (last, 0.1 * hidden**-0.5)):
