@@ -314,6 +314,11 @@ def transformed(value: Any) -> bool:
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
     """What can be read on the host; inside torch.func.vmap that is the whole batch."""
+    if memoryless(tensor):
+        raise InputError(
+            f"a tensor whose values decide is a {type(tensor).__name__}, which has no memory of its own. Pass the one "
+            "that it stands for."
+        )
     tensor = tensor.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

@@ -339,6 +339,18 @@ def test_gl_refuses_tensors_without_memory(name: str) -> None:
         call.run(*given, backend="gl")
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch", "gl"])
+def test_values_without_memory_cannot_be_read(backend: Any) -> None:
+    image = noise(2, 3, 42, 42)
+    for call in (
+        lambda: lod.log_polar(image, Wrapped(FIXATION), 6, 10, backend=backend),
+        lambda: lod.gather_patches(image, Wrapped(SITES), 4, backend=backend),
+        lambda: lod.allocate.GridTopK(4)(image, Wrapped(torch.rand(2, 3, 3))),
+    ):
+        with pytest.raises(InputError, match="is a Wrapped, which has no memory of its own"):
+            call()
+
+
 def test_auto_takes_torch_for_tensors_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     image = noise(1, 3, 8, 8)
     monkeypatch.setattr(dispatch, "measured", lambda *_, **__: dispatch.Choice("gl", "measured"))
