@@ -48,7 +48,7 @@ _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "b
 
 def _console() -> Console:
     # Piped, there is no width to fit, and breaking lines would only hurt whoever reads them.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 160)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from command_line import cat, done, refused, run, serving
 from PIL import Image
 
 import gpu_lod as lod
-from gpu_lod import drawing
+from gpu_lod import drawing, printing
 from gpu_lod.images import atlas, load, save
 from gpu_lod.saliency import luma
 
@@ -199,6 +199,13 @@ def test_features(tmp_path: Path, picture: Path) -> None:
     done(tmp_path, "features", "cat.png", "--previous", "before.png", "-o", "moved.png")
     assert not torch.equal(load(tmp_path / "moved.png"), still)
     assert drawing.labels()[5] == "saliency" and drawing.labels()[39] == "blue - yellow" and len(drawing.labels()) == 40
+
+
+def test_nothing_is_printed_where_stdout_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then Python has none."""
+    monkeypatch.setattr(sys, "stdout", None)
+    printing.show_removed([Path("one")])
+    printing.show_info([])
 
 
 def test_feature_maps_of_a_strip_are_no_taller_than_a_page(tmp_path: Path) -> None:
