@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack
@@ -32,15 +33,22 @@ def tensor(value: Any, name: str) -> torch.Tensor:
             f"{name} is {_kind(value)}; expected a torch tensor, a CuPy or numpy array, or another array that speaks "
             "DLPack. Make a list a tensor with torch.tensor(values)."
         )
+    _refuse_masks(value, name)
     try:
         _refuse_negative_strides(value)
         result: torch.Tensor = from_dlpack(value)
     except Exception as error:  # every library raises what it likes
         raise InputError(
             f"{name} is a {type(value).__name__} that torch cannot take through DLPack ({error}). Pass a contiguous, "
-            "writable copy, in an order without negative strides."
+            "writable copy, in the machine's byte order and without negative strides."
         ) from None
     return result
+
+
+def _refuse_masks(value: Any, name: str) -> None:
+    """Neither DLPack nor torch know of them."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError(f"{name} is a masked array, whose mask would be lost. Say what it hides: array.filled(0).")
 
 
 def _refuse_negative_strides(array: Any) -> None:
@@ -229,6 +237,7 @@ def _numbers(value: Any, name: str) -> torch.Tensor:
             raise InputError(f"{name} is a {what}; expected {expected}, with data.")
         if value.dtype == torch.float32:
             return value
+    _refuse_masks(value, name)
     try:
         # On the CPU whatever the default device, but where it is if it is an array.
         where = None if hasattr(value, "__dlpack__") else torch.device("cpu")

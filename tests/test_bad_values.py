@@ -48,6 +48,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a size beyond fp32's pixels": (lambda: lod.inverse_log_polar(IMAGE, (0.5, 0.5), (4, 2**24 + 1)), "width is"),
     "an array for a dtype": (lambda: lod.gather_patches(IMAGE, SITES, 4, dtype=np.ones(2)), "dtype is"),
     "an array for the maps' dtype": (lambda: lod.feature_maps(IMAGE, dtype=np.array([])), "dtype is"),  # type: ignore
+    "another byte order": (lambda: lod.mipmap(np.zeros((3, 4, 4), ">f4")), "in the machine's byte order"),  # type: ignore
+    "a masked image": (lambda: lod.mipmap(np.ma.zeros((3, 4, 4), np.float32)), "image is a masked array"),  # type: ignore
+    "a masked fixation": (lambda: lod.foveate(IMAGE, np.ma.zeros(2)), "fixation is a masked array"),
     "a set for a verb": (lambda: lod.explain(set()), "chooses no backend"),  # type: ignore[arg-type]
     "a nested argument of a plan": (lambda: lod.plan(lambda x: x, NESTED), "plan is a nested tensor"),
     "a sparse argument of a plan": (lambda: lod.plan(lambda x: x, torch.eye(3).to_sparse()), "plan is a sparse_coo"),
