@@ -43,10 +43,13 @@ _STAGED_BYTES = 2**22
 """Of fp32 energies that are rounded at once, where they cannot be written so."""
 MOST = 360
 """Orientations: one each half degree is far more than filters of 9 x 9 tell apart."""
-_SMALL = 2**18
-"""Samples times orientations up to which a CPU is faster with one dense convolution: it is one call."""
+_LANES = 16
+"""Channels that a CPU's vectors have room for: so many make convolutions fill them, by neighbouring rows if need be. Of
+four orientations that takes half the time of a row at a time."""
+_SMALL = 2**15
+"""Samples times orientations up to which fewer calls take a CPU less time than fewer multiplications."""
 _BLOCK = 8
-"""Neighbours in a row that one row of the reference's matrix product makes."""
+"""Neighbouring rows that one product of matrices makes."""
 
 
 def _kernels() -> tuple[list[list[float]], float, float]:
@@ -199,17 +202,18 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
     height, width = x.shape[-2:]
     planes = x.reshape(-1, height, width)
     shape = (*x.shape[:-2], orientations, height, width)
-    if x.device.type == "cpu" and planes.numel() * orientations <= _SMALL and precision.exact("conv", x.device):
-        filters = _dense(orientations, x.dtype, x.device)[:, None]
-        even, odd = F.conv2d(mirrored(planes, REACH, REACH)[:, None], filters).chunk(2, dim=1)
-        return torch.addcmul(even.square(), odd, odd).to(dtype).reshape(shape)
-    columns = _block_of_columns(orientations, x.dtype, x.device)
-    most = min(max(planes.numel() // 8, _BAND[0]), _BAND[1])
+    block, way = _BLOCK, _by_products
+    if x.device.type == "cpu" and x.dtype == torch.float32 and precision.exact("conv", x.device):
+        block, way = max(_LANES // (2 * orientations), 1), _by_convolution
+        if planes.numel() * orientations <= _SMALL:
+            even, odd = way(mirrored(planes, REACH, REACH), orientations, 1)
+            return torch.addcmul(even.square(), odd, odd).to(dtype).reshape(shape)
+    most = min(max(planes.numel() // 4, _BAND[0]), _BAND[1])
     most = max(most * 4 // max(orientations, 4), 1)
     together, high, wide = max(most // (height * width), 1), height, width
     if together == 1:  # rows of a very wide picture in parts: of a few whole ones most would be read twice
         wide = min(width, _WIDEST)
-        high = max(most // (_BLOCK * wide), 1) * _BLOCK
+        high = max(most // (block * wide), 1) * block
     result = None  # where a graph is kept, parts are joined
     if not (dispatch.needs_grad(x) or checks.transformed(x)):
         result = planes.new_empty(len(planes), *shape[-3:], dtype=dtype)
@@ -224,16 +228,21 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
             for column in range(0, width, wide):
                 across = min(wide, width - column)
                 around = window(row - REACH, row + there + REACH, column - REACH, column + across + REACH)
-                around = F.pad(around, (0, 0, 0, -there % _BLOCK))
-                part = _band(around, columns, orientations, in_place=result is not None)
+                if there % block:
+                    around = F.pad(around, (0, 0, 0, -there % block))
+                even, odd = way(around, orientations, block)
                 if result is None:
+                    part = torch.addcmul(even.square(), odd, odd)
                     parts.append(part.flatten(2, 3).narrow(-2, 0, there))
                     continue
                 target = result[begin : begin + together, :, row : row + there, column : column + across]
-                blocks, rest = divmod(there, _BLOCK)
-                target[:, :, : there - rest].unflatten(2, (blocks, _BLOCK)).copy_(part[:, :, :blocks])
+                blocks, rest = divmod(there, block)
+                even.square_()
+                whole = target[:, :, : there - rest].unflatten(2, (blocks, block))
+                torch.addcmul(even[:, :, :blocks], odd[:, :, :blocks], odd[:, :, :blocks], out=whole)
                 if rest:
-                    target[:, :, there - rest :] = part[:, :, blocks, :rest]
+                    last = odd[:, :, blocks, :rest]
+                    torch.addcmul(even[:, :, blocks, :rest], last, last, out=target[:, :, there - rest :])
             if result is None:
                 bands.append(_cat(parts, -1))
         if result is None:
@@ -262,16 +271,22 @@ def _windows(planes: torch.Tensor) -> Callable[[int, int, int, int], torch.Tenso
     return lambda top, bottom, left, right: padded[:, top + REACH : bottom + REACH, left + REACH : right + REACH]
 
 
-def _band(x: torch.Tensor, columns: torch.Tensor, orientations: int, *, in_place: bool) -> torch.Tensor:
-    """[n, rows + 8, w + 8], rows a multiple of the block, to [n, orientations, rows / block, block, w]."""
+def _by_convolution(x: torch.Tensor, orientations: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """G2 and H2 [n, orientations, rows / block, block, w] of [n, rows + 8, w + 8], rows a multiple of the block."""
+    both = F.conv2d(x[:, None], _kernels_of(orientations, block, x.dtype, x.device), stride=(block, 1))
+    even, odd = both.unflatten(1, (2, orientations, block)).transpose(3, 4).unbind(1)
+    return even, odd
+
+
+def _by_products(x: torch.Tensor, orientations: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by strided sums of rows, which vectorise, and for their columns one product of matrices over overlapping
+    blocks of rows: no copy."""
     width = x.shape[-1] - 2 * REACH
-    # Rows by strided sums, which vectorise; columns by one matrix product over overlapping blocks of rows, without a
-    # copy. Together twice as fast on a CPU as any convolution.
-    blocks = _filtered_rows(x, width).unfold(1, 4 * (_BLOCK + 2 * REACH), 4 * _BLOCK).transpose(-1, -2)
+    blocks = _filtered_rows(x, width).unfold(1, 4 * (block + 2 * REACH), 4 * block).transpose(-1, -2)
+    columns = _block_of_columns(orientations, block, x.dtype, x.device)
     both = torch.matmul(precision.factor(columns), precision.factor(blocks)).to(x.dtype)
-    even, odd = both.unflatten(2, (2, orientations, _BLOCK)).unbind(2)
-    result = even.square_().addcmul_(odd, odd) if in_place else torch.addcmul(even.square(), odd, odd)
-    return result.transpose(1, 2)
+    even, odd = both.unflatten(2, (2, orientations, block)).transpose(1, 2).transpose(2, 3).unbind(1)
+    return even, odd
 
 
 def _filtered_rows(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -297,24 +312,29 @@ def _filtered_rows(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @cached(maxsize=16)
-def _dense(orientations: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The filters of each angle [2 * orientations, 9, 9]: those of G2, then those of H2."""
+def _kernels_of(orientations: int, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[2 * orientations * block, 1, block + 8, 9]: from a window to a block of rows of G2 of each angle, then of H2."""
     parts = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations)]
     angles = [torch.einsum("ob,byx->oyx", part, f) for part, f in zip(parts, basis().split((3, 4)), strict=True)]
-    return torch.cat(angles).to(device, dtype)
+    return _in_blocks(torch.cat(angles), block).flatten(0, 1)[:, None].to(device, dtype)
 
 
 @cached(maxsize=16)
-def _block_of_columns(orientations: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _block_of_columns(orientations: int, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[2 * orientations * block, 4 * (block + 8)]: from rows of four planes to a block of rows of G2 and of H2."""
     second, third = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations))
     columns = _columns()
     parts = (second, columns[:3]), (third, columns[3:])
-    steered = torch.stack([torch.einsum("ob,bpk->okp", angles, filters) for angles, filters in parts])
-    block = torch.zeros(2, orientations, _BLOCK, _BLOCK + 2 * REACH, 4, dtype=torch.float64, device="cpu")
-    for row in range(_BLOCK):
-        block[:, :, row, row : row + 2 * REACH + 1] = steered
-    return block.flatten(3).flatten(0, 2).to(device, dtype)
+    steered = torch.cat([torch.einsum("ob,bpk->okp", angles, filters) for angles, filters in parts])
+    return _in_blocks(steered, block).flatten(2).flatten(0, 1).to(device, dtype)
+
+
+def _in_blocks(filters: torch.Tensor, block: int) -> torch.Tensor:
+    """Filters [n, 9, m] of so many neighbouring rows, [n, block, block + 8, m]: each a row further down."""
+    result = filters.new_zeros(len(filters), block, block + 2 * REACH, filters.shape[2])
+    for row in range(block):
+        result[:, row, row : row + 2 * REACH + 1] = filters
+    return result
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int, orientations: int) -> list[torch.Tensor]:

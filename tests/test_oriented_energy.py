@@ -15,7 +15,7 @@ from images import DTYPES, SIZES, noise
 from oracle import hilbert_transform, oriented_energy, second_derivative
 
 import gpu_lod as lod
-from gpu_lod import transfer
+from gpu_lod import precision, transfer
 from gpu_lod.errors import InputError, LimitError
 from gpu_lod.oriented_energy import FILTERS, basis, energy, reference, steering
 
@@ -24,14 +24,16 @@ BACKENDS: list[Any] = ["torch", "gl"]
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend; "bands" is torch as it takes large pictures."""
-    if request.param == "bands":
+    """A backend; "bands" is torch as it takes large pictures, and "products" where convolutions are of fewer bits."""
+    if request.param in ("bands", "products"):
         monkeypatch.setattr(sys.modules["gpu_lod.oriented_energy"], "_SMALL", 0)
+        if request.param == "products":
+            monkeypatch.setattr(precision, "exact", lambda kind, _: kind == "matmul")
         return "torch"
     return str(request.param)
 
 
-each_way = pytest.mark.parametrize("way", [*BACKENDS, "bands"], indirect=True)
+each_way = pytest.mark.parametrize("way", [*BACKENDS, "bands", "products"], indirect=True)
 
 
 def check(found: tuple[torch.Tensor, ...], truth: list[torch.Tensor], where: str = "", scale: float = 1.0) -> None:
@@ -85,12 +87,13 @@ def test_both_tilings_give_the_same(tile: str, monkeypatch: pytest.MonkeyPatch) 
         check(lod.oriented_energy(image, backend="gl"), oriented_energy(image), f"{height} x {width}")
 
 
-def test_the_reference_works_in_bands() -> None:
+@pytest.mark.parametrize("way", ["bands", "products"], indirect=True)
+def test_the_reference_works_in_bands(way: Any) -> None:
     """Larger pictures and batches than it takes on at once, in rows that are no whole blocks; wider ones."""
     for shape in ((1, 1, 700, 601), (5, 3, 150, 210), (1, 1, 70, 4097)):
         image = noise(*shape)
         for values in (image, image.clone().requires_grad_()):  # with a graph parts are joined
-            found = lod.oriented_energy(values, 1, backend="torch")
+            found = lod.oriented_energy(values, 1, backend=way)
             check(tuple(level.detach() for level in found), oriented_energy(image, 1), f"{shape}")
 
 
