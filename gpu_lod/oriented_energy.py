@@ -426,12 +426,13 @@ def _energy_at(
         BFLOAT16=target.dtype == torch.bfloat16,
         RUN=run,
         ORIENTATIONS=len(angles),
+        FOUR=orientations == 4,
         SMALL=min(height, width) <= REACH,
     )
-    second, third = steering(orientations)
-    for name, part in (("u_second", second), ("u_third", third)):
-        flat = [share for k in angles for share in (*part[k], 0.0)[:4]]
-        program.set(**{name: (*flat, *[0.0] * (16 - len(flat)))})
+    if orientations != 4:
+        for name, part in zip(("u_second", "u_third"), steering(orientations), strict=True):
+            flat = [share for k in angles for share in (*part[k], 0.0)[:4]]
+            program.set(**{name: (*flat, *[0.0] * (16 - len(flat)))})
 
     def fits(planes: int, rows: int) -> bool:
         return source.span_fits(ctx, 0, ((planes - 1) * height + rows + 2 * REACH) * width - 1) and target.span_fits(

@@ -7,6 +7,7 @@
 // ALIGNED, HALF  with 4: tile.glsl; rows of two groups at least
 // RUN            4 or 8
 // ORIENTATIONS   angles in this dispatch, 1 to 4, each with a target of its own
+// FOUR           they are 0, 45, 90 and 135 degrees, which have most of their sums in common
 // SMALL          a side is shorter than the filter's reach, so that the mirror's mirror is seen
 #include "steerable.glsl"
 #include "tile.glsl"
@@ -27,8 +28,10 @@ uniform int u_source_first;  // index in b_source of texel 0 of the first plane;
 uniform ivec2 u_rows;        // first row made, and the one after the last
 uniform ivec4 u_first;       // index of texel 0 of the first plane's target
 uniform int u_stride;        // elements from one plane's target to the next's
+#ifndef FOUR
 uniform mat4 u_second;       // column k: how much of Gxx, Gxy, Gyy at angle k
 uniform mat4 u_third;        // and of Hxxx, Hxxy, Hxyy, Hyyy
+#endif
 
 #if COLUMNS == 4
 #define V vec4
@@ -47,8 +50,8 @@ int reflected(int i, int n) {
 #endif
 }
 
-// A row through the four filters that G2 and H2 are made of.
-struct Row { V gaussian, tilted, curved, cubic; };
+// A row through the filters that G2 and H2 are made of.
+struct Row { V gaussian, tilted, curved, cubic, mixed; };
 
 Row row(int origin, int x, int y) {
     int from = origin + reflected(y, u_size.y) * u_size.x;
@@ -78,44 +81,52 @@ Row row(int origin, int x, int y) {
         c * EVEN[0].x + s1 * EVEN[1].x + s2 * EVEN[2].x + s3 * EVEN[3].x + s4 * EVEN[4].x,
         d1 * ODD[1].x + d2 * ODD[2].x + d3 * ODD[3].x + d4 * ODD[4].x,
         c * EVEN[0].y + s1 * EVEN[1].y + s2 * EVEN[2].y + s3 * EVEN[3].y + s4 * EVEN[4].y,
-        d1 * ODD[1].y + d2 * ODD[2].y + d3 * ODD[3].y + d4 * ODD[4].y);
+        d1 * ODD[1].y + d2 * ODD[2].y + d3 * ODD[3].y + d4 * ODD[4].y,
+        c * EVEN[0].z + s1 * EVEN[1].z + s2 * EVEN[2].z + s3 * EVEN[3].z + s4 * EVEN[4].z);
 }
 
 #define EVEN_OF(p, w) (e.p * EVEN[0].w + (d.p + f.p) * EVEN[1].w + (c.p + g.p) * EVEN[2].w + (b.p + h.p) * EVEN[3].w \
     + (a.p + i.p) * EVEN[4].w)
 #define ODD_OF(p, w) ((f.p - d.p) * ODD[1].w + (g.p - c.p) * ODD[2].w + (h.p - b.p) * ODD[3].w + (i.p - a.p) * ODD[4].w)
-#define ENERGY(k) \
-    even = gxx * u_second[k].x + gxy * u_second[k].y + gyy * u_second[k].z; \
-    odd = hxxx * u_third[k].x + hxxy * u_third[k].y + hxyy * u_third[k].z + hyyy * u_third[k].w; \
-    even = even * even + odd * odd;
 #if COLUMNS == 4
-#define PUT(target, first) STORE(target, first + at, x, u_size.x, even)
+#define PUT(target, first, energy) STORE(target, first + at, x, u_size.x, energy)
 #else
-#define PUT(target, first) target[first + at] = even;
+#define PUT(target, first, energy) target[first + at] = energy;
+#endif
+#ifndef FOUR
+V energy(int k, V gxx, V gxy, V gyy, V hxxx, V hxxy, V hxyy, V hyyy) {
+    V even = gxx * u_second[k].x + gxy * u_second[k].y + gyy * u_second[k].z;
+    V odd = hxxx * u_third[k].x + hxxy * u_third[k].y + hxyy * u_third[k].z + hyyy * u_third[k].w;
+    return even * even + odd * odd;
+}
 #endif
 
 // The middle one of nine rows.
 void make(int x, int y, int at, Row a, Row b, Row c, Row d, Row e, Row f, Row g, Row h, Row i) {
+    if (y >= u_rows.y) return;
     V gxx = EVEN_OF(curved, x), gxy = CROSS * ODD_OF(tilted, x), gyy = EVEN_OF(gaussian, y);
-    V hxxx = EVEN_OF(cubic, x), hxxy = MIXED.x * ODD_OF(curved, x) + MIXED.y * ODD_OF(gaussian, x);
-    V hxyy = MIXED.x * EVEN_OF(tilted, y) + MIXED.y * EVEN_OF(tilted, x), hyyy = ODD_OF(gaussian, y);
-    V even, odd;
-    if (y < u_rows.y) {
-        ENERGY(0)
-        PUT(b_target0, u_first.x)
+    V hxxx = EVEN_OF(cubic, x), hxxy = ODD_OF(mixed, x), hxyy = EVEN_OF(tilted, z), hyyy = ODD_OF(gaussian, y);
+#ifdef FOUR
+    const float cube = 0.35355339059327373;  // of cos 45
+    V even = 0.5 * (gxx + gyy);
+    V sum = cube * (hxxx + hyyy) + 3.0 * cube * (hxxy + hxyy), less = cube * (hyyy - hxxx) + 3.0 * cube * (hxxy - hxyy);
+    PUT(b_target0, u_first.x, gxx * gxx + hxxx * hxxx)
+    PUT(b_target1, u_first.y, (even + gxy) * (even + gxy) + sum * sum)
+    PUT(b_target2, u_first.z, gyy * gyy + hyyy * hyyy)
+    PUT(b_target3, u_first.w, (even - gxy) * (even - gxy) + less * less)
+#else
+#define ENERGY(k) energy(k, gxx, gxy, gyy, hxxx, hxxy, hxyy, hyyy)
+    PUT(b_target0, u_first.x, ENERGY(0))
 #if ORIENTATIONS > 1
-        ENERGY(1)
-        PUT(b_target1, u_first.y)
+    PUT(b_target1, u_first.y, ENERGY(1))
 #endif
 #if ORIENTATIONS > 2
-        ENERGY(2)
-        PUT(b_target2, u_first.z)
+    PUT(b_target2, u_first.z, ENERGY(2))
 #endif
 #if ORIENTATIONS > 3
-        ENERGY(3)
-        PUT(b_target3, u_first.w)
+    PUT(b_target3, u_first.w, ENERGY(3))
 #endif
-    }
+#endif
 }
 
 #define MAKE(i_, a, b, c, d, e, f, g, h, i) make(x, y + i_, at + i_ * u_size.x, a, b, c, d, e, f, g, h, i);
