@@ -48,7 +48,7 @@ def energies(
         sides: dict[str, Callable[[], object]] = {
             "auto": job(partial(lod.oriented_energy, levels=LEVELS), inputs),
             "gl compute": job(partial(lod.oriented_energy, levels=LEVELS, backend="gl"), inputs),
-            "torch strided sums": job(partial(lod.oriented_energy, levels=LEVELS, backend="torch"), inputs),
+            "torch rows as channels": job(partial(lod.oriented_energy, levels=LEVELS, backend="torch"), inputs),
         }
         if min(height, width) >> (LEVELS - 1) > 4:  # torch mirrors no farther than a side
             sides["torch conv2d"] = job(_dense, inputs)

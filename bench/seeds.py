@@ -33,10 +33,14 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "gpu_lod" / "data"
 
 OWN = {
-    "torch polyphase", "torch rows then columns", "torch descent", "torch strided sums", "torch one call",
-    "torch two levels a ring, split over threads", "torch coarse to fine, boxes", "torch sites of a level together",
+    "torch polyphase", "torch rows then columns", "torch rows as channels", "torch descent", "torch strided sums",
+    "torch one call", "torch two levels a ring, split over threads", "torch coarse to fine, boxes", "torch sites of a level together",
 }  # fmt: skip
 """Sides of rows that are the verb with backend="torch": what `auto` would take, be it the fastest torch way or not."""
+
+
+SINCE = {"oriented_energy": "2026-11-25", "feature_maps": "2026-11-25"}
+"""Verbs that a way became much faster of, and the day: earlier results say nothing of what it is now."""
 
 
 def results() -> list[Path]:
@@ -56,13 +60,14 @@ def table(data: dict[str, Any]) -> Table:
         software=data["software"],
     )
     entries: dict[Question, Entry] = {}
-    alone = [row for row in data["rows"] if not row["note"].endswith(AND_BACK)]
+    rows = [row for row in data["rows"] if data["date"] >= SINCE.get(row["verb"], "")]
+    alone = [row for row in rows if not row["note"].endswith(AND_BACK)]
     for row in alone:
         for entry in _entries(row, data["date"], cuda):
             known = entries.setdefault(entry.question, entry)
             if _gain(entry) < _gain(known):
                 entries[entry.question] = entry
-    for row in data["rows"]:  # two verbs that were timed together, where neither was by itself
+    for row in rows:  # two verbs that were timed together, where neither was by itself
         if row["note"].endswith(AND_BACK):
             for entry in _entries(row, data["date"], cuda):
                 entries.setdefault(entry.question, entry)

@@ -819,6 +819,16 @@ def test_a_verb_that_was_timed_alone_goes_by_that() -> None:
         assert found["collapse"].question == asked(lod.collapse, lod.laplacian(image, 5))
 
 
+def test_results_from_before_a_verb_became_faster_are_no_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    sides = {"gl compute": 2.0, "torch strided sums": 3.0}
+    data = results_of(*((verb, 1, 3, 1024, "5 levels", sides) for verb in ("gaussian", "laplacian")))
+    monkeypatch.setattr(seeds, "SINCE", {"laplacian": f"{data['date']}x", "gaussian": data["date"]})
+    assert [one.question.verb for one in seeds.table(data).entries] == ["gaussian"]
+
+
 def test_seeds_answer_what_the_verbs_ask() -> None:
     """At the sizes of the benchmark a verb's question is one of the seeds' own."""
     calibration.reload()
