@@ -34,7 +34,8 @@ DATA = HERE.parent / "gpu_lod" / "data"
 
 OWN = {
     "torch polyphase", "torch rows then columns", "torch rows as channels", "torch descent", "torch strided sums",
-    "torch one call", "torch two levels a ring, split over threads", "torch coarse to fine, boxes", "torch sites of a level together",
+    "torch one call", "torch two levels a ring, split over threads", "torch coarse to fine, boxes",
+    "torch sites of a level together",
 }  # fmt: skip
 """Sides of rows that are the verb with backend="torch": what `auto` would take, be it the fastest torch way or not."""
 
