@@ -219,14 +219,16 @@ class _Counted(TorchDispatchMode):
 def test_no_operation_more_for_more_pictures_or_nodes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times the pictures, and 64 times the nodes, take no more of torch's operations but for a level or a label.
 
-    The parts of 2^20 numbers that a CPU works in, and those that patches are read in, are set aside: what is left loops
-    over no pictures, patches or nodes. Operations are all that is counted: labels are given, for superpixels are made
+    The parts that a CPU works in, and those that patches are read in, are set aside: what is left loops over no
+    pictures, patches or nodes. Operations are all that is counted: labels are given, for superpixels are made
     on the host, picture after picture.
     """
     monkeypatch.setattr(base, "AT_ONCE", 2**40)
     monkeypatch.setattr(node_losses, "AT_ONCE", 2**40)
     for module, name_ in (("mipmap", "AT_ONCE"), ("gather_patches", "_AT_ONCE")):
         monkeypatch.setattr(importlib.import_module(f"gpu_lod.{module}"), name_, 2**40)
+    monkeypatch.setattr(importlib.import_module("gpu_lod.oriented_energy"), "_BAND", (2**40, 2**40))
+    monkeypatch.setattr(base, "_MANY", 2**40)  # of many numbers the highest are found by other operations than of few
 
     def operations(batch: int, side: int) -> int:
         allocator = lod.allocate.make(name, 40, 4)
@@ -517,6 +519,24 @@ def test_what_tiles_evenly_is_ordered_by_the_relevance_at_its_sites(name: str, s
         assert tokens.scores[b].tolist() == [held[index] for index in order]
     assert tokens.patches is not None
     assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+
+
+@pytest.mark.parametrize("count", [1, 7, 256, 300, 2048])
+def test_the_highest_are_those_of_a_stable_sort(count: int) -> None:
+    """By whichever way: of many ties, zeros of both signs, infinities, the smallest and the largest numbers."""
+    info = torch.finfo(torch.float32)
+    odd = torch.tensor([0.0, -0.0, math.inf, -math.inf, info.max, info.min, info.tiny, -info.tiny, 1.0, -1.0, 0.5])
+    generator = torch.Generator().manual_seed(count)
+    for scores in (
+        odd[torch.randint(len(odd), (3, 2048), generator=generator)],
+        torch.randn(2, 3, 2048, generator=generator),
+        torch.zeros(2, 2048),
+        torch.randn(2, 2048, generator=generator).mul(3).round().requires_grad_(),
+    ):
+        found, index = base.ordered(scores, count)
+        values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+        assert torch.equal(index, places[..., :count]) and torch.equal(found, values[..., :count])
+        assert found.requires_grad == scores.requires_grad
 
 
 def test_convention_a_site_on_an_edge_is_in_the_cell_after_it() -> None:

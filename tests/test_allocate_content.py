@@ -235,7 +235,7 @@ def test_patches_are_given_away_by_the_best_pair(bands: int, patches: int, ties:
     total = seed % (patches + 1)
     anything = torch.full((2, bands), patches)
     counts = shared_out(torch.rand(2, bands).double(), anything, total, least=0)
-    taken = given_away(worth, counts)
+    taken = given_away(worth, counts, int(counts.sum(1).max()))
     for image in range(2):
         pairs = sorted((-float(worth[image, b, p]), b, p) for b in range(bands) for p in range(patches))
         left: list[int] = counts[image].tolist()

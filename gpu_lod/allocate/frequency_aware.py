@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
@@ -74,7 +74,7 @@ class FrequencyAware(Allocator):
         self.enough(scene.grid[0] * scene.grid[1])
         [relevance] = relevances(scene, 0)
         worth = (relevance[:, None] * (energies(scene) + ROUNDING)).flatten(2)
-        taken = given_away(worth, self._counts(scene, worth.double().sum(2)))
+        taken = given_away(worth, self._counts(scene, worth.double().sum(2)), self.budget)
         return tokens_at(scene, [(0, taken.view_as(relevance))], [scene.relevance], self.budget)
 
     def _counts(self, scene: Scene, weight: torch.Tensor) -> torch.Tensor:
@@ -99,17 +99,19 @@ def energies(scene: Scene) -> torch.Tensor:
     return over_patches(checked(found[:, 0]), scene, 0, 2, scene.size)
 
 
-def given_away(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def given_away(worth: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Tensor:
     """Where [B, N] the patches are that bands get: `counts` [B, S] each, by `worth` [B, S, N], no patch twice.
 
     Args:
         counts: no more than N together.
+        most: at least as many as they are together. A band is turned down where another one is served, so it wishes for
+            no more.
     """
-    order = torch.sort(worth, dim=2, descending=True, stable=True).indices
-    open_ = torch.ones_like(worth, dtype=torch.bool)  # who was not turned down, in the order of the band's wishes
+    order = ordered(worth, most)[1]
+    open_ = torch.ones_like(order, dtype=torch.bool)  # who was not turned down, in the order of the band's wishes
     while True:
         asked = open_ & (open_.cumsum(2) <= counts[..., None])
-        offers = torch.zeros_like(asked).scatter(2, order, asked)
+        offers = torch.zeros_like(worth, dtype=torch.bool).scatter(2, order, asked)
         value = torch.where(offers, worth, -1.0)
         best = offers & (value == value.amax(1, keepdim=True))
         refused = offers & ~(best & (best.cumsum(1) == 1))  # of equal ones the first

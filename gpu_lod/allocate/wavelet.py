@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, precision
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
@@ -71,15 +71,16 @@ class Wavelet(Allocator):
         weight = torch.stack(once, dim=1)
         room = torch.tensor(there, device=scene.device).expand_as(weight)
         counts = shared_out(weight, room, self.budget, least=0)
-        nodes = [(level, _best(values, counts[:, level])) for level, values in enumerate(worth)]
+        nodes = [(level, _best(values, counts[:, level], self.budget)) for level, values in enumerate(worth)]
         return tokens_at(scene, nodes, relevance, self.budget)
 
 
-def _best(values: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Where the highest `count` [B] of values [B, h, w] are; equal ones by their place."""
-    order = torch.sort(values.flatten(1), dim=1, descending=True, stable=True).indices
+def _best(values: torch.Tensor, count: torch.Tensor, most: int) -> torch.Tensor:
+    """Where the highest `count` [B] of values [B, h, w] are, at most `most`; equal ones by their place."""
+    flat = values.flatten(1)
+    order = ordered(flat, most)[1]
     taken = torch.arange(order.shape[1], device=order.device) < count[:, None]
-    return torch.zeros_like(taken).scatter(1, order, taken).view_as(values)
+    return torch.zeros_like(flat, dtype=torch.bool).scatter(1, order, taken).view_as(values)
 
 
 def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torch.Tensor]:
