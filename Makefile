@@ -31,7 +31,7 @@ demo: setup  ## run pictures through the library and leave the results in out/; 
 gallery: setup  ## draw the pictures of docs/gallery.md again
 	@$(BIN)/python docs/gallery.py
 
-bench: setup  ## time every verb against the fastest torch way, write bench/results/, the README table and the cost model; BENCH_ARGS="--quick"
+bench: setup  ## time every verb against the fastest torch way, write bench/results/, the tables of README and docs, and the cost model; BENCH_ARGS="--quick"
 	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme && $(BIN)/python bench/cost_model.py --doc
 
 bench-allocate: setup  ## time every allocator, write bench/results/allocate/ and docs/allocators.md

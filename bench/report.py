@@ -1,7 +1,8 @@
 """Tables and plots from result files, on `gpu_lod.report`.
 
 python bench/report.py [FILE]      the table on the terminal
-python bench/report.py --readme    put the tables of all result files into README.md, and a plot beside each file
+python bench/report.py --readme    put the tables of all result files into README.md and, with every row, into
+                                   docs/benchmarks.md, and a plot beside each file
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gpu_lod.report.files import write
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
+EVERY_ROW = HERE.parent / "docs" / "benchmarks.md"
 
 
 def result_files() -> list[Path]:
@@ -30,6 +32,12 @@ def readme_tables() -> str:
 def with_tables(readme: str) -> str:
     """README text with the tables between its marks brought up to date."""
     return text.with_tables(readme, readme_tables())
+
+
+def with_every_row(document: str) -> str:
+    """The same of docs/benchmarks.md."""
+    tables = (text.markdown(path, HERE.parent / "docs", every=True) for path in result_files())
+    return text.with_tables(document, "\n\n".join(tables))
 
 
 def table(path: Path) -> Table:
@@ -47,6 +55,7 @@ def main() -> None:
         for path in result_files():
             plot(path, path.with_suffix(".svg"))
         write(with_tables(README.read_text()), README)
+        write(with_every_row(EVERY_ROW.read_text()), EVERY_ROW)
         return
     for path in [Path(argument) for argument in sys.argv[1:]] or result_files():
         Console().print(table(path))

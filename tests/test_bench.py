@@ -83,6 +83,10 @@ def test_result_files_fit_the_schema(path: Path) -> None:
 def test_readme_shows_the_result_files() -> None:
     readme = (CHECKOUT / "README.md").read_text()
     assert report.with_tables(readme) == readme, "run python bench/report.py --readme"
+    document = report.EVERY_ROW.read_text()
+    assert report.with_every_row(document) == document, "run python bench/report.py --readme"
+    calls = sum(len([r for r in json.loads(path.read_text())["rows"] if text.is_call(r)]) for path in RESULTS)
+    assert sum(line.startswith("| ") for line in document.splitlines()) == calls + 2 * len(RESULTS)
 
 
 def test_every_side_follows_every_other() -> None:

@@ -422,13 +422,26 @@ def test_plots_hold_every_side_and_band() -> None:
 # -- the README and the command ----------------------------------------------------------------------------------------
 
 
-def test_the_readme_leaves_parts_and_most_sizes_to_the_page(tmp_path: Path) -> None:
-    shown = [row(), row(part="zero-copy in"), row("log_polar", 2048), row("foveate", cache="cold")]
-    hidden = [row(part="kernel"), row(part="bridge"), row(size=2048), row(size=4096, part="zero-copy in")]
-    assert all(map(text.in_readme, shown)) and not any(map(text.in_readme, hidden))
-    path = saved(tmp_path, "a.json", data(*shown, *hidden))
+def test_the_readme_shows_one_size_and_the_document_every_call(tmp_path: Path) -> None:
+    lost = {"gl compute": timing(2), "torch x": timing(1)}
+    separate = {"gl one call": timing(1), "gl a call for each image": timing(30), "torch one call": timing(1)}
+    shown = [
+        row(), row(part="zero-copy in"), row("log_polar"), row(sides=lost), row("bridge", 64, part="fixed cost"),
+        row(size=224, batch=32, sides=separate),
+    ]  # fmt: skip
+    elsewhere = [
+        row(size=2048), row("foveate", cache="cold"), row(dtype="uint8"), row(batch=8),
+        row(size=4096, part="zero-copy in"),
+    ]  # fmt: skip
+    parts = [row(part="kernel"), row(part="bridge")]
+    for one in shown[:-1] + elsewhere + parts:  # the last has no opponent
+        one["gl_speedup"] = 0.5 if one["sides"] is lost else 2.0
+    assert all(map(text.in_readme, shown)) and not any(map(text.in_readme, elsewhere + parts))
+    path = saved(tmp_path, "a.json", data(*shown, *elsewhere, *parts))
     made = text.markdown(path, tmp_path.parent)
-    assert len([line for line in made.splitlines() if line.startswith("|")]) == 2 + len(shown)
+    for found, there in ((made, shown), (text.markdown(path, tmp_path, every=True), shown + elsewhere)):
+        assert len([line for line in found.splitlines() if line.startswith("|")]) == 2 + len(there)
+        assert "GL is the faster in 9 of 10 rows." in found, "of all of them, whichever are shown"
     assert f"([file]({tmp_path.name}/a.json))" in made
     begin, end = text.MARKS
     readme = f"a\n{begin}\nold\n{end}\nb\n"

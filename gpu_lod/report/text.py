@@ -1,4 +1,4 @@
-"""The table of a result file, for a terminal and for the README."""
+"""The table of a result file, for a terminal, for the README and for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HEADINGS = [
 ]
 _WITH_KERNELS = {"best GL, ms": "best of ours, ms", "GL against torch": "ours against torch"}
 MARKS = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
-_SHOWN = ([224, 224], [1024, 1024], [777, 1001], [4096, 4096])
-"""Sizes of plain chains in the README; the page has all."""
+_SHOWN = [1024, 1024]
+"""The size that the README shows."""
 
 
 def on_cuda(data: Data) -> bool:
@@ -137,32 +137,45 @@ def load_any(path: Path) -> Data:
     return data if not data.get("rows") else load(path)
 
 
+def is_call(row: Row) -> bool:
+    """Parts of calls are on the page alone."""
+    return row["part"] not in ("kernel", "bridge")
+
+
 def in_readme(row: Row) -> bool:
-    """Parts of calls, and most sizes of plain chains, are on the page alone."""
-    if row["part"] in ("kernel", "bridge"):
-        return False
-    if row["verb"] in ("mipmap", "hiz"):
-        return row["size"] in _SHOWN and (row["part"] != "zero-copy in" or row["size"] == [1024, 1024])
-    return not (row["cache"] == "cold" and row["size"] != [1024, 1024])
+    """A picture of one size in fp32, warm, and what tells of batches and of the cost of a call; chosen by what was
+    measured, never by who has won."""
+    if row["part"] == "fixed cost" or "gl a call for each image" in row["sides"]:
+        return True
+    one = row["size"] == _SHOWN and row["batch"] == 1 and row["dtype"] == "float32" and row["cache"] == "warm"
+    return is_call(row) and one
 
 
-def markdown(path: Path, folder: Path) -> str:
-    """The table of the README: of one file, linked as seen from a folder."""
+def markdown(path: Path, folder: Path, *, every: bool = False) -> str:
+    """The table of one file, linked as seen from a folder: the README's, or every call."""
     data = load_any(path)
     kernels = has_kernels(data["rows"])
+    calls = [row for row in data["rows"] if is_call(row)]
     clock = " of the wall clock, with a synchronise behind every call" if on_cuda(data) else ""
     link = Path(os.path.relpath(path, folder)).as_posix()
     lines = [
         f"Measured on {_escape(machine(data))}, torch {_escape(data['versions']['torch'])}, {data['date']} "
-        f"([file]({link})). Median ± half the interquartile range{clock}, milliseconds.",
+        f"([file]({link})). Median ± half the interquartile range{clock}, milliseconds. {_balance(calls, kernels)}",
         "",
         "| " + " | ".join(headings(data)) + " |",
         "|" + " --- |" * len(HEADINGS),
-        *("| " + " | ".join(map(_escape, cells(row, kernels))) + " |" for row in data["rows"] if in_readme(row)),
+        *("| " + " | ".join(map(_escape, cells(row, kernels))) + " |" for row in calls if every or in_readme(row)),
     ]
     if left := missing(data):
         lines += ["", _escape(left)]
     return "\n".join(lines)
+
+
+def _balance(rows: list[Row], kernels: bool) -> str:
+    """How many of the file's rows ours are faster in: of all of them, whichever are shown."""
+    speedups = [found for row in rows if (found := speedup_of(row, kernels)) is not None]
+    faster = sum(found >= 1 for found in speedups)
+    return f"{'Ours' if kernels else 'GL'} is the faster in {faster} of {len(speedups)} rows."
 
 
 def _escape(text: str) -> str:
@@ -170,5 +183,5 @@ def _escape(text: str) -> str:
 
 
 def with_tables(text: str, tables: str) -> str:
-    """README text with the tables between the two marks brought up to date."""
+    """A document with the tables between the two marks brought up to date."""
     return between(text, MARKS, tables)
