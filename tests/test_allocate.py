@@ -388,7 +388,7 @@ def test_no_more_peaks_than_cells() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"inhibition": math.nan}, {"inhibition": -5}, {"inhibition": "x"}, {"radius": -1}, {"count": 0}],
+    [{"inhibition": math.nan}, {"inhibition": -5}, {"inhibition": "x"}, {"radius": -1}, {"count": 0}, {"count": 2**31}],
 )
 def test_fixations_refuse(arguments: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(arguments))):

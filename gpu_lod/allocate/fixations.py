@@ -31,7 +31,7 @@ def find_fixations(
         again.
 
     Raises:
-        InputError: no map, NaN, a count below 1, a radius below 0, or an inhibition outside [0, 1].
+        InputError: no map, NaN, a count not from 1 to 1024, a radius below 0, or an inhibition outside [0, 1].
 
     Source: Koch and Ullman, "Shifts in Selective Visual Attention" (1985); Itti, Koch and Niebur (1998).
     """
@@ -39,7 +39,7 @@ def find_fixations(
     if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
         raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
     checks.no_nan(relevance, "relevance")
-    checks.integer(count, "count", at_least=1)
+    checks.integer(count, "count", at_least=1, at_most=1024)
     radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
     if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:
         raise InputError(
