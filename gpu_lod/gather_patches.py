@@ -77,7 +77,8 @@ def gather_patches(
         dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
         backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
             pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src,
-            "torch" also in the sites. "cuda" does not check the values of sites that are a CUDA tensor.
+            "torch" also in the sites; where samples are texels, those of one side. "cuda" does not check the values of
+            sites that are a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
@@ -108,7 +109,8 @@ def gather_patches(
         if not isinstance(src, Pyramid):
             recording.decides("the sites' values decide how many levels it makes")
             # No more of the chain than the sites read.
-            levels = min(math.ceil(highest) + 1, len(level_sizes(*image.shape[-2:])))
+            read = math.floor(highest) + 1 if _graph(points) else math.ceil(highest)
+            levels = min(read + 1, len(level_sizes(*image.shape[-2:])))
     if chosen.backend == "torch":
         most = _AT_ONCE
         if image.dtype.itemsize < 4:  # fp32 of them would be several times the picture; an image a thread at least
@@ -233,6 +235,11 @@ def _look(
     return Look(patch, border == "zero", values.scale, values.offset, values.dtype)
 
 
+def _graph(sites: torch.Tensor) -> bool:
+    """Whether patches are to have gradients in the sites."""
+    return needs_grad(sites) or checks.transformed(sites)
+
+
 def centres_of(sites: torch.Tensor, size: tuple[int, int], work: torch.dtype) -> torch.Tensor:
     """[..., 2] in pixels of sites [..., 3], as patches are read; gradients pass as if none were moved."""
     height, width = size
@@ -246,18 +253,6 @@ def on_pixels(at: torch.Tensor, sides: torch.Tensor) -> torch.Tensor:
     """Places [..., 2] in pixels of an image of `sides` [2], put right where rounding kept them from (half) pixels."""
     near = (at * 2).round_().div_(2)
     return torch.where((at - near).abs_() <= sides * ROUNDING, near, at)
-
-
-def _first_texels(
-    centres: torch.Tensor, level: torch.Tensor, patch: int, size: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, K, 2] the texel of each first sample, at the site's level; [B, K] whether all samples are texels."""
-    whole = torch.exp2(level.floor())[..., None]
-    first = centres / whole - patch / 2
-    # Texels stand on a grid of whole steps only where the sides halve without a rest.
-    sides = centres.new_tensor([size[1], size[0]]) / whole
-    met = (first == first.floor()) & (sides == sides.floor())
-    return first, met.all(dim=-1) & (level == level.floor())
 
 
 def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> torch.Tensor:
@@ -280,16 +275,22 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     level = sites[..., 2].to(work).clamp(max=30)  # far beyond any image
     read = level.clamp(max=len(levels) - 1)
     fine = read.detach().floor()
+    graph = _graph(sites)
     with torch.no_grad():
-        first, texels = _first_texels(centres, level, patch, (height, width))
-        room = torch.tensor([width, height], dtype=work, device=top.device) / torch.exp2(fine)[..., None] - patch
-        slices = texels & (level == read) & ((first >= 0) & (first <= room)).all(dim=-1)
+        # At whole levels samples are texels where the sides halve without a rest and the first sample is one.
+        whole = torch.exp2(fine)[..., None]
+        first, room = centres / whole - patch / 2, centres.new_tensor([width, height]) / whole
+        met = (first == first.floor()) & (room == room.floor()) & (first >= 0) & (first <= room - patch)
+        slices = met.all(dim=-1) & (level == fine)
         group = 3 * fine.int() + torch.where(slices, 2, (read > fine).int())
-    step = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
-    along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
+    low, high = (int(bound) for bound in torch.aminmax(group))
+    numbers = [low] if low == high else group.unique().tolist()
+    between = graph or any(number % 3 < 2 for number in numbers)
     sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
-    numbers = group.unique().tolist()
-    if any(number % 3 < 2 for number in numbers):
+    if between or look.zero:
+        step = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
+        along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
+    if between:
         x, y = (2 * along / sides - 1).unbind(2)
         grids = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
     result = None
@@ -297,11 +298,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         index, kind = divmod(number, 3)
         member = group == number
         image, site = member.nonzero(as_tuple=True)
-        if kind == 2:
-            windows = chain[index].unfold(2, patch, 1).unfold(3, patch, 1)
-            x, y = first[image, site].long().unbind(-1)
-            values = windows[image, :, y, x].to(work)
-        else:
+        if kind < 2 or graph:
             rows, order = image[:1], site[None]
             if batch > 1:  # as many of each image: some twice where one has fewer than another
                 most = int(member.sum(dim=1).max())
@@ -314,10 +311,13 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
             else:
                 grid = grids[rows, order]
             values = _sampled(chain[index], grid, work)
-            if kind == 1:
+            if kind == 1 or (graph and index + 1 < len(chain)):  # at a whole level, too, the next one is a gradient
                 share = (read - fine)[rows, order][..., None, None, None]
                 values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
             values = values.flatten(0, 1) if image.numel() == order.numel() else values[member[rows, order]]
+        if kind == 2:
+            exact = _sliced(chain[index], image, first[image, site].long(), patch).to(work)
+            values = exact + (values - values.detach()).nan_to_num(0.0) if graph else exact
         if len(numbers) == 1:  # no copy of the copy
             result = values.unflatten(0, (batch, budget))
             break
@@ -332,6 +332,23 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         result = result * (x[:, :, None, :] & y[:, :, :, None])[:, :, None]
     result = stored(result, look.dtype)
     return result if levels[0].ndim == 4 else result[0]
+
+
+def _sliced(level: torch.Tensor, image: torch.Tensor, first: torch.Tensor, patch: int) -> torch.Tensor:
+    """[n, C, P, P] of a level [B, C, h, w]: slices of images [n] from texels `first` [n, 2], (x, y), on."""
+    if level.device.type != "cpu" or needs_grad(level) or checks.transformed(level):
+        windows = level.unfold(2, patch, 1).unfold(3, patch, 1)
+        return windows[image, :, first[:, 1], first[:, 0]]
+    # Of one dimension with a window at every number of the memory, a CPU takes windows whole: in half the time.
+    count, channels, height, width = level.shape
+    steps = level.stride(0), level.stride(2), level.stride(3)
+    windows = level.as_strided(
+        (sum(step * most for step, most in zip(steps, (count - 1, height - patch, width - patch), strict=True)) + 1,
+         channels, patch, patch),
+        (1, *level.stride()[1:]),
+    )  # fmt: skip
+    x, y = first.unbind(-1)
+    return windows.index_select(0, image * steps[0] + y * steps[1] + x * steps[2])
 
 
 def _sampled(level: torch.Tensor, grid: torch.Tensor, work: torch.dtype) -> torch.Tensor:
