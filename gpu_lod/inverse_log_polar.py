@@ -145,11 +145,14 @@ def reference(
         dx = (x[None, None, columns] - at[:, 0, None, None]) * (width / longer)
         dy = (y[None, rows, None] - at[:, 1, None, None]) * (height / longer)
         dx, dy = torch.broadcast_tensors(dx, dy)
-        r = torch.hypot(dx, dy)
+        if graph:  # at the fixation itself neither distance nor angle has a slope
+            there = (dx == 0) & (dy == 0)
+            dx = torch.where(there, 1.0, dx)
+            r, turn = (torch.where(there, 0.0, found) for found in (torch.hypot(dx, dy), torch.atan2(dy, dx)))
+        else:
+            r, turn = torch.hypot(dx, dy), torch.atan2(dy, dx)
         ring = r.clamp(min=1e-30).div_(inner)
         ring = (ring.log1p() if cortical else ring.log()).mul_(scale).sub_(0.5)
-        # At the fixation itself the angle has no slope.
-        turn = torch.where(r > 0, torch.atan2(dy, torch.where(r > 0, dx, 1.0)), 0.0) if graph else torch.atan2(dy, dx)
         turn = turn.div_(2 * math.pi)
         wedge = torch.where(turn < 0, turn + 1, turn).mul_(wedges).sub_(0.5)
         # grid_sample counts from -1 to 1.

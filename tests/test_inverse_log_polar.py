@@ -113,6 +113,25 @@ def test_gradcheck_in_the_map_and_the_fixation() -> None:
         lod.inverse_log_polar(x.detach().float(), f.float(), (5, 6), backend="gl")
 
 
+@pytest.mark.parametrize("cortical", [False, True])
+def test_a_fixation_on_a_pixel_has_gradients(cortical: bool) -> None:
+    """As in the middle of odd sides. That pixel itself, nearer than the rings, reads the innermost ring wherever it is
+    a little later, but turns about."""
+    x = torch.rand(1, 1, 4, 8, dtype=torch.float64)  # no neighbour at the middle of a wedge
+    middle = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+
+    def others(at: torch.Tensor) -> torch.Tensor:
+        made = reference(x, at, (5, 7), 0.01, 0.9, cortical, False)
+        return torch.where(torch.arange(35).view(5, 7) == 17, 0.0, made)
+
+    point = middle.clone().requires_grad_()
+    (found,) = torch.autograd.grad(reference(x, point, (5, 7), 0.01, 0.9, cortical, False).sum(), point)
+    slopes = [
+        float((others(middle + step) - others(middle - step)).sum()) / 2e-6 for step in 1e-6 * torch.eye(2).double()
+    ]
+    assert found[0].tolist() == pytest.approx(slopes, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
