@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -190,8 +190,8 @@ def reference(
     anisotropy: float = 1.0,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, in the fastest way found: some rows at a time, from the coarsest level to the finest,
-    each blended in over no more than the box of pixels that read it.
+    """The same in plain torch, in the fastest way found: a tile at a time, from the coarsest level it reads to the
+    finest, each blended in over no more than the box of pixels that read it.
 
     Args:
         levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
@@ -206,64 +206,76 @@ def reference(
     points = fixation.to(top.device, work)
     size = height, width = top.shape[-2], top.shape[-1]
     in_place = not (needs_grad(points, *chain) or any(map(checks.transformed, (points, *chain))))
-    lasts = [len(chain) - 1] * len(points)
-    if not checks.transformed(points):
-        reads = bias - math.log2(math.ceil(anisotropy))
-        lasts = [highest((x, y), size, e0, reads, len(chain) - 1) for x, y in points.tolist()]
-    cut = [slice(0, height)]
+    texels = None
     if in_place and top.device.type == "cpu":
-        most, texels = planewise.PART // 4, len(points) * height * width
+        texels = planewise.PART // 4
         if anisotropy > 1:  # the places of probes take several times what is made
-            most = min(planewise.PART // 16, max(texels // 30, planewise.PART // (128 if top.dtype == work else 512)))
+            most = max(len(points) * height * width // 30, planewise.PART // (128 if top.dtype == work else 512))
+            texels = min(planewise.PART // 16, most)
         elif top.dtype != work:  # in fp32 they are several times the picture
-            most = min(most, max(height * width // 10, planewise.PART // 16))
-        cut = [rows for _, rows in bands(1, height, width, most)]
+            texels = min(texels, max(height * width // 10, planewise.PART // 16))
+    places = [None] * len(points) if checks.transformed(points) else points.tolist()
     result = None
-    if in_place and (len(points) > 1 or len(cut) > 1):
+    if in_place and (len(points) > 1 or (texels or height * width) < height * width):
         result = torch.empty_like(top, memory_format=torch.contiguous_format)
     parts = []
     for image, point in enumerate(points):
         one = [level[image : image + 1] for level in chain]
-        for rows in cut:
-            band = _Band(size, rows, point, e0, bias, lasts[image], in_place)
-            level = band.level_map() if kept is None else kept[rows]
-            part = _probes(one, band, level, anisotropy) if anisotropy > 1 else _trilinear(one, band, level)
+        whole = _Tile(size, slice(0, height), slice(0, width), point, places[image], e0, bias, len(chain) - 1, in_place)
+        for tile in [whole] if texels is None else whole.cut(texels):
+            rows, columns = tile.rows, tile.columns
+            level = tile.level_map() if kept is None else kept[rows, columns]
+            part = _probes(one, tile, level, anisotropy) if anisotropy > 1 else _trilinear(one, tile, level)
             if result is None:
                 parts.append(part)
             else:
-                result[image, :, rows] = stored(part[0], top.dtype, in_place=True)
+                result[image, :, rows, columns] = stored(part[0], top.dtype, in_place=True)
     if result is None:
         result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
     return result if levels[0].ndim == 4 else result[0]
 
 
 @dataclass(frozen=True)
-class _Band:
-    """Some rows of one image, and how they are seen."""
+class _Tile:
+    """Some pixels of one image, and how they are seen."""
 
     size: tuple[int, int]
     """(height, width) of the image."""
     rows: slice
+    columns: slice
     point: torch.Tensor
     """[2], the fixation."""
+    place: tuple[float, float] | None
+    """The same, unless it has no values."""
     e0: float
     bias: float
     last: int
-    """No level beyond it is read."""
+    """No level beyond it is there."""
     in_place: bool
     """No graph is kept, so that tensors may be written to."""
 
+    def cut(self, texels: int) -> Iterator[_Tile]:
+        """Squares of no more pixels, each of which reads few levels, where these halve evenly, so that no more of them
+        is brought to full size than a square rests on; else whole rows."""
+        height, width = self.size
+        across = width
+        if height * width > texels and all(n % (1 << self.reads()[1]) == 0 for n in self.size):
+            across = min(1 << math.isqrt(texels).bit_length() - 1, width)
+        for left in range(0, width, across):
+            for _, rows in bands(1, height, across, texels):
+                yield replace(self, rows=rows, columns=slice(left, min(left + across, width)))
+
     def away(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [1, W] and y [h, 1] from the fixation, in units of the longer side."""
+        """x [1, w] and y [h, 1] from the fixation, in units of the longer side."""
         height, width = self.size
         kind: dict[str, Any] = {"dtype": self.point.dtype, "device": self.point.device}
         y = (torch.arange(self.rows.start, self.rows.stop, **kind) + 0.5) / height
-        x = (torch.arange(width, **kind) + 0.5) / width
+        x = (torch.arange(self.columns.start, self.columns.stop, **kind) + 0.5) / width
         longer = max(self.size)
         return (x - self.point[0])[None] * (width / longer), (y - self.point[1])[:, None] * (height / longer)
 
     def level_map(self) -> torch.Tensor:
-        """[h, W] the level of each pixel."""
+        """[h, w] the level of each pixel."""
         x, y = self.away()
         squared = (x / self.e0).square() + (y / self.e0).square()
         if needs_grad(self.point) or checks.transformed(self.point):
@@ -271,60 +283,81 @@ class _Band:
             return ((squared.clamp(min=1e-30).sqrt() + 1).log2() + self.bias).clamp(min=0)
         return squared.sqrt_().add_(1).log2_().add_(self.bias).clamp_(min=0)
 
+    def reads(self) -> tuple[int, int]:
+        """The finest and the coarsest level that its pixels read; all where that is not known."""
+        if self.place is None:
+            return 0, self.last
+        longer = max(self.size)
+        # From the fixation to both edges, in units of the longer side.
+        edges = [
+            (begin / n - at) * (n / longer)
+            for n, at, span in zip(self.size, (self.place[1], self.place[0]), (self.rows, self.columns), strict=True)
+            for begin in (span.start, span.stop)
+        ]
+        near = math.hypot(*(max(begin, -end, 0.0) for begin, end in (edges[:2], edges[2:])))
+        far = math.hypot(*(max(-begin, end) for begin, end in (edges[:2], edges[2:])))
+        finest, coarsest = (math.log2(1 + e / self.e0) + self.bias for e in (near, far))
+        return max(math.floor(min(finest, self.last)), 0), max(math.ceil(min(coarsest, self.last)), 0)
+
 
 def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
     """[H, W] the level of each pixel of an image."""
-    return _Band(size, slice(0, size[0]), point, e0, bias, 0, True).level_map()
+    return _Tile(size, slice(0, size[0]), slice(0, size[1]), point, None, e0, bias, 0, True).level_map()
 
 
-def _trilinear(chain: list[torch.Tensor], band: _Band, level: torch.Tensor) -> torch.Tensor:
-    """Rows of an image whose levels are [1, C, h, w]."""
+def _trilinear(chain: list[torch.Tensor], tile: _Tile, level: torch.Tensor) -> torch.Tensor:
+    """Pixels of an image whose levels are [1, C, h, w]."""
+    finest, coarsest = tile.reads()
 
     def made(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
-        found = _enlarged(chain[index], index, band.size, box, band.point.dtype)
-        if band.in_place and index == band.last:
+        found = _enlarged(chain[index], index, tile.size, box, tile.point.dtype)
+        if tile.in_place and index == coarsest:
             found = found.contiguous() if index else found.clone()  # never the source itself
         return found
 
-    return _blended(made, band, level)
+    return _blended(made, tile, level, finest, coarsest)
 
 
 def _blended(
-    made: Callable[[int, tuple[int, int, int, int]], torch.Tensor], band: _Band, level: torch.Tensor
+    made: Callable[[int, tuple[int, int, int, int]], torch.Tensor],
+    tile: _Tile,
+    level: torch.Tensor,
+    finest: int,
+    coarsest: int,
 ) -> torch.Tensor:
     """Levels blended from the coarsest to the finest.
 
     Args:
         made: rows y0..y1 and columns x0..x1 of a level at full size; of the last one it is written to.
-        level: of each pixel of the band, or what `level_map` gives before it is clamped.
+        level: of each pixel of the tile, or what `level_map` gives before it is clamped.
     """
-    height, width = band.size
-    first, end = band.rows.start, band.rows.stop
-    fx, fy = (0.0, 0.0) if checks.transformed(band.point) else band.point.tolist()
-    result = made(band.last, (first, end, 0, width))
-    for index in range(band.last - 1, -1, -1):
-        # Pixels that read this level or a finer one; all where a graph must be kept.
-        reach = band.e0 * (2.0 ** (index + 1 - band.bias) - 1) * max(band.size)
-        reach = max(reach, 0.0) if band.in_place else math.inf
-        y0, y1 = _span(fy * height, reach, height)
-        x0, x1 = _span(fx * width, reach, width)
-        y0, y1 = max(y0, first), min(y1, end)
+    height, width = tile.size
+    top, bottom, left, right = tile.rows.start, tile.rows.stop, tile.columns.start, tile.columns.stop
+    result = made(coarsest, (top, bottom, left, right))
+    for index in range(coarsest - 1, finest - 1, -1):
+        y0, y1, x0, x1 = top, bottom, left, right
+        if tile.in_place:  # pixels that read this level or a finer one; all where a graph must be kept
+            assert tile.place is not None
+            reach = max(tile.e0 * (2.0 ** (index + 1 - tile.bias) - 1) * max(tile.size), 0.0)
+            (y0, y1), (x0, x1) = (
+                _span(tile.place[1] * height, reach, y0, y1),
+                _span(tile.place[0] * width, reach, x0, x1),
+            )
         if y0 >= y1 or x0 >= x1:
             break
         fine = made(index, (y0, y1, x0, x1))
-        coarse = result[..., y0 - first : y1 - first, x0:x1]
-        share = level[y0 - first : y1 - first, x0:x1] - index
-        if band.in_place:
+        coarse = result[..., y0 - top : y1 - top, x0 - left : x1 - left]
+        share = level[y0 - top : y1 - top, x0 - left : x1 - left] - index
+        if tile.in_place:
             torch.lerp(fine, coarse, share.clamp_(0, 1), out=coarse)
         else:
             result = torch.lerp(fine, coarse, share.clamp(0, 1))
     return result
 
 
-def _span(centre: float, reach: float, n: int) -> tuple[int, int]:
-    """Pixels within reach of the centre, first and one past the last."""
-    reach = min(reach, n)
-    return max(0, math.floor(centre - reach)), min(n, math.ceil(centre + reach))
+def _span(centre: float, reach: float, begin: int, end: int) -> tuple[int, int]:
+    """Of some pixels those within reach of the centre, first and one past the last."""
+    return max(math.floor(max(centre - reach, begin)), begin), min(math.ceil(min(centre + reach, end)), end)
 
 
 def _enlarged(
@@ -373,31 +406,31 @@ def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.d
     return torch.lerp(texels.index_select(-2, above - low), texels.index_select(-2, below - low), share)
 
 
-def _probes(chain: list[torch.Tensor], band: _Band, level: torch.Tensor, anisotropy: float) -> torch.Tensor:
-    """Rows of an image whose levels are [1, C, h, w]: the mean of several trilinear samples along the radius."""
-    height, width = band.size
+def _probes(chain: list[torch.Tensor], tile: _Tile, level: torch.Tensor, anisotropy: float) -> torch.Tensor:
+    """Pixels of an image whose levels are [1, C, h, w]: the mean of several trilinear samples along the radius."""
+    height, width = tile.size
     probes = math.ceil(anisotropy)
     read = level - math.log2(probes)
-    last = band.last
-    if band.in_place:  # a band seldom reads them all
-        last = min(last, max(math.ceil(float(read.max())), 0))
-    x, y = band.away()
+    x, y = tile.away()
     step = torch.exp2(level) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
     # As grid_sample counts.
     radius = torch.stack([x * step * (2 / width), y * step * (2 / height)], dim=-1)
     kind: dict[str, Any] = {"dtype": level.dtype, "device": level.device}
     across, down = (
-        (2 * torch.arange(first, end, **kind) + 1) / n - 1
-        for first, end, n in ((0, width, width), (band.rows.start, band.rows.stop, height))
+        (2 * torch.arange(span.start, span.stop, **kind) + 1) / n - 1
+        for span, n in ((tile.columns, width), (tile.rows, height))
     )
     centre = torch.stack(torch.broadcast_tensors(across, down[:, None]), dim=-1)
     shifts = torch.arange(1, probes + 1, **kind) / (probes + 1) - 0.5
 
     def mean(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
-        here = slice(box[0] - band.rows.start, box[1] - band.rows.start), slice(*box[2:])
+        y0, y1, x0, x1 = box
+        top, left = tile.rows.start, tile.columns.start
+        here = slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)
         return _mean_of_probes(chain[index], centre[here], radius[here], shifts)
 
-    return _blended(mean, replace(band, bias=band.bias - math.log2(probes), last=last), read)
+    tile = replace(tile, bias=tile.bias - math.log2(probes))
+    return _blended(mean, tile, read, *tile.reads())
 
 
 def _mean_of_probes(

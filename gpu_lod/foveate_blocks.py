@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from gpu_lod.context import Context
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, word_defines
 
-TILE = (128, 4)
+TILE = (64, 8)
 """(width, height), in pixels, of what a row of a workgroup of foveate_blocks.comp makes."""
 
 TILES = 4
@@ -83,17 +84,16 @@ def blocks(
     least = [2, 3][: 1 + whole] if levels > 3 else []
     nearest = [max(rule[0] * (2.0 ** min(level * 1.0001 - rule[1], 1000.0) - 1), 0.0) for level in least]
     kinds = _kinds(fixation, size, nearest)
-    lines, columns = (np.arange(n) for n in kinds.shape[1:])
+    _, codes = _tiles(size)
     channels, row, area = defines["CHANNELS"], target.width, target.area
     at_once = target.per_word if row % 4 else 4
     groups = []
     for images, rows in ranges:
-        above, below = rows.start // TILE[1], -(-rows.stop // TILE[1])
-        here = kinds[images, above:below].ravel()
-        layers = np.arange(images.stop - images.start)
-        codes = layers[:, None, None] << 23 | lines[above:below, None] << 9 | columns
-        groups.append((codes.ravel()[np.argsort(here, kind="stable")], np.bincount(here).tolist()))
-    tiles = np.concatenate([tiles for tiles, _ in groups]).astype(np.uint32).view(np.int32)
+        lines = slice(rows.start // TILE[1], -(-rows.stop // TILE[1]))
+        here = kinds[images, lines].ravel()
+        layers = np.arange(images.stop - images.start, dtype=np.uint32)[:, None, None] << 23
+        groups.append(((layers | codes[lines]).ravel()[here.argsort(kind="stable")], np.bincount(here).tolist()))
+    tiles = np.concatenate([tiles for tiles, _ in groups]).view(np.int32)
     bind_table(ctx, 2, ctx.private.lease(tiles.nbytes).write(torch.from_numpy(tiles)))
     done = 0
     for (images, rows), (_, counts) in zip(ranges, groups, strict=True):
@@ -128,15 +128,23 @@ def blocks(
 def _kinds(fixation: torch.Tensor, size: tuple[int, int], nearest: list[float]) -> Any:
     """[B, rows, columns] uint8, how many of these eccentricities all of a tile is beyond."""
     points = fixation.detach().cpu().double().numpy()
-    gaps = []
-    for axis in (0, 1):
-        n = size[1 - axis]
-        begin = np.arange(0, n, TILE[axis])
-        at = points[:, axis, None] * n
-        gaps.append(np.square(np.maximum(np.maximum(begin - at, at - begin - TILE[axis]), 0)))
-    squared = gaps[0][:, None, :] + gaps[1][:, :, None]
-    kinds = np.zeros(squared.shape, np.uint8)
+    begins, codes = _tiles(size)
+    x, y = (
+        np.square(np.maximum(np.maximum(ahead := begin - points[:, axis, None] * size[1 - axis], -side - ahead), 0.0))
+        for axis, (begin, side) in enumerate(zip(begins, TILE, strict=True))
+    )
+    squared = x[:, None, :] + y[:, :, None]
+    kinds = np.zeros((len(points), *codes.shape), np.uint8)
     for e in nearest:
         pixels = e * max(size)
         kinds += squared >= pixels * pixels
     return kinds
+
+
+@functools.lru_cache(maxsize=16)
+def _tiles(size: tuple[int, int]) -> tuple[tuple[Any, Any], Any]:
+    """Where the tiles of an image begin along x and y, in pixels, and what the shader calls them: uint32 [rows,
+    columns]."""
+    begins = tuple(np.arange(0.0, n, side) for n, side in zip(size[::-1], TILE, strict=True))
+    columns, lines = (np.arange(len(begin), dtype=np.uint32) for begin in begins)
+    return begins, lines[:, None] << 10 | columns

@@ -15,7 +15,7 @@
 #include "texels.glsl"
 
 layout(local_size_x = 32, local_size_y = 4) in;  // a tile a row of it: a renderer's CPU takes its time between workgroups
-layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 128 x 4 pixels: layer << 23 | row << 9 | column
+layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 64 x 8 pixels: layer << 23 | row << 10 | column
 uniform ivec4 u_first_stored;  // index in each binding of that channel of the texture's first image
 uniform int u_first_tile;    // of the texture's tiles in b_tiles
 uniform int u_tiles;
@@ -83,8 +83,8 @@ void main() {
     if (turn >= u_tiles) return;
     uint tile = b_tiles[u_first_tile + turn];
     int layer = u_first_layer + int(tile >> 23), image = u_first_image + layer;
-    ivec2 at = ivec2(tile << 7, tile >> 7) & ivec2(0xff80, 0xfffc);
-    at.x += 4 * int(gl_LocalInvocationID.x);
+    ivec2 at = ivec2(tile << 6, tile >> 7) & ivec2(0xffc0, 0xfff8);
+    at += 4 * ivec2(gl_LocalInvocationID.x & 15u, gl_LocalInvocationID.x >> 4);
     if (at.x >= u_size.x || at.y >= u_size.y) return;
 
     vec2 place = (vec2(at) + 0.5) * u_pixel;
