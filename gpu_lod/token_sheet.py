@@ -22,9 +22,9 @@ NUMBERED = 64
 _SIDE, _SIDE_ALONE = 380, 960
 """Side in pixels of a square of a panel's area, among others and alone."""
 _MARGIN, _GAP, _WITHIN = 48, 44, 8
-_HEADER, _CAPTION, _NARROWEST = 170, 84, 430
+_HEADER, _ABOVE, _BELOW, _NARROWEST = 170, 46, 38, 430
 _SMALLEST = 10
-"""Size in pixels below which a rank is not written."""
+"""Size in pixels that a rank is written in at least."""
 _COLOURS, _DARK, _PALE = "turbo", 0.2, 0.9
 """The part of the colour map in use: its ends are hard to see on a dimmed picture."""
 
@@ -37,7 +37,7 @@ def sheet(
     Shape: image [C, H, W].
     Convention: a token is a square of its true size, patch * 2^level pixels; finer ones lie over coarser ones, as
         `rebuild` paints them. Colours tell levels and mean the same all over the sheet; up to 64 tokens carry their
-        rank, where it fits. The captions say which part of the picture is covered, and the PSNR of what was rebuilt.
+        rank, where it fits. Below them stands which part of the picture is covered, and the PSNR of what was rebuilt.
     """
     height, width = image.shape[-2:]
     side = _SIDE if len(results) > 1 else _SIDE_ALONE
@@ -46,7 +46,7 @@ def sheet(
     below = panel[0] > 1.4 * panel[1]  # wide pictures stand over each other
     cell = (
         max(panel[0] if below else 2 * panel[0] + _WITHIN, _NARROWEST),
-        (2 * panel[1] + _WITHIN if below else panel[1]) + _CAPTION,
+        _ABOVE + (2 * panel[1] + _WITHIN if below else panel[1]) + _BELOW,
     )
     columns = _columns(len(results), cell)
     rows = -(-len(results) // columns)
@@ -65,8 +65,8 @@ def sheet(
     for number, result in enumerate(results):
         row, column = divmod(number, columns)
         left, top = _MARGIN + column * (cell[0] + _GAP), _MARGIN + _HEADER + row * (cell[1] + _GAP)
-        _caption(page, result, left, top, cell[0])
-        top += _CAPTION
+        _caption(page, result, left, top, cell)
+        top += _ABOVE
         if isinstance(result, Allocation):
             rebuilt = as_rgb(result.rebuilt.image).resize(panel, Image.Resampling.LANCZOS)
             second = (left, top + panel[1] + _WITHIN) if below else (left + panel[0] + _WITHIN, top)
@@ -100,17 +100,17 @@ def _head(page: Image.Image, name: str, about: str, highest: float) -> None:
         draw.text((at, top + high + 8), str(level), FAINT, font(NOTE), anchor="mt")
 
 
-def _caption(page: Image.Image, result: Allocation | Skipped, left: int, top: int, width: int) -> None:
+def _caption(page: Image.Image, result: Allocation | Skipped, left: int, top: int, cell: tuple[int, int]) -> None:
     draw = ImageDraw.Draw(page)
     draw.text((left, top), result.name, INK, font(NAME, True))
     if isinstance(result, Skipped):
-        lines = textwrap.wrap(f"skipped: {result.reason}", max(10, int(width / (0.56 * NOTE))))
+        lines = textwrap.wrap(f"skipped: {result.reason}", max(10, int(cell[0] / (0.56 * NOTE))))
         draw.multiline_text((left, top + 40), "\n".join(lines), FAINT, font(NOTE), spacing=6)
         return
     if result.untrained:
         draw.text((left + font(NAME, True).getlength(result.name) + 14, top + 5), "untrained", FAINT, font(NOTE))
     note = f"coverage {100 * result.coverage:.1f}%   PSNR {spoken(result.psnr)}"
-    draw.text((left, top + 40), note, FAINT, font(NOTE))
+    draw.text((left, top + cell[1]), note, FAINT, font(NOTE), anchor="ld")
 
 
 def spoken(psnr: float) -> str:
@@ -139,8 +139,9 @@ def _tokens(dimmed: Image.Image, tokens: TokenSet, times: float, highest: float)
     if tokens.budget <= NUMBERED:
         draw = ImageDraw.Draw(page)
         for number in order:
-            size = round(min(max(dimmed.size) / 44, tokens.patch * 2 ** min(sites[number][2], 30) * times / 2))
-            if size >= _SMALLEST:  # otherwise it would hide its token
+            token = tokens.patch * 2 ** min(sites[number][2], 30) * times
+            size = round(max(min(max(dimmed.size) / 44, token / 2), _SMALLEST))
+            if token >= 1.2 * size:  # otherwise it would hide its token
                 rank, letters = str(number + 1), font(size, True)
                 draw.text(centres[number], rank, "white", letters, anchor="mm", stroke_width=2, stroke_fill="black")
     return page.convert("RGB")

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import noise
 from scripts import succeed
@@ -142,25 +143,44 @@ def test_cases_reach_from_one_site_to_all_there_are() -> None:
             assert sum(1 < case.budget < case.there for case in every) > len(every) / 2
 
 
+def check_sites(name: str, case: Case, relevance: torch.Tensor) -> None:
+    """Exactly K for each image, none twice, inside it, in order, and the same ones again."""
+    batch, budget = case.batch, case.budget
+    tokens = chosen(name, budget, relevance, ragged=case.ragged)
+    assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget), case
+    if not lod.allocate.make(name, 1).blends:
+        for sites in tokens.sites:
+            assert len(sites.unique(dim=0)) == budget, ("a site twice", case)
+    assert torch.isfinite(tokens.sites).all(), case
+    assert float(tokens.sites[..., :2].min()) >= 0 and float(tokens.sites[..., :2].max()) <= 1, case
+    assert float(tokens.sites[..., 2].min()) >= 0, case
+    assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), ("by relevance, high first", case)
+    again = chosen(name, budget, relevance, ragged=case.ragged)
+    assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores), case
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("one_thread")
 def test_exactly_k_sites(name: str, kind: str) -> None:
-    blends = lod.allocate.make(name, 1).blends
     for case in cases(name, kind):
-        batch, rows, columns, ragged, budget, _ = case
-        relevance = maps(kind, batch, rows, columns)
-        tokens = chosen(name, budget, relevance, ragged=ragged)
-        assert tokens.sites.shape == (batch, budget, 3) and tokens.scores.shape == (batch, budget), case
-        if not blends:
-            for sites in tokens.sites:
-                assert len(sites.unique(dim=0)) == budget, ("a site twice", case)
-        assert torch.isfinite(tokens.sites).all(), case
-        assert float(tokens.sites[..., :2].min()) >= 0 and float(tokens.sites[..., :2].max()) <= 1, case
-        assert float(tokens.sites[..., 2].min()) >= 0, case
-        assert (tokens.scores[:, 1:] <= tokens.scores[:, :-1]).all(), ("by relevance, high first", case)
-        again = chosen(name, budget, relevance, ragged=ragged)
-        assert torch.equal(again.sites, tokens.sites) and torch.equal(again.scores, tokens.scores), case
+        check_sites(name, case, maps(kind, case.batch, case.rows, case.columns))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_exactly_k_sites_of_what_is_searched_for(data: st.DataObject) -> None:
+    """Cases that hypothesis looks for, and makes small if one fails; relevance of few values, and of any."""
+    name, batch = data.draw(st.sampled_from(NAMES)), data.draw(st.integers(1, 3))
+    rows, columns = (data.draw(st.integers(1, most)) for most in (24, 24))
+    there = sites_there(name, rows, columns)
+    budget = data.draw(st.integers(1, min(there, MOST)))
+    value = data.draw(st.sampled_from([st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf]), st.floats(width=32)]))
+    palette = data.draw(st.lists(value.filter(lambda x: not math.isnan(x)), min_size=1, max_size=5))
+    picks = torch.randint(len(palette), (batch, rows, columns), generator=torch.Generator().manual_seed(budget))
+    ragged = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    case = Case(batch, rows, columns, ragged, budget, there)
+    check_sites(name, case, torch.tensor(palette, dtype=torch.float32)[picks])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -997,7 +1017,21 @@ def test_budgets_that_do_not_fit() -> None:
         there = {"PyramidTopK": 9 + 4 + 1 + 1, "Wavelet": 9 + 4 + 1}.get(name, 9)
         with pytest.raises(InputError, match=rf"budget is 40, and (there are|the grid of 3 x 3 has) {there} [pc]"):
             chosen(name, 40, torch.rand(1, 3, 3))
+        with pytest.raises(InputError, match=f"budget is {there + 1}"):
+            chosen(name, there + 1, torch.rand(1, 3, 3))
         assert chosen(name, there, torch.rand(1, 3, 3)).budget == there
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (12, 16)], ids=["a number a patch", "a number a pixel"])
+@pytest.mark.parametrize("name", NAMES)
+def test_relevance_that_is_no_number(name: str, shape: tuple[int, int]) -> None:
+    """One, of all the batch, in the cell of least effect."""
+    allocator = lod.allocate.make(name, 2, 4)
+    relevance = torch.rand(2, *shape)
+    relevance[1, -1, -1] = math.nan
+    more = {"query": torch.rand(2, allocator.query_width or 8)} if "query" in allocator.needs else {}
+    with pytest.raises(InputError, match="relevance holds NaN"):
+        allocator(torch.rand(2, 3, 12, 16), relevance, **more)
 
 
 @pytest.mark.parametrize(
@@ -1078,6 +1112,10 @@ def test_a_query_of_float8_is_that_in_fp32() -> None:
         (lambda: lod.allocate.HeatDiffusion(9, length=-1.0), "from 0 to"),
         (lambda: lod.allocate.make("Nobody"), "'GridTopK'"),
         (lambda: lod.allocate.register(int), "Allocator"),
+        (
+            lambda: lod.allocate.register(type("GridTopK", (lod.allocate.GridTopK,), {})),
+            "GridTopK already, that of gpu",
+        ),
     ],
 )
 def test_bad_settings(make: Any, hint: str) -> None:
@@ -1106,8 +1144,20 @@ def test_an_allocator_of_ones_own() -> None:
             assert "needs fixation" in str(error)
         else:
             raise SystemExit("nobody asked for the fixation")
+        lod.allocate.register(type("Middle", (Middle,), {"__module__": "__main__", "__qualname__": "Middle"}))  # again
         """
     )
+
+
+@pytest.mark.parametrize("shapes", [((1, 3, 3), (1, 3)), ((1, 4, 2), (1, 4)), ((1, 4, 3), (1, 3)), ((2, 4, 3), (2, 4))])
+def test_an_allocator_of_ones_own_gives_exactly_k(shapes: tuple[tuple[int, ...], ...]) -> None:
+    class Liar(lod.allocate.Allocator):
+        def choose(self, scene: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(map(torch.zeros, shapes))
+
+    expected = rf"choose\(\) of Liar gave {re.escape(', '.join(map(str, shapes)))}; .* \(1, 4, 3\), \(1, 4\): exactly 4"
+    with pytest.raises(InputError, match=expected):
+        Liar(4)(relevance=torch.rand(1, 3, 3))
 
 
 def test_importing_the_package_loads_no_allocator() -> None:

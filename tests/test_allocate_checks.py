@@ -288,7 +288,7 @@ def test_a_bank_may_give_fewer_tokens_than_there_are_rows() -> None:
         ("SoftTopKCoverage", {"strength": 1e39}, "strength is"),
         ("SoftTopKCoverage", {"temperature": 1e300}, "temperature is"),
         ("PseudoLogPolar", {"sigma": 1e-30}, "positive number from 0.0001 to 10"),
-        ("TokenDAG", {"continuous": "no"}, "expected True or False"),
+        ("TokenDAG", {"morph": 1.5}, "from 0 to 1"),
     ],
 )
 def test_options_out_of_range(name: str, options: dict[str, Any], hint: str) -> None:

@@ -88,7 +88,7 @@ def test_patches_are_those_of_the_picture(size: tuple[int, int], dtype: torch.dt
     """Whether its levels are made once for all, or again to be read."""
     image = noise(2, 3, *size, dtype=dtype)
     for picture in (image, image[0]):
-        tokens = lod.allocate.TokenDAG(20, 8)(picture)
+        tokens = lod.allocate.TokenDAG(20, 8, morph=1)(picture)
         assert tokens.sites[..., 2].max() > 1
         assert torch.equal(tokens.patches, lod.gather_patches(picture, tokens.sites, 8))
 
@@ -152,7 +152,7 @@ def test_the_cut_is_at_a_threshold_of_the_error(photo: torch.Tensor) -> None:
     """All that was split had a larger error than all that was not."""
     image = photo[None, :, :256, :256].float() / 255
     relevance = torch.ones(1, 32, 32)
-    allocator = lod.allocate.TokenDAG(1 + 3 * 50, 8, continuous=False)
+    allocator = lod.allocate.TokenDAG(1 + 3 * 50, 8, morph=0)
     sites = allocator(image, relevance).sites[0]
     levels = field(sites, sites[:, 2], 32)
     errors = allocator.errors(image)
@@ -168,7 +168,7 @@ def test_the_cut_is_at_a_threshold_of_the_error(photo: torch.Tensor) -> None:
 
 def test_a_cut_by_error_loses_less_than_an_even_one(photo: torch.Tensor) -> None:
     image = photo[None, :, :256, :256]
-    allocator = lod.allocate.TokenDAG(256, 8, continuous=False)
+    allocator = lod.allocate.TokenDAG(256, 8, morph=0)
     errors = allocator.errors(image)
     sites = allocator(image, torch.ones(1, 32, 32)).sites[0]
     lost = 0.0
@@ -183,7 +183,7 @@ def test_levels_move_without_a_pop(photo: torch.Tensor) -> None:
     and merge; twice the steps, half as far."""
     first, last = (part.float() / 255 for part in (photo[:, :128, :128], photo[:, 100:228, 100:228]))
     allocator = lod.allocate.TokenDAG(1 + 3 * 20, 8)
-    whole = lod.allocate.TokenDAG(1 + 3 * 20, 8, continuous=False)
+    whole = lod.allocate.TokenDAG(1 + 3 * 20, 8, morph=0)
 
     def jumps(steps: int) -> tuple[float, int]:
         fields, swaps = [], set()
@@ -196,16 +196,27 @@ def test_levels_move_without_a_pop(photo: torch.Tensor) -> None:
         moves = [float((a - b).abs().max()) for a, b in itertools.pairwise(fields)]
         return max(moves), len(swaps)
 
-    coarse, _ = jumps(20)
-    fine, swaps = jumps(40)
+    coarse, _ = jumps(60)
+    fine, swaps = jumps(120)
     assert swaps > 2, "nothing split, so nothing could pop"
     assert fine < 0.6 * coarse < 0.3
+
+
+def test_tokens_rise_over_the_last_part_of_the_way(photo: torch.Tensor) -> None:
+    picture = photo[None, :, :128, :128]
+    nodes, whole, last = (
+        lod.allocate.TokenDAG(60, 8, morph=morph)(picture).sites[0, :, 2].double() for morph in (0, 1, 0.25)
+    )
+    way = whole - nodes
+    assert 0.2 < float(way.mean()) < 0.8 and len(way.unique()) > 30
+    assert torch.allclose(last - nodes, ((way - 0.75) / 0.25).clamp(min=0), atol=1e-5)
+    assert float((last > nodes).double().mean()) > 0.05
 
 
 def test_levels_stay_below_the_next_by_ties_too() -> None:
     """Half of a level is split, and all of it is worth the same."""
     image, relevance = torch.full((1, 1, 64, 64), 0.5), torch.ones(1, 8, 8)
-    nodes = lod.allocate.TokenDAG(10, 8, continuous=False)(image, relevance).sites
+    nodes = lod.allocate.TokenDAG(10, 8, morph=0)(image, relevance).sites
     sites = lod.allocate.TokenDAG(10, 8)(image, relevance).sites
     assert torch.equal(sites[..., 2].floor(), nodes[..., 2])
     assert (sites[..., 2] > nodes[..., 2] + 0.99).any()
@@ -216,10 +227,10 @@ def test_detail_and_relevance_decide_where_tokens_go() -> None:
     image[:, :, :64] += torch.rand(2, 3, 64, 128) / 4
     relevance = torch.ones(2, 16, 16)
     relevance[1, :, :8] = 0.01
-    sites = lod.allocate.TokenDAG(60, 8, continuous=False)(image, relevance).sites
+    sites = lod.allocate.TokenDAG(60, 8, morph=0)(image, relevance).sites
     for (x, y, level), wanted in ((sites[0].T, lambda x, y: y < 0.5), (sites[1].T, lambda x, y: (y < 0.5) & (x > 0.5))):
         assert wanted(x, y)[level == 0].all() and (level == 0).sum() >= 30
-    flat = lod.allocate.TokenDAG(60, 8, continuous=False)(torch.ones(1, 1, 128, 128), relevance[1:]).sites[0]
+    flat = lod.allocate.TokenDAG(60, 8, morph=0)(torch.ones(1, 1, 128, 128), relevance[1:]).sites[0]
     assert (flat[:, 2] == 0).sum() >= 30
     assert (flat[flat[:, 2] == 0, 0] > 0.5).all(), "where there is nothing to see, relevance alone decides"
 

@@ -252,7 +252,7 @@ def test_blends_of_counts_are_compared_in_fractions(monkeypatch: pytest.MonkeyPa
 
 # -- the sheet --------------------------------------------------------------------------------------------------------
 
-TOP = token_sheet._MARGIN + token_sheet._HEADER + token_sheet._CAPTION
+TOP = token_sheet._MARGIN + token_sheet._HEADER + token_sheet._ABOVE
 
 
 def drawn(image: torch.Tensor, sites: list[tuple[float, float, float]], patch: int) -> torch.Tensor:
@@ -349,7 +349,7 @@ def test_captions_say_coverage_and_psnr_of_each(registry: None, texts: list[Any]
     results.append(allocation.run("FoveatedPyramid", image, 48, 8, {}))  # all there is
     texts.clear()
     token_sheet.sheet(image, results, 4, 8, "cat")
-    head, about, *words = [(text.replace("\n", " "), at) for text, at, anchor in texts if anchor is None]
+    head, about, *words = [(text.replace("\n", " "), at) for text, at, anchor in texts if anchor in (None, "ld")]
     assert head[0] == "cat" and about[0] == f"4 tokens of 8{times}8 px on 64{times}48 px"
     expected = []
     for result in results:
@@ -365,10 +365,21 @@ def test_captions_say_coverage_and_psnr_of_each(registry: None, texts: list[Any]
         )
     assert [text for text, _ in words] == expected
     assert expected[-1] == "coverage 100.0%   PSNR exact" and len(set(expected)) == 9, "they differ"
+    high = token_sheet._ABOVE + round(48 * token_sheet._SIDE / math.sqrt(48 * 64)) + token_sheet._BELOW
     for index, (text, (left, top)) in enumerate(words):
         if text.startswith(("coverage", "skipped")):  # below the name, which "untrained" follows on its line
             name, at = words[index - 1 - (words[index - 1][0] == "untrained")]
-            assert name in allocators.names() and at == (left, top - 40)
+            under = 40 if text.startswith("skipped") else high  # and below the pictures
+            assert name in allocators.names() and at == (left, top - under)
+
+
+def test_ranks_are_written_on_a_sheet_of_square_pictures_too(texts: list[Any]) -> None:
+    image = torch.rand(3, 96, 96)
+    sites = torch.tensor([(0.5, 0.5, 1.0), (0.2, 0.2, 0.0)])
+    tokens = lod.TokenSet(sites, torch.ones(2), torch.zeros(2, 3, 8, 8), 8)
+    one = allocation.Allocation("Mine", tokens, lod.rebuild(tokens, (96, 96)), 10.0, False)
+    token_sheet.sheet(image, [one, one], 2, 8, "cat")
+    assert [text for text, _, anchor in texts if anchor == "mm"] == ["1", "2", "1", "2"]
 
 
 def test_the_sheet_says_who_was_skipped_and_untrained(registry: None) -> None:
@@ -498,7 +509,11 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
         ("allocate cat.png --patch 5000", 2, "patch is 5000"),
         ("allocate none.png", 1, "none.png does not exist"),
         ("allocate cat.png --labels none.npy", 1, "none.npy does not exist"),
-        ("allocate cat.png --with HybridAtlas --labels small.npy", 2, "labels are torch.int64 (3, 4); expected"),
+        (
+            "allocate cat.png --with HybridAtlas --labels small.npy",
+            2,
+            "labels are torch.int64 (3, 4); expected integers, (26, 37) one a pixel",
+        ),
         ("allocate cat.png --sites s.txt", 1, "sites are written to .json or .safetensors"),
         ("allocate cat.png --sites s.json --patches", 1, "JSON holds no patches"),
         ("allocate cat.png --patches", 2, "--sites names"),

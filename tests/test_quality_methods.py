@@ -200,7 +200,7 @@ def test_the_proxy_is_the_error_of_rebuilt_pictures(crops: list[torch.Tensor]) -
     unit = float((crop.float() - crop.float().mean((1, 2), keepdim=True)).square().mean())
     errors = []
     for budget in (40, 100, 190, 256):
-        tokens = lod.allocate.TokenDAG(budget, P, continuous=False)(crop)
+        tokens = lod.allocate.TokenDAG(budget, P, morph=0)(crop)
         error = float((rebuild(tokens, (128, 128)).image.float() - crop.float()).square().mean()) / unit
         assert abs(float(example.seen(tokens.sites[None], False)) - error) < error / 6 + 0.01, (budget, error)
         errors.append(error)

@@ -211,6 +211,14 @@ class Allocator(ABC):
     ) -> tuple[torch.Tensor, ...]:
         """What `choose` gives, and the patches where they are blends: while their weights are near by."""
         found = self.choose(scene)
+        shapes = [(scene.batch, self.budget, 3), (scene.batch, self.budget)]
+        shapes += [(*shapes[1], scene.grid[0] * scene.grid[1])] * self.blends
+        if [tuple(values.shape) for values in found[: len(shapes)]] != shapes:  # of an allocator of the caller's
+            raise InputError(
+                f"choose() of {type(self).__name__} gave {', '.join(str(tuple(values.shape)) for values in found)}; "
+                f"expected sites, scores{' and weights' * self.blends} of {', '.join(map(str, shapes))}: exactly "
+                f"{self.budget} for each image."
+            )
         if scene.image is None or not self.blends:
             return found
         return *found, self._blended(scene, found[2], mean, std)
@@ -335,9 +343,10 @@ class Allocator(ABC):
         shape = tuple(values.shape)
         kind = values.dtype
         if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
+            first, all_alike = ((batch,), ", or one such map for all images") if batched else ((), "")
             raise InputError(
-                f"labels are {kind} {shape}; expected integers, {(batch, *size)} one a pixel, or {(batch, *cells)} one "
-                "a patch, or one such map for all images."
+                f"labels are {kind} {shape}; expected integers, {(*first, *size)} one a pixel, or {(*first, *cells)} "
+                f"one a patch{all_alike}."
             )
         return values.long().expand(batch, *shape[-2:])
 
@@ -432,9 +441,20 @@ def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
 
 
 def register(allocator: A) -> A:
-    """Add an allocator, by its class's name. Decorates a class."""
+    """Add an allocator, by its class's name. Decorates a class.
+
+    Raises:
+        InputError: no class of allocators, or another one has that name.
+    """
     if not (isinstance(allocator, type) and issubclass(allocator, Allocator)):
         raise InputError(f"{allocator!r} is no class of allocators; derive it from gpu_lod.allocate.Allocator.")
+    there = _registry.get(allocator.__name__, allocator)
+    if (there.__module__, there.__qualname__) != (allocator.__module__, allocator.__qualname__):
+        # The same one again is a notebook's cell that is run anew.
+        raise InputError(
+            f"there is an allocator {allocator.__name__} already, that of {there.__module__}; give the class another "
+            "name."
+        )
     _registry[allocator.__name__] = allocator
     return allocator
 

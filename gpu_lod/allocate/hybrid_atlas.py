@@ -29,7 +29,8 @@ class HybridAtlas(Allocator):
 
     The background's share of the budget is rounded to whole tokens. It goes to patches that are evenly spaced along a
     Z-order curve through the background, each read at the level at which its P x P samples span its share of the
-    background's area, so that the picture stays covered (near the border it may reach past it). The rest is shared by
+    background's area. These squares need not meet: some overlap, reach past the border or over the foreground, and
+    a quarter of the background, or more, may lie between them. The rest is shared by
     largest remainder on area x mean relevance, the relevance that each region holds; no region gets more than it has
     patches, and the most relevant ones of each are taken. What the foreground cannot take goes to the background, and
     the other way round.

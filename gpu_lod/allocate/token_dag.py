@@ -31,22 +31,24 @@ class TokenDAG(Allocator):
     rounding to 8 bits would add is added to every loss, so that relevance alone decides where there is nothing to see,
     and a picture of nothing is shared out evenly.
 
-    Continuous: a token of level l, benefit g, parent's benefit G, is read at level l + (t - g) / (G - g), t being the
-    threshold, the highest benefit that was not split. It is at its own level when it is about to be split (t = g), and
-    at its parent's when its parent is about to be put back (t = G), where its siblings are too. So as a picture, or
-    relevance, changes, tokens come and go at the level of those that they replace, and no level pops.
-    Positions stay those of the nodes; so footprints of tokens that rose overlap their neighbours, and near the border
-    reach past it, by half a node at most.
+    Continuous: a token of level l, benefit g, parent's benefit G, has come the share (t - g) / (G - g) of the way to
+    its parent, t being the threshold, the highest benefit that was not split. Over the last part of the way, `morph`,
+    it rises from its own level to that of its parent, which it has reached when its parent is about to be put back (t =
+    G), as its siblings have. So as a picture, or relevance, changes, tokens come and go at the level of those that they
+    replace, and no level pops; and most tokens are as sharp as the cut made them. Positions stay those of the nodes; so
+    footprints of tokens that rose overlap their neighbours, and near the border reach past it, by half a node at most.
 
     Tokens cover the picture exactly once, but for what rose and for the few detail cells that what is left of the
     budget goes to. Scores are the mean relevance of what a token covers, 1 being the highest of the picture.
 
     Args:
-        continuous: False reads every token at the level of its node.
+        morph: the part of the way to its parent over which a token rises, from 0 to 1. 0 reads every token at the level
+            of its node, which is the sharpest and pops; 1 is the smoothest, and blurs.
         max_level: level of the coarsest tokens; None lets a single token be the whole picture.
 
     Source: Karis et al., "Nanite: A Deep Dive" (SIGGRAPH 2021) for bounds that grow towards the root; Hoppe,
-        "Smooth View-Dependent Level-of-Detail Control" (1998) for geomorphs.
+        "Smooth View-Dependent Level-of-Detail Control" (1998) for geomorphs; Strugar, "Continuous Distance-Dependent
+        Level of Detail for Rendering Heightmaps" (2009) for a morph over the last part of the way.
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("image", "relevance")
@@ -56,11 +58,11 @@ class TokenDAG(Allocator):
         budget: int = 273,
         patch: int = 14,
         pool: Pool = "mean",
-        continuous: bool = True,
+        morph: float = 0.3,
         max_level: int | None = None,
     ) -> None:
         super().__init__(budget, patch, pool)
-        self.continuous = checks.flag(continuous, "continuous")
+        self.morph = checks.between(morph, "morph", 0.0, 1.0)
         self.max_level = None if max_level is None else checks.integer(max_level, "max_level", at_least=0)
 
     def errors(self, image: Any) -> tuple[torch.Tensor, ...]:
@@ -83,7 +85,7 @@ class TokenDAG(Allocator):
         benefits = _bounds(weighted, scene)
         cut = tree_cut(benefits[1:], relevance[0], self.budget, self.max_level)
         nodes = [*enumerate(cut.leaves), (0, cut.detail)]
-        levels = [*_risen(cut, benefits), torch.zeros_like(relevance[0])] if self.continuous else None
+        levels = [*_risen(cut, benefits, self.morph), torch.zeros_like(relevance[0])] if self.morph else None
         return tokens_at(scene, nodes, relevance, self.budget, levels)
 
 
@@ -95,7 +97,7 @@ def _bounds(lost: Sequence[torch.Tensor], scene: Scene) -> list[torch.Tensor]:
     return bounds
 
 
-def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _risen(cut: Cut, benefits: Sequence[torch.Tensor], morph: float) -> list[torch.Tensor]:
     """The continuous level of each node of each level, for those that are leaves."""
     sizes = [(leaves.shape[1], leaves.shape[2]) for leaves in cut.leaves]
     own, leaf = in_a_row(benefits[: len(sizes)]), in_a_row(cut.leaves)
@@ -106,5 +108,6 @@ def _risen(cut: Cut, benefits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # No quotient that is cut off, or that infinities have a part in, is made: its gradient would be NaN.
     within = (climbed > 0) & (climbed < room * _MOST) & (room < torch.inf)
     share = torch.where(within, climbed, 0.0) / torch.where(within, room, 1.0)
-    share = share + ((room > 0) & (climbed >= room * _MOST)).to(share.dtype) * _MOST
-    return [level + part for level, part in enumerate(apart(share, sizes))]
+    share = share + ((room > 0) & (climbed >= room * _MOST)).to(share.dtype)
+    risen = ((share - (1 - morph)) / morph).clamp(0, _MOST)
+    return [level + part for level, part in enumerate(apart(risen, sizes))]
