@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-from gpu_lod import dispatch, precision
+from gpu_lod import dispatch, heap, precision
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
 
@@ -51,6 +51,7 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             result: R = operators[function.__name__].traced(*args, **kwargs)
             return result
+        heap.keep_freed()
         return full(*args, **kwargs)
 
     return call

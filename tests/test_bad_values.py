@@ -13,13 +13,14 @@ import torch
 from scripts import run
 
 import gpu_lod as lod
+from gpu_lod import checks
 from gpu_lod.errors import InputError
 
 IMAGE, SITES, HUGE = torch.rand(1, 3, 16, 16), torch.tensor([[0.5, 0.5, 0.0]]), 10**5000
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it is a prototype, and will not even say its sizes
     NESTED = torch.nested.nested_tensor([torch.rand(2, 4), torch.rand(3, 4)])
-META = torch.tensor(0.5, device="meta")
+META, BOXES = torch.tensor(0.5, device="meta"), torch.tensor([[0.1, 0.2, 0.6, 0.7]])
 
 
 def hz() -> lod.Pyramid:
@@ -62,6 +63,25 @@ def test_bad_values_are_input_errors(name: str) -> None:
     call, words = BAD[name]
     with pytest.raises(InputError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("previous", lambda away: lod.feature_maps(IMAGE, previous=torch.zeros_like(IMAGE, device=away))),
+        ("semantic", lambda away: lod.feature_maps(IMAGE, semantic=torch.rand(16, 16, 16, device=away))),
+        ("boxes", lambda away: lod.region_max(hz(), BOXES.to(away))),
+        ("boxes", lambda away: lod.region_min(lod.hiz(IMAGE, "min"), BOXES.to(away))),
+        ("features", lambda away: lod.TokenSet(SITES, SITES[:, 0], None, 4, features=SITES.to(away))),
+        ("sites", lambda away: lod.rebuild(lod.TokenSet(SITES, SITES[:, 0], IMAGE[..., :4, :4].to(away), 4), (9, 9))),
+    ],
+)
+def test_tensors_on_two_devices(monkeypatch: pytest.MonkeyPatch, name: str, call: Callable[[str], object]) -> None:
+    """There is one here, so meta, which is refused before, stands for another."""
+    monkeypatch.setattr(checks, "dense", checks.tensor)
+    with pytest.raises(InputError, match=rf"{name} is on (meta and .* on cpu|cpu and .* on meta); move one with"):
+        call("meta")
+    call("cpu")
 
 
 def test_results_beyond_memory_are_named() -> None:

@@ -73,6 +73,17 @@ def test_ops_have_fakes_of_every_dtype_and_layout(backend: Any, dtype: torch.dty
             )
         flat = operators["log_polar"].arguments(image, (0.4, 0.5), 4, 6, backend=backend)
         torch.library.opcheck(operators["log_polar"].op, tuple(flat), test_utils="test_faketensor")
+    changed: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (lod.mipmap, (), {"mean": [0.1, 0.2, 0.3], "std": [1.0, 2.0, 3.0]}),
+        (lod.gather_patches, (torch.rand(4, 3), 4), {"mean": [0.1, 0.2, 0.3]}),
+        (lod.gather_patches, (torch.rand(4, 3), 4), {"std": [1.0, 2.0, 3.0]}),
+    ]
+    for kind in (torch.float16, torch.bfloat16, torch.float32):
+        changed += [(lod.mipmap, (), {"dtype": kind}), (lod.gather_patches, (torch.rand(4, 3), 4), {"dtype": kind})]
+        changed += [(lod.feature_maps, (), {"dtype": kind})] * (kind != torch.bfloat16)
+    for verb, arguments, more in changed:  # of another dtype than the picture
+        flat = operators[verb.__name__].arguments(batch, *arguments, **more, backend=backend)
+        torch.library.opcheck(operators[verb.__name__].op, tuple(flat), test_utils="test_faketensor")
     (whole,) = lod.laplacian(batch, 1).levels
     flat = operators["collapse"].arguments(lod.Pyramid((whole,), "laplacian"), backend)
     assert operators["collapse"].op(*flat).data_ptr() != whole.data_ptr()

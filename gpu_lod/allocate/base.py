@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, precision
+from gpu_lod import checks, heap, precision
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
 from gpu_lod.errors import InputError
@@ -180,6 +180,7 @@ class Allocator(ABC):
             InputError: something that the allocator needs is missing, is not taken, or does not fit; NaN in the
                 relevance; a budget larger than the number of sites there are.
         """
+        heap.keep_freed()
         scene, batched = self._scene(image, relevance, query, fixation, labels)
         found = self._in_parts(scene, lambda part: self._chosen(part, mean, std))
         if not batched:

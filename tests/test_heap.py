@@ -1,0 +1,31 @@
+"""Freed memory is used again."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+from scripts import succeed
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's")
+@pytest.mark.parametrize("call", ["lod.foveate(image, (0.4, 0.6), backend='torch')", "lod.allocate.TokenDAG()(image)"])
+def test_a_program_that_freed_nothing_large_pays_for_no_fresh_pages(call: str) -> None:
+    """A megabyte is 256 of them, and what these calls make on the way is more than ten."""
+    faults = succeed(
+        f"""
+        import resource, torch
+        import gpu_lod as lod
+
+        image = torch.rand(1, 3, 1024, 1024)
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            {call}
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        print(*[faults() for _ in range(12)])
+        """
+    )
+    first, *later = map(int, faults.split())
+    assert first > 2000 and sorted(later[3:])[4] < 200
