@@ -62,7 +62,7 @@ def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
     if height % side:
         bands.append((height - side, height))  # the last patches are flush with the edge
     most = max(end - begin for begin, end in bands) // 2 + 1
-    memory = images.new_empty(2, 2, len(PAIRS), count, most, halves.shape[-1] - 1, dtype=torch.float32)
+    memory = images.new_empty(most, 2, 2, len(PAIRS), count, halves.shape[-1] - 1, dtype=torch.float32)
     rows = torch.cat([_rows(halves, memory, *band, patch, pool) for band in bands], dim=-2)
     whole = rows.movedim(0, -1).flatten(-2)[..., :width]
     return along(whole, -1, patch, pool).div_(len(PAIRS))
@@ -73,18 +73,21 @@ def _rows(halves: torch.Tensor, memory: torch.Tensor, begin: int, end: int, patc
     even columns and the odd ones."""
     low, high = begin // 2, -(-end // 2)
     here = halves[:, :, low : high + 1]
-    found = memory[..., : high - low, :]  # [row, column, pair, B, h / 2, w / 2]
+    # [h / 2, row, column, pair, B, w / 2]: rows come first, by which threads share work. So each sums what it made,
+    # which is still in its cache, and need not come from another core's.
+    found = memory[: high - low]
     even = here[..., :-1]
     for column, samples in enumerate((even, torch.lerp(even, here[..., 1:], 0.5))):
-        torch.abs(samples[:, :, :-1], out=found[0, column])
-        _apart(samples[:, :, :-1], samples[:, :, 1:], out=found[1, column])
+        first, second = (out.permute(1, 2, 0, 3) for out in (found[:, 0, column], found[:, 1, column]))
+        torch.abs(samples[:, :, :-1], out=first)
+        _apart(samples[:, :, :-1], samples[:, :, 1:], out=second)
     side = min(patch, end - begin)
     # Levels are of half the luma, so what is on samples counts twice, and a sum of two neighbours is their mean.
     if pool == "mean" and begin % 2 == side % 2 == 0:
-        sums = found.unflatten(-2, (-1, side // 2)).sum(-2).sum(2)
+        sums = found.unflatten(0, (-1, side // 2)).sum(1).sum(3).permute(1, 2, 3, 0, 4)
         return torch.add(sums[1], sums[0], alpha=2).div_(side)
-    found[0].mul_(2)
-    rows = found.sum(2).permute(1, 2, 3, 0, 4).flatten(2, 3)
+    found[:, 0].mul_(2)
+    rows = found.sum(3).permute(2, 3, 0, 1, 4).flatten(2, 3)
     return along(rows[:, :, begin - 2 * low : end - 2 * low], -2, patch, pool)
 
 
