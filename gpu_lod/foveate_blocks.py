@@ -145,6 +145,6 @@ def _kinds(fixation: torch.Tensor, size: tuple[int, int], nearest: list[float]) 
 def _tiles(size: tuple[int, int]) -> tuple[tuple[Any, Any], Any]:
     """Where the tiles of an image begin along x and y, in pixels, and what the shader calls them: uint32 [rows,
     columns]."""
-    begins = tuple(np.arange(0.0, n, side) for n, side in zip(size[::-1], TILE, strict=True))
+    begins = np.arange(0.0, size[1], TILE[0]), np.arange(0.0, size[0], TILE[1])
     columns, lines = (np.arange(len(begin), dtype=np.uint32) for begin in begins)
     return begins, lines[:, None] << 10 | columns
