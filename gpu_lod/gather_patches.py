@@ -286,8 +286,8 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     low, high = (int(bound) for bound in torch.aminmax(group))
     numbers = [low] if low == high else group.unique().tolist()
     between = graph or any(number % 3 < 2 for number in numbers)
-    sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
     if between or look.zero:
+        sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
         step = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
         along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
     if between:

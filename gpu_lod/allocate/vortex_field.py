@@ -17,9 +17,8 @@ class VortexField(Allocator):
 
     Vortices stand at the peaks of relevance that non-maximum suppression leaves (`find_fixations`, with the radius as
     the distance below which the lower peak gives way). A vortex pulls a patch by strength / (distance^2 + radius^2),
-    its strength being the relevance within its radius (of the
-    nearest patch at least), and a patch goes to the one that pulls it most, the higher peak
-    of equal ones.
+    its strength being the relevance within its radius (of the nearest patch at least), and a patch goes to the one that
+    pulls it most, the higher peak of equal ones.
 
     Args:
         vortices: how many.
