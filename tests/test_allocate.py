@@ -65,25 +65,35 @@ def maps(kind: str, batch: int, rows: int, columns: int) -> torch.Tensor:
 
 
 def chosen(
-    name: str, budget: int, relevance: torch.Tensor, seed: int = 0, ragged: tuple[int, int] = (0, 0), **how: Any
+    name: str,
+    budget: int,
+    relevance: torch.Tensor,
+    seed: int = 0,
+    ragged: tuple[int, int] = (0, 0),
+    order: torch.Tensor | None = None,
+    **how: Any,
 ) -> lod.TokenSet:
     """Tokens of an allocator with whatever it needs beside relevance: a picture of noise, a query, ...
 
     Args:
         ragged: rows and columns of pixels, 0 to 3, that the last cells of the picture lack.
+        order: that the images of the batch are put in.
     """
     allocator = lod.allocate.make(name, budget, 4, **how)
     batch, rows, columns = relevance.shape
     generator = torch.Generator().manual_seed(seed)
     given = {
         "image": lambda: torch.rand(batch, 3, rows * 4 - ragged[0], columns * 4 - ragged[1], generator=generator),
-        "query": lambda: torch.randn(1, allocator.query_width or 8, generator=generator).expand(batch, -1),
+        "query": lambda: torch.randn(batch, allocator.query_width or 8, generator=generator),
         "fixation": lambda: (0.3, 0.6),
         "labels": lambda: torch.arange(columns).expand(batch, rows, columns) // 3,
     }
     arguments = {need: given[need]() for need in allocator.needs if need != "relevance"}
+    arguments["relevance"] = relevance
+    if order is not None:
+        arguments = {need: value if need == "fixation" else value[order] for need, value in arguments.items()}
     with torch.no_grad():
-        return allocator(relevance=relevance, **arguments)
+        return allocator(**arguments)
 
 
 KINDS = [
@@ -170,7 +180,8 @@ def test_exactly_k_sites(name: str, kind: str) -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_exactly_k_sites_of_what_is_searched_for(data: st.DataObject) -> None:
-    """Cases that hypothesis looks for, and makes small if one fails; relevance of few values, and of any."""
+    """Cases that hypothesis looks for, and makes small if one fails; relevance of few values, and of any. Permuting
+    the batch permutes the result."""
     name, batch = data.draw(st.sampled_from(NAMES)), data.draw(st.integers(1, 3))
     rows, columns = (data.draw(st.integers(1, most)) for most in (24, 24))
     there = sites_there(name, rows, columns)
@@ -179,8 +190,12 @@ def test_exactly_k_sites_of_what_is_searched_for(data: st.DataObject) -> None:
     palette = data.draw(st.lists(value.filter(lambda x: not math.isnan(x)), min_size=1, max_size=5))
     picks = torch.randint(len(palette), (batch, rows, columns), generator=torch.Generator().manual_seed(budget))
     ragged = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    case = Case(batch, rows, columns, ragged, budget, there)
-    check_sites(name, case, torch.tensor(palette, dtype=torch.float32)[picks])
+    relevance = torch.tensor(palette, dtype=torch.float32)[picks]
+    check_sites(name, Case(batch, rows, columns, ragged, budget, there), relevance)
+    order = torch.tensor(data.draw(st.permutations(range(batch))))
+    tokens = chosen(name, budget, relevance, ragged=ragged)
+    permuted = chosen(name, budget, relevance, ragged=ragged, order=order)
+    same(permuted, tokens.sites[order], tokens.scores[order], lod.allocate.make(name, 1).blends)
 
 
 @pytest.mark.parametrize("name", NAMES)
