@@ -17,7 +17,7 @@ from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, word_defines
 TILE = (64, 8)
 """(width, height), in pixels, of what a row of a workgroup of foveate_blocks.comp makes."""
 
-TILES = 4
+TILES = {"foveate_blocks.comp": 4, "foveate_rows.comp": 8}
 """Rows of a workgroup."""
 
 IMAGES = 512
@@ -25,10 +25,16 @@ IMAGES = 512
 
 SERIES_FROM = 43
 """Pixels: e + e0 from which the corners of its blocks of 4 x 4 are at most 1/20 of that from their middles. There the
-first three terms of log2(1 + t) are right to 2.3e-6 of a level."""
+first three terms of log2(1 + t) are right to `ROUNDING`."""
 
 THREE_LEVELS_FROM = 5
 """Pixels: e + e0 from which levels in such a block are less than 1 apart: log2((5 + 3 sqrt 2) / 5) = 0.9."""
+
+ROUNDING = 2.3e-6
+"""Of a level: what a block's may be off by."""
+
+CORNER = 1.5 * math.sqrt(2)
+"""Pixels from the middle of a block of 4 x 4 to those of its corners."""
 
 LEAST_E0 = 1e-9
 """Below it squares of distances in units of e0 may overflow, and the series has no value."""
@@ -77,16 +83,12 @@ def blocks(
         target: planes whose rows are as long as the image's, or longer.
         size: (height, width) of the image.
     """
-    # Where texels cover whole blocks, their centres lie between blocks from level 3 on, and two of a side do.
-    last = max(highest((x, y), size, *rule, levels - 1) for x, y in fixation.tolist())
-    whole = all(n % (1 << last) == 0 for n in size)
-    # Where there are no more levels, the last one is read in place of higher ones.
-    least = [2, 3][: 1 + whole] if levels > 3 else []
-    nearest = [max(rule[0] * (2.0 ** min(level * 1.0001 - rule[1], 1000.0) - 1), 0.0) for level in least]
-    kinds = _kinds(fixation, size, nearest)
-    _, codes = _tiles(size)
     channels, row, area = defines["CHANNELS"], target.width, target.area
     at_once = target.per_word if row % 4 else 4
+    # fp16's rounding takes most of the time, and takes longer eight at once.
+    eights = row % 8 == 0 and ctx.programs.pairs and target.dtype != torch.float16
+    kinds, ways = _kinds(fixation, size, levels, rule, eights=eights)
+    _, codes = _tiles(size)
     groups = []
     for images, rows in ranges:
         lines = slice(rows.start // TILE[1], -(-rows.stop // TILE[1]))
@@ -99,46 +101,97 @@ def blocks(
     for (images, rows), (_, counts) in zip(ranges, groups, strict=True):
         begin = images.start * channels * area + rows.start * row
         end = (images.stop - 1) * channels * area + rows.stop * row
-        first_stored = [0] * 4
+        firsts = [0] * 4
         for channel, binding in zip(range(channels), (0, 3, 4, 5), strict=False):
             index = target.bind(ctx, binding, begin + channel * area, end + channel * area - 1)
-            first_stored[channel] = (index + channel * area) // at_once
-        for texels, least_e, count in zip((4, 3, 2), (0.0, *nearest), counts, strict=False):
+            firsts[channel] = index + channel * area
+        for (shader, how), count in zip(ways, counts, strict=False):
             if not count:
                 continue
-            away = (least_e + rule[0]) * max(size)
-            series = rule[0] >= LEAST_E0 and away >= SERIES_FROM
-            halves = whole and texels < 4 and away >= THREE_LEVELS_FROM
-            how = {"TEXELS": texels, "HALVES": halves, "AT_ONCE": at_once, "SERIES": series}
-            program = ctx.programs.compute("foveate_blocks.comp", **word_defines(target.dtype), **how, **defines)
+            how = {"AT_ONCE": at_once, **how}
+            program = ctx.programs.compute(shader, **word_defines(target.dtype), **how, **defines)
             program.set(
-                u_first_stored=tuple(first_stored),
+                u_first_stored=tuple(first // how["AT_ONCE"] for first in firsts),
                 u_first_tile=done,
                 u_tiles=count,
                 u_first_layer=images.start,
                 u_size=(target.width, target.height),
                 **uniforms,
             )
-            workgroups = -(-count // TILES)
+            workgroups = -(-count // TILES[shader])
             high = -(-workgroups // MAX_GROUPS)
             program.dispatch_groups(-(-workgroups // high), high, 1)
             done += count
 
 
-def _kinds(fixation: torch.Tensor, size: tuple[int, int], nearest: list[float]) -> Any:
-    """[B, rows, columns] uint8, how many of these eccentricities all of a tile is beyond."""
+def _kinds(
+    fixation: torch.Tensor, size: tuple[int, int], levels: int, rule: tuple[float, float], *, eights: bool
+) -> tuple[Any, list[tuple[str, dict[str, Any]]]]:
+    """[B, rows, columns] uint8, the kind of each tile, and the shader of each kind with its defines.
+
+    Args:
+        eights: eight neighbours of a row can be stored at once.
+    """
+    e0, longer = rule[0], max(size)
     points = fixation.detach().cpu().double().numpy()
+    last = max(highest((x, y), size, *rule, levels - 1) for x, y in points.tolist())
+    # Where texels cover whole blocks, their centres lie between blocks from level 3 on, and two of a side do.
+    whole = all(n % (1 << last) == 0 for n in size)
+
+    def beyond(level: float) -> float:
+        """The eccentricity from which it is reached."""
+        return max(e0 * (2.0 ** min(level - rule[1], 1000.0) - 1), 0.0)
+
+    def square_of(e: float) -> float:
+        """In pixels; infinite beyond a float's range."""
+        return e * longer * (e * longer)
+
+    def block(texels: int, least: float) -> tuple[str, dict[str, Any]]:
+        away = (least + e0) * longer
+        halves = whole and texels < 4 and away >= THREE_LEVELS_FROM
+        series = e0 >= LEAST_E0 and away >= SERIES_FROM
+        return "foveate_blocks.comp", {"TEXELS": texels, "HALVES": halves, "SERIES": series}
+
+    ways = [block(4, 0.0)]
     begins, codes = _tiles(size)
     x, y = (
-        np.square(np.maximum(np.maximum(ahead := begin - points[:, axis, None] * size[1 - axis], -side - ahead), 0.0))
+        (ahead := begin - points[:, axis, None] * size[1 - axis], -side - ahead)
         for axis, (begin, side) in enumerate(zip(begins, TILE, strict=True))
     )
-    squared = x[:, None, :] + y[:, :, None]
     kinds = np.zeros((len(points), *codes.shape), np.uint8)
-    for e in nearest:
-        pixels = e * max(size)
-        kinds += squared >= pixels * pixels
-    return kinds
+    if levels <= 3:  # no more are there, and the last one is read in place of higher ones
+        return kinds, ways
+
+    def squared(x: Any, y: Any) -> Any:
+        return np.square(x)[:, None, :] + np.square(y)[:, :, None]
+
+    near = squared(*(np.maximum(np.maximum(ahead, behind), 0.0) for ahead, behind in (x, y)))
+    two, three = beyond(2.0002), beyond(3.0003)
+    ways.append(block(3, two))
+    kinds += near >= square_of(two)
+    if not whole:
+        return kinds, ways
+    if not (eights and _is_quadratic(three / e0, CORNER / (longer * e0))):
+        ways.append(block(2, three))
+        kinds += near >= square_of(three)
+        return kinds, ways
+    # Tiles with a third level stay with those of three texels: they are few, and a dispatch takes as long as several.
+    ways.append(("foveate_rows.comp", {"AT_ONCE": 8}))
+    far = squared(*(np.maximum(np.abs(ahead), np.abs(behind)) for ahead, behind in (x, y)))
+    for level in range(3, last + 1):
+        inside = near >= square_of(beyond(level * 1.0001))
+        if level < last:
+            inside &= far <= square_of(beyond((level + 1) * 0.9999))
+        kinds[inside] = 2
+    return kinds, ways
+
+
+def _is_quadratic(r: float, d: float) -> bool:
+    """Whether three terms of log2(1 + |p|) are right to `ROUNDING` as far as d from p, |p| = r or more."""
+    if r <= 0:
+        return False
+    near, far = d / r, d / (1 + r)  # of two concentric circles
+    return far * (0.481 * far * far + 0.278 * near * (near + far)) <= ROUNDING
 
 
 @functools.lru_cache(maxsize=16)

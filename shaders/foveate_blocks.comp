@@ -2,53 +2,16 @@
 // A foveated picture for renderers whose texture units are software: an invocation makes a block of 4 x 4 pixels, fetches
 // each texel under it once for all of them, and filters by itself. Less than half the time of foveate.comp on a CPU.
 //
-// PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl). BUFFERED (texels.glsl)
+// PER_WORD, AT_ONCE and others: foveate_tiles.glsl
 // SERIES   blocks are small against their distance from the fixation: one logarithm does for all of a block
 // TEXELS   texels of a level, along a side, that a block may touch: 4 at any level, 3 from level 2 on, and 2 from level 3 on
 //          where the sides of all levels are halves: a block lies between the same texels, and each level is a bilinear
 //          function of the place in it
 // HALVES   so they are, and no block has pixels more than a level apart. Texels' centres lie between blocks from level 3
 //          on, and of level 2 in their middles
-#include "words.glsl"
-#include "at_once.glsl"
-#include "foveate.glsl"
-#include "texels.glsl"
-
-layout(local_size_x = 32, local_size_y = 4) in;  // a tile a row of it: a renderer's CPU takes its time between workgroups
-layout(std430, binding = 2) readonly buffer Tiles { uint b_tiles[]; };  // of 64 x 8 pixels: layer << 23 | row << 10 | column
-uniform ivec4 u_first_stored;  // index in each binding of that channel of the texture's first image
-uniform int u_first_tile;    // of the texture's tiles in b_tiles
-uniform int u_tiles;
-uniform int u_first_layer;   // that the tiles' layers count from
-uniform ivec2 u_size;
-
-#if CHANNELS == 1
-#define TEXEL float
-#define SWIZZLE r
-#elif CHANNELS == 2
-#define TEXEL vec2
-#define SWIZZLE rg
-#elif CHANNELS == 3
-#define TEXEL vec3
-#define SWIZZLE rgb
-#else
-#define TEXEL vec4
-#define SWIZZLE rgba
-#endif
-
-// A binding a channel: an image may be more than one may hold.
-layout(std430, binding = 0) writeonly buffer Target0 { STORED b_target0[]; };
-#if CHANNELS > 1
-layout(std430, binding = 3) writeonly buffer Target1 { STORED b_target1[]; };
-#endif
-#if CHANNELS > 2
-layout(std430, binding = 4) writeonly buffer Target2 { STORED b_target2[]; };
-#endif
-#if CHANNELS > 3
-layout(std430, binding = 5) writeonly buffer Target3 { STORED b_target3[]; };
-#endif
-
-const float INVERSE_LN2 = 1.44269504;
+#define LANES 32
+#define TILES 4
+#include "foveate_tiles.glsl"
 
 #ifdef HALVES
 // A level in a block: at + x right + y (down + x twist), x and y in pixels from the block's first.
@@ -74,21 +37,18 @@ float tent(float distance_) { return max(0.0, 1.0 - abs(distance_)); }
 // Four neighbours of a row, of one channel.
 #define STORE_FOUR(b_, first_, texel_) \
     for (int k = 0; k < 4; k += AT_ONCE) { \
-        if (at.x + k < u_size.x) b_[(first_) + k / AT_ONCE] = PACKED(texel_, k, r); \
+        if (AT_ONCE == 4 || at.x + k < u_size.x) b_[(first_) + k / AT_ONCE] = PACKED(texel_, k, r); \
     }
 
 void main() {
-    int group = int(gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x);
-    int turn = group * int(gl_WorkGroupSize.y) + int(gl_LocalInvocationID.y);
-    if (turn >= u_tiles) return;
-    uint tile = b_tiles[u_first_tile + turn];
-    int layer = u_first_layer + int(tile >> 23), image = u_first_image + layer;
-    ivec2 at = ivec2(tile << 6, tile >> 7) & ivec2(0xffc0, 0xfff8);
+    int layer;
+    ivec2 at;
+    if (!find_tile(layer, at)) return;
     at += 4 * ivec2(gl_LocalInvocationID.x & 15u, gl_LocalInvocationID.x >> 4);
     if (at.x >= u_size.x || at.y >= u_size.y) return;
 
     vec2 place = (vec2(at) + 0.5) * u_pixel;
-    vec2 away = away_from(b_fixations[image], place), step_ = u_pixel * u_box;
+    vec2 away = away_from(b_fixations[u_first_image + layer], place), step_ = u_pixel * u_box;
     float level[16];
     float least = 100.0, most = 0.0;
 #ifdef SERIES
@@ -108,7 +68,7 @@ void main() {
     int last = last_level();
     least = min(least, float(last));
     int row_vectors = int(uint(u_size.x) / uint(AT_ONCE));
-    ivec4 target = u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + int(uint(at.x) / uint(AT_ONCE));
+    ivec4 target = place_in(layer, at, row_vectors);
 #ifdef HALVES
     // Two levels, and seldom a third. Stored as soon as they are made: few values are alive at once.
     int l = int(least);
@@ -199,14 +159,5 @@ void main() {
         if (at.y + y < u_size.y) STORE_FOUR(b_, first_ + y * row_vectors, texel) \
     }
 #endif
-    STORE_CHANNEL(b_target0, target.r, r)
-#if CHANNELS > 1
-    STORE_CHANNEL(b_target1, target.g, g)
-#endif
-#if CHANNELS > 2
-    STORE_CHANNEL(b_target2, target.b, b)
-#endif
-#if CHANNELS > 3
-    STORE_CHANNEL(b_target3, target.a, a)
-#endif
+    STORE_CHANNELS(target)
 }

@@ -75,6 +75,59 @@ def test_parity(ctx: lod.Context, way: str, dtype: torch.dtype) -> None:
             check(ctx, pyramid, torch.rand(pyramid.batch, 2), way, **options)
 
 
+@pytest.fixture
+def rows_of_eight(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Some tiles are made eight neighbours at a time."""
+    compiled: list[Any] = []
+    compute = ctx.programs.compute
+    monkeypatch.setattr(ctx.programs, "compute", lambda *name, **how: compiled.extend(name) or compute(*name, **how))
+    yield
+    assert "foveate_rows.comp" in compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.usefixtures("rows_of_eight")
+def test_parity_of_rows_of_eight(ctx: lod.Context, dtype: torch.dtype) -> None:
+    for shape, options in (
+        ((3, 448, 448), {}),
+        ((2, 1, 64, 768), {"e0": 0.1, "bias": 0.9}),
+        ((4, 512, 64), {"e0": 0.06, "bias": -0.6}),
+        ((2, 2, 128, 512), {}),
+    ):
+        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        for fixation in (torch.rand(pyramid.batch, 2), torch.zeros(pyramid.batch, 2)):
+            check(ctx, pyramid, fixation, "gl", **options)
+
+
+@pytest.mark.usefixtures("rows_of_eight")
+def test_levels_in_rows_of_eight_are_quadratic() -> None:
+    """As nearly as is said, where nothing else is rounded: sides are powers of two, and levels far apart."""
+    rows, columns = torch.arange(256)[:, None], torch.arange(1024)
+    board = ((rows >> 3) + (columns >> 3) & 1) * 0.5 + ((rows >> 4) + (columns >> 4) & 1) * 0.5
+    pyramid = lod.mipmap(board[None])
+    point = torch.tensor([[0.2, 0.4]])
+    for e0 in (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1):
+        expected = reference([level.double() for level in pyramid.levels], point.double(), e0)
+        found = run(pyramid, point, "gl", e0=e0)
+        assert float((found - expected).abs().max()) <= foveate_blocks.ROUNDING / 2 + 4e-7, e0
+
+
+@pytest.mark.usefixtures("rows_of_eight")
+def test_rows_of_eight_at_the_last_level(ctx: lod.Context) -> None:
+    for levels in (4, 5, 6):
+        check(ctx, lod.mipmap(noise(3, 256, 768), levels=levels), torch.tensor([0.1, 0.9]), "gl", bias=0.5)
+
+
+@pytest.mark.usefixtures("rows_of_eight")
+def test_storage_splits_rows_of_eight(restored_limits: lod.Context) -> None:
+    pyramid = lod.mipmap(noise(3, 3, 128, 768), backend="gl").upload()
+    fixation = torch.rand(3, 2)
+    whole = lod.foveate(pyramid, fixation, backend="gl")
+    for limit in (1_700_000, 150_000):  # an image at a time, and rows of one
+        restored_limits.limits.storage_bytes = limit
+        assert torch.equal(lod.foveate(pyramid, fixation, backend="gl"), whole)
+
+
 @each_way
 def test_real_pictures(ctx: lod.Context, way: str, photo: torch.Tensor, page: torch.Tensor) -> None:
     for image in (photo, page, photo.float() / 255, photo[:, :400, :333].contiguous()):
