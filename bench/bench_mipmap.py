@@ -75,11 +75,12 @@ def torch_ways(height: int, width: int) -> tuple[dict[str, Callable[[torch.Tenso
     }
     filtered = {"torch interpolate bilinear antialias": partial(_stored_chain, _antialias)}
     other = dict.fromkeys(filtered, TRIANGLE)
+    own = partial(lod.mipmap, backend="torch")
     if is_power(height, width):
-        return ways | {"torch reshape mean": partial(_stored_chain, _reshape_mean)} | filtered, other
-    # Nobody else has the exact filter for odd sides: our own torch path is the opponent.
+        return ways | {"torch reshape mean": partial(_stored_chain, _reshape_mean), "torch sums": own} | filtered, other
+    # Nobody else has the exact filter for odd sides.
     other |= dict.fromkeys(ways, POLYPHASE)
-    return ways | {"torch polyphase": partial(lod.mipmap, backend="torch")} | filtered, other
+    return ways | {"torch polyphase": own} | filtered, other
 
 
 def channels_last(height: int, width: int) -> dict[str, Callable[[torch.Tensor], object]]:
@@ -146,4 +147,4 @@ def zero_copy(sizes: list[Size], seconds: float) -> Iterator[Row]:
         )  # fmt: skip
 
 
-_FAST = ("torch interpolate bilinear", "torch avg_pool2d", "torch polyphase")
+_FAST = ("torch interpolate bilinear", "torch avg_pool2d", "torch polyphase", "torch sums")

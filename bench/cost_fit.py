@@ -50,11 +50,18 @@ class Way:
     work: Callable[[Row], float]
     unit: str
     part: str = "end to end"
+    sites: str = ""
+    """Of `gather_patches`, which of them: those on the grid are another job, in which nothing is filtered."""
+
+    @property
+    def job(self) -> str:
+        """The verb, and which of its jobs where there are several."""
+        return ", ".join(filter(None, (self.verb, self.sites)))
 
     def points(self, rows: Sequence[Row]) -> list[Point]:
         found = []
         for row in rows:
-            if row["verb"] != self.verb or row["part"] != self.part or not _is_main(row):
+            if row["verb"] != self.verb or row["part"] != self.part or self.sites not in note(row) or not _is_main(row):
                 continue
             side = self.side(row)
             if side in row["sides"]:
@@ -143,8 +150,8 @@ def ways_of(rows: Sequence[Row], *, borrowed: bool = False) -> Iterator[Way]:
     Args:
         borrowed: shaders read ordinary tensors where they are.
     """
-    halving = _first("torch polyphase", "torch interpolate bilinear")
-    yield Way("mipmap", "torch polyphase or bilinear", halving, _halving_bytes, "byte")
+    halving = _first("torch polyphase", "torch sums", "torch interpolate bilinear")
+    yield Way("mipmap", "torch polyphase or sums", halving, _halving_bytes, "byte")
     extremes = _named("torch rows then columns")
     yield Way("hiz", "torch rows then columns", extremes, lambda row: ROWS_THEN_COLUMNS * _image_bytes(row), "byte")
     for verb, pool in (("mipmap", "torch avg_pool2d"), ("hiz", "torch max_pool2d")):
@@ -159,14 +166,22 @@ def ways_of(rows: Sequence[Row], *, borrowed: bool = False) -> Iterator[Way]:
     def samples(a_picture: Callable[[Row], float]) -> Callable[[Row], float]:
         return lambda row: row["batch"] * a_picture(row)
 
-    samplers: dict[str, tuple[Callable[[Row], float], tuple[str, ...]]] = {
-        "log_polar": (lambda row: RINGS_TIMES_WEDGES, ("gl compute", "gl fragment", "torch two levels a ring")),
-        "foveate": (lambda row: row["size"][0] * row["size"][1], ("gl compute", "torch coarse to fine, boxes")),
-        "gather_patches": (lambda row: PATCH_SAMPLES, ("gl compute", "torch sites of a level together")),
-    }
-    for verb, (a_picture, sides) in samplers.items():
+    ring = "torch two levels a ring"
+    samplers: list[tuple[str, Callable[[Row], float], tuple[str, ...]]] = [
+        (
+            "log_polar",
+            lambda row: RINGS_TIMES_WEDGES,
+            ("gl compute", "gl fragment", ring, f"{ring}, split over threads"),
+        ),
+        ("foveate", lambda row: row["size"][0] * row["size"][1], ("gl compute", "torch coarse to fine, boxes")),
+    ]
+    for verb, a_picture, sides in samplers:
         for side in sides:
             yield Way(verb, side, _named(side), samples(a_picture), "sample")
+    for sites in ("cortical sites", "sites on the grid"):
+        for side in ("gl compute", "torch sites of a level together"):
+            patches = samples(lambda row: PATCH_SAMPLES)
+            yield Way("gather_patches", side, _named(side), patches, "sample", sites=sites)
 
 
 def fit(way: Way, points: list[Point]) -> Fit | None:
@@ -195,17 +210,17 @@ def _constants(points: list[Point]) -> tuple[float, float, float]:
 def fits(rows: Sequence[Row], *, borrowed: bool = False) -> list[Fit]:
     made = [fit(way, way.points(rows)) for way in ways_of(rows, borrowed=borrowed)]
     found = [one for one in made if one is not None]
-    order = list(dict.fromkeys(one.way.verb for one in found))
-    return sorted(found, key=lambda one: order.index(one.way.verb))
+    order = list(dict.fromkeys(one.way.job for one in found))
+    return sorted(found, key=lambda one: order.index(one.way.job))
 
 
 def crossovers(found: list[Fit]) -> list[tuple[str, int, Fit, Fit, int | None, float]]:
-    """(verb, batch, GL, torch, the side from which on GL is faster, GL over torch at 1024), end to end; by the
+    """(job, batch, GL, torch, the side from which on GL is faster, GL over torch at 1024), end to end; by the
     fastest way of each at 1024."""
     result = []
-    for verb in dict.fromkeys(one.way.verb for one in found):
-        mine = [one for one in found if one.way.verb == verb and one.way.part == "end to end"]
-        channels = 1 if verb == "hiz" else 3
+    for job in dict.fromkeys(one.way.job for one in found):
+        mine = [one for one in found if one.way.job == job and one.way.part == "end to end"]
+        channels = 1 if job == "hiz" else 3
         for batch in (1, 32):
 
             def ms(one: Fit, side: int, batch: int = batch, channels: int = channels) -> float:
@@ -218,5 +233,5 @@ def crossovers(found: list[Fit]) -> list[tuple[str, int, Fit, Fit, int | None, f
             ours, theirs = (min(group, key=lambda one: ms(one, 1024)) for group in groups)
             sides = [2**power for power in range(5, LARGEST.bit_length())]
             wins = [side for side in sides if all(ms(ours, s) < ms(theirs, s) for s in sides if s >= side)]
-            result.append((verb, batch, ours, theirs, wins[0] if wins else None, ms(ours, 1024) / ms(theirs, 1024)))
+            result.append((job, batch, ours, theirs, wins[0] if wins else None, ms(ours, 1024) / ms(theirs, 1024)))
     return result

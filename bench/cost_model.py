@@ -68,7 +68,7 @@ def _constants_table(found: list[Fit], bandwidth: float) -> str:
         left_out = "" if one.left_out is None else f"{one.left_out:.0%}"
         lines.append(
             [
-                one.way.verb, one.way.name, str(len(one.points)), figure(fixed), figure(level * 1e3), speed,
+                one.way.job, one.way.name, str(len(one.points)), figure(fixed), figure(level * 1e3), speed,
                 f"{one.median_error:.0%}", left_out,
             ]
         )  # fmt: skip
@@ -92,7 +92,7 @@ def _crossover_table(found: list[Fit]) -> str:
 def _points_table(found: list[Fit]) -> str:
     lines = [
         [
-            one.way.verb, one.way.name, job(point.row), figure(point.ms), figure(one.ms(point.levels, point.work)),
+            one.way.job, one.way.name, job(point.row), figure(point.ms), figure(one.ms(point.levels, point.work)),
             f"{point.ms / one.ms(point.levels, point.work):.2f}",
         ]
         for one in found

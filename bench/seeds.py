@@ -33,9 +33,9 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "gpu_lod" / "data"
 
 OWN = {
-    "torch polyphase", "torch rows then columns", "torch rows as channels", "torch descent", "torch strided sums",
-    "torch one call", "torch two levels a ring, split over threads", "torch coarse to fine, boxes",
-    "torch sites of a level together",
+    "torch polyphase", "torch sums", "torch rows then columns", "torch rows as channels", "torch descent",
+    "torch strided sums", "torch one call", "torch two levels a ring, split over threads",
+    "torch coarse to fine, boxes", "torch sites of a level together",
 }  # fmt: skip
 """Sides of rows that are the verb with backend="torch": what `auto` would take, be it the fastest torch way or not."""
 

@@ -26,7 +26,11 @@ class Conversion:
         wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
         if self.scale is None:
             return wide
-        scale, offset = (wide.new_tensor(values)[:, None, None] for values in (self.scale, self.offset))
+        # Not by new_tensor, which negated views refuse.
+        scale, offset = (
+            torch.tensor(values, dtype=wide.dtype, device=wide.device)[:, None, None]
+            for values in (self.scale, self.offset)
+        )
         return torch.addcmul(offset, wide, scale)
 
 

@@ -171,6 +171,7 @@ def parse(text: str, path: Path | None = None) -> Table:
         machine = Machine(**{field.name: data["machine"][field.name] for field in fields(Machine)})
         for field in fields(Machine):
             _check_type(getattr(machine, field.name), str(field.type), field.name)
+        _check_type(data["entries"], "list", "entries")
         return Table(machine, tuple(map(_entry, data["entries"])), path)
     except ValueError as error:
         raise ValueError(f"{error}".partition("\n")[0][:200]) from None
@@ -201,6 +202,8 @@ def _entry(data: dict[str, Any]) -> Entry:
         ways[way] = Timed(float(median), float(iqr))
         if not (0 < ways[way].median_ms < math.inf and 0 <= ways[way].iqr_ms < math.inf):
             raise ValueError(f"{way} takes {median} ms, give or take {iqr}")
+    if ways and "torch" not in ways:  # all are compared with it
+        raise ValueError("it has no time of torch")
     return Entry(question, data["at"], data["date"], ways)
 
 

@@ -436,6 +436,9 @@ BROKEN: dict[str, Callable[[], str | bytes]] = {
     "NaN": lambda: json.dumps(valid()).replace("[5, 1]", "[NaN, 1]"),
     "endless": lambda: json.dumps(valid()).replace("[5, 1]", "[5, Infinity]"),
     "huge": lambda: json.dumps(valid()).replace("[5, 1]", f"[{10**400}, 1]"),
+    "negative spread": lambda: json.dumps(valid()).replace("[5, 1]", "[5, -1]"),
+    "no torch": lambda: json.dumps(valid()).replace('"torch"', '"tprch"'),
+    "no list of entries": lambda: json.dumps(valid() | {"entries": {}}),
     "work 0": lambda: json.dumps(valid()).replace(str(2**20), "0"),
     "work true": lambda: json.dumps(valid()).replace(str(2**20), "true"),
 }

@@ -18,6 +18,7 @@ import gpu_lod as lod
 from gpu_lod import shaders
 from gpu_lod.conversion import conversion
 from gpu_lod.errors import InputError, LimitError, ShaderError, UnsupportedError
+from gpu_lod.program import Program
 from gpu_lod.several_levels import together
 from gpu_lod.transfer import Planes, packed_planes, wrapped
 from gpu_lod.tuning import tuning
@@ -106,6 +107,22 @@ def test_calls_leave_nothing_behind() -> None:
         for shape in ((1, 1, 300, 200), (5, 3, 70, 65), (2, 2, 130, 130)):
             image = noise(*shape)
             check(lod.mipmap(image, generator="single-pass"), image)
+
+
+def test_an_error_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tiles of it were counted, and the next call begins at none."""
+    image, dispatch = noise(2, 3, 300, 200), Program.dispatch_groups
+
+    def broken(program: Program, x: int, y: int, z: int) -> None:
+        dispatch(program, x - 1, y, z)
+        raise KeyboardInterrupt
+
+    check(lod.mipmap(image, generator="single-pass"), image)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Program, "dispatch_groups", broken)
+        lod.mipmap(image, generator="single-pass")
+    other = noise(2, 3, 300, 200)
+    check(lod.mipmap(other, generator="single-pass"), other)
 
 
 def test_large_pictures() -> None:

@@ -108,6 +108,13 @@ def test_results_do_not_depend_on_the_schedule(emulated: EmulatedDevice, reduce:
     assert agree(orders(emulated, noise(2, 1, 200, 131, dtype=dtype), reduce))
 
 
+def test_what_other_blocks_wrote_is_read_past_the_cache() -> None:
+    """The emulator has none, so that it sees no difference."""
+    text = sources.texts()["reduce.cu"]
+    for name, kind in (("FromLevel", "element"), ("FromWide", "float")):
+        assert f"struct {name} {{\n    const volatile {kind}* plane;" in text
+
+
 BARRIERS = sources.texts()["reduce.cu"].count("__syncthreads();")
 
 

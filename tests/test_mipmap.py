@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 import pickle
 import sys
 
@@ -18,6 +19,7 @@ from oracle import extreme_chain, mean_chain
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gpu_lod as lod
+from gpu_lod import halving
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.halving import halve_mean
 from gpu_lod.pyramid import level_sizes
@@ -463,6 +465,17 @@ def test_counts_are_halved_alike_wherever_they_lie(shape: tuple[int, ...]) -> No
         assert torch.equal(halve_mean(source, *sizes), expected), name
 
 
+@pytest.mark.parametrize("shape", [(1, 64, 64), (1, 1, 2, 2), (2, 3, 6, 10), (3, 8, 9), (3, 1, 8), (2, 8, 1)], ids=str)
+def test_few_texels_are_halved_as_many_are(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    image = torch.randn(shape)
+    image.view(-1)[::7] = math.inf
+    sizes = [(max(1, n // 2)) for n in shape[-2:]]
+    assert image.numel() <= halving.FEW
+    few = halve_mean(image, *sizes)
+    monkeypatch.setattr(halving, "FEW", 0)
+    assert torch.allclose(few, halve_mean(image, *sizes), rtol=3e-7, atol=1e-7, equal_nan=True)
+
+
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_chains_of_counts_are_traced_for_any_memory(mode: str) -> None:
     image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8)
@@ -470,6 +483,14 @@ def test_chains_of_counts_are_traced_for_any_memory(mode: str) -> None:
     elsewhere = torch.cat([image.flatten()[:1], image.flatten()])[1:].view(3, 64, 64)
     for got, want in zip(traced(elsewhere), lod.mipmap(image, backend="torch"), strict=True):
         assert torch.equal(got, want)
+
+
+def test_negated_values_are_converted() -> None:
+    negated = torch.view_as_complex(torch.rand(2, 3, 20, 28, 2)).conj().imag
+    assert negated.is_neg()
+    found = lod.mipmap(negated, mean=[0.5] * 3, backend="torch")
+    expected = lod.mipmap(negated.resolve_neg(), mean=[0.5] * 3, backend="torch")
+    assert all(map(torch.equal, found.levels, expected.levels))
 
 
 def test_negated_counts() -> None:

@@ -120,6 +120,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "schema of words": (data(schema="1"), "no result file of schema"),
     "wrong dtype": (data(row(dtype="int8")), r"\$\.rows\[0\]\.dtype: 'int8' is not one of"),
     "no sides": (data(row(sides={})), r"\$\.rows\[0\]\.sides"),
+    "time without end": (data(row(sides={"gl": timing(1e308)})), r"\$\.rows\[0\]\.sides\.gl\.(median|fastest|iqr)_ms"),
     "time of 0": (data(row(sides={"gl": timing(0)})), r"\$\.rows\[0\]\.sides\.gl\.median_ms"),
     "no rows": (data(rows=[]), r"\$\.rows"),
     "unknown best": (data(row(best_gl="gl magic")), r"\$\.rows\[0\]\.best_gl: 'gl magic' is none of its sides"),
