@@ -40,7 +40,12 @@ OWN = {
 """Sides of rows that are the verb with backend="torch": what `auto` would take, be it the fastest torch way or not."""
 
 
-SINCE = {"oriented_energy": "2026-11-25", "feature_maps": "2026-11-25", "gather_patches": "2026-11-25"}
+SINCE = {
+    "foveate": "2026-11-25",
+    "oriented_energy": "2026-11-25",
+    "feature_maps": "2026-11-25",
+    "gather_patches": "2026-11-25",
+}
 """Verbs that a way became much faster of, and the day: earlier results say nothing of what it is now."""
 
 
