@@ -281,8 +281,10 @@ class Run:
         source: Callable[[Any], object] = mip_reference
         other |= bench_mipmap.driver_differs(height, width, dtype)
         libraries: dict[str, Callable[[list[torch.Tensor]], Side]] = {}
-        if bench_mipmap.is_power(height, width) and dtype == torch.float32:
+        if bench_mipmap.is_power(height, width) and dtype in (torch.float32, torch.uint8):
             libraries = {cuda_peers.CUPY: cuda_peers.cupy_side, cuda_peers.CVCUDA: cuda_peers.cvcuda_side}
+            if dtype == torch.uint8:
+                other |= dict.fromkeys(libraries, peers.ROUNDS)
         if "torch reshape mean" in ways:
             source = partial(bench_mipmap._stored_chain, bench_mipmap._avg_pool)
         if dtype == torch.float32:

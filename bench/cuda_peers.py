@@ -27,7 +27,8 @@ def cupy_side(inputs: list[torch.Tensor]) -> Side:
     """On torch's current stream, and on its memory without a copy."""
     import cupy
 
-    kernel = cupy.ElementwiseKernel("T a, T b, T c, T d", "T mean", "mean = (a + b + c + d) * (T)0.25", "mean_of_four")
+    mean = "(a + b + c + d + 2) / 4" if inputs[0].dtype == torch.uint8 else "(a + b + c + d) * (T)0.25"
+    kernel = cupy.ElementwiseKernel("T a, T b, T c, T d", "T mean", f"mean = {mean}", "mean_of_four")
     arrays = [cupy.from_dlpack(image) for image in inputs]
     call = job(lambda image: cupy_chain(kernel, image), arrays)
 

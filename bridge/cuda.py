@@ -22,6 +22,7 @@ from gpu_lod.errors import (
     CudaUnavailableError,
     DeviceLostError,
     DeviceMismatchError,
+    GpuLodError,
     InteropUnavailableError,
 )
 
@@ -30,6 +31,9 @@ from .pool import Loan, Returns
 
 # Of torch's CUDA version: bindings of a newer one may ask for a newer driver.
 INSTALL = f"pip install 'cuda-bindings=={(torch.version.cuda or '13').split('.')[0]}.*'"
+
+
+_NO_DEVICE = 100
 
 
 class _Memory:
@@ -102,7 +106,8 @@ class CudaDriver:
         self._cu, self._rt = driver, runtime
         self._success = int(runtime.cudaError_t.cudaSuccess)
         self._events: Returns[Any] = Returns()
-        self._context_events = True
+        self.context_events = True
+        """Whether one event can stand behind all streams; else the host waits for the device."""
         torch.cuda.init()
 
     # -- threads and devices ------------------------------------------------------------------------------------------
@@ -140,20 +145,21 @@ class CudaDriver:
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
 
-    def check_same_gpu(self, renderer: str) -> None:
+    def check_same_gpu(self, renderer: str) -> GpuLodError | None:
         which = self._rt.cudaGLDeviceList.cudaGLDeviceListAll
-        result = self._rt.cudaGLGetDevices(16, which)
-        if int(result[0]) != self._success:
-            raise DeviceMismatchError(
-                f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: "
-                f"{cuda_errors.error(int(result[0]), self._error_name(int(result[0])), 'cudaGLGetDevices')}"
-            )
-        count, ordinals = result[1:]
+        code, *found = self._rt.cudaGLGetDevices(16, which)
+        if int(code) != self._success:
+            error = cuda_errors.error(int(code), self._error_name(int(code)), "cudaGLGetDevices")
+            if int(code) != _NO_DEVICE:
+                return error
+            raise DeviceMismatchError(f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: {error}")
+        count, ordinals = found
         if self._ordinal not in list(ordinals)[:count]:
             raise DeviceMismatchError(
                 f"the OpenGL context ({renderer}) is on CUDA device {list(ordinals)[:count]}, and the tensor on "
                 f"{self.device}. Open the context with gpu_lod.Context({str(self.device)!r}), or move the tensor."
             )
+        return None
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class CudaDriver:
         """While a stream of the context is captured, by any thread and in any mode, CUDA refuses what looks at every
         stream, and invalidates the capture. Events on single streams would not do: nobody knows which of them use a
         tensor."""
-        if self._context_events:
+        if self.context_events:
             handle = self._events.pop() if self._events else self._call("cuEventCreate", self._cu.cuEventCreate(2))
             event = Event(handle, self._events)
             try:
@@ -211,7 +217,7 @@ class CudaDriver:
             error = cuda_errors.error(code, self._error_name(code), "cuCtxRecordEvent")
             if isinstance(error, (CaptureError, DeviceLostError)):
                 raise error
-            self._context_events = False
+            self.context_events = False
         wait_for_device(self._ordinal)
         return None
 

@@ -25,11 +25,17 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpu_lod.errors import BufferMovedError, InteropUnavailableError, MappingError, OutOfMemoryError
+from gpu_lod.errors import (
+    BufferMovedError,
+    GpuLodError,
+    InteropUnavailableError,
+    MappingError,
+    OutOfMemoryError,
+)
 
 from . import gl as G
 from .gl import GL
-from .pool import Lease, Pool, Returns, hold, size_class, storage_start
+from .pool import EXPIRED, Lease, Pool, Returns, hold, size_class, storage_start
 
 # GL may find the memory only when CUDA asks for it, and what CUDA then reports is not always that there is none.
 _MAY_BE_SHORTAGE = (OutOfMemoryError, InteropUnavailableError, MappingError)
@@ -61,8 +67,9 @@ class Driver(Protocol):
     def restore(self, before: Any) -> None:
         """Undo `activate`."""
 
-    def check_same_gpu(self, renderer: str) -> None:
-        """Raises DeviceMismatchError if the current GL context is not on this CUDA device."""
+    def check_same_gpu(self, renderer: str) -> GpuLodError | None:
+        """Raises DeviceMismatchError if the current GL context is not on this CUDA device. Returns why that could not
+        be asked, if so: then sharing a buffer tells."""
 
     def stream(self) -> int:
         """torch's current stream."""
@@ -203,6 +210,14 @@ class InteropBridge:
             self.driver.restore(before)
             raise
         self._before = before
+
+    def prove(self) -> None:
+        """Share a buffer, and see that torch finds it where it should be. Whatever is wrong with that raises."""
+        self.begin()
+        try:
+            self.lease(1).tensor(torch.uint8, (1,))
+        finally:
+            self.end()
 
     def lease(self, nbytes: int) -> InteropLease:
         """A buffer of `nbytes`, contents undefined, CUDA's until it is bound."""
@@ -407,5 +422,5 @@ class InteropBridge:
     def _poison(self, buffer: InteropBuffer, why: str) -> None:
         for storage in buffer.storages:
             if not storage.expired():
-                self.driver.poison(storage.cdata, f"this tensor is no longer valid: {why}.")
+                self.driver.poison(storage.cdata, f"{EXPIRED}: {why}.")
         buffer.storages.clear()

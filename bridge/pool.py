@@ -181,6 +181,19 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
+EXPIRED = "this tensor is no longer valid"
+"""What tensors say from then on whose storage was taken away."""
+
+
+def check_alive(tensor: torch.Tensor) -> None:
+    """Raises BufferMovedError if the tensor's storage was taken away; tensors that have none pass."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError) as error:
+        if EXPIRED in str(error):
+            raise BufferMovedError(str(error)) from None
+
+
 def storage_start(tensor: torch.Tensor) -> int:
     """Address of the tensor's storage.
 

@@ -11,6 +11,7 @@ Source: PyCUDA reference, "OpenGL Interoperability" (pycuda.gl).
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ from gpu_lod.errors import (
     ContextNotCurrentError,
     CudaUnavailableError,
     DeviceMismatchError,
+    GpuLodError,
     InteropUnavailableError,
+    MappingError,
 )
 
 from . import cuda_errors
@@ -70,6 +73,8 @@ class PyCudaDriver:
             raise InteropUnavailableError(f"this PyCUDA has no OpenGL ({error}). {_HOW_TO_BUILD}") from None
         self.device = torch.device("cuda", ordinal)
         self._ordinal = ordinal
+        self._thread: int | None = None
+        """Where it is used."""
         self._driver, self._gl = pycuda.driver, pycuda.gl
 
     def activate(self) -> None:
@@ -85,12 +90,21 @@ class PyCudaDriver:
                 "sees the other's memory. Use `import pycuda.autoprimaryctx` in place of pycuda.autoinit, or "
                 "Device(n).retain_primary_context().push()."
             )
+        # Another thread may push the same context by an object of its own, and PyCUDA then refuses to unmap.
+        if self._thread is None:
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident():
+            raise ContextNotCurrentError(
+                "a verb on CUDA tensors was called on another thread before, and PyCUDA ties buffers to the thread "
+                "that registered them. Call verbs there, or use interop='cuda', which any thread may use."
+            )
         check_not_capturing()
 
     def restore(self, before: None) -> None: ...
 
-    def check_same_gpu(self, renderer: str) -> None:
+    def check_same_gpu(self, renderer: str) -> GpuLodError | None:
         """PyCUDA cannot ask which GPU a GL context is on; registering the first buffer tells."""
+        return None
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
@@ -125,7 +139,21 @@ class PyCudaDriver:
         with _named("RegisteredMapping.unmap"):
             for handle in handles:
                 handle.mapping.unmap()
+                if self._is_mapped(handle):  # PyCUDA writes of an error to stderr and raises nothing
+                    raise MappingError(
+                        "PyCUDA could not give a buffer back to OpenGL; stderr says why. Verbs must be called on the "
+                        "thread that made PyCUDA's context. Or use interop='cuda'."
+                    )
                 handle.mapping = None
+
+    def _is_mapped(self, handle: _Registered) -> bool:
+        try:
+            handle.mapping.device_ptr_and_size()
+        except Exception as error:
+            if type(error).__module__.startswith("pycuda"):
+                return False
+            raise
+        return True
 
     def _behind(self, stream: int) -> torch.cuda.Stream:
         """The default stream, ordered behind torch's current one."""

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.dlpack import from_dlpack
 
 from gpu_lod import recording
+from gpu_lod.bridge.pool import check_alive
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.kernels import device
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -66,6 +67,8 @@ def dense(value: Any, name: str) -> torch.Tensor:
         raise InputError(f"{name} is a nested tensor; expected an ordinary dense tensor. Pad and stack its parts.")
     if not _ordinary(found) or found.is_meta or found.is_complex():
         raise InputError(f"{name} is a {_kind(found)}; expected an ordinary dense tensor with data.")
+    if not torch.compiler.is_compiling() and type(found) in _PLAIN:
+        check_alive(found)
     return found
 
 

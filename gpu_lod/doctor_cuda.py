@@ -215,6 +215,7 @@ def _hand_over(name: str, ctx: Context, bridge: InteropBridge) -> Iterator[Findi
             buffer.mapped = True
             times.append((perf_counter_ns() - start) / 1000)
         bridge.give_to_gl(buffer, 0)  # so that the bridge maps it, and sees whether it has moved
+        driver.mark()
     p50, p99 = (percentile(times[_WARM_UP:], q) for q in (50, 99))
     slow = p50 > _SLOW_P50 or p99 > _SLOW_P99
     yield Finding(
@@ -227,6 +228,13 @@ def _hand_over(name: str, ctx: Context, bridge: InteropBridge) -> Iterator[Findi
         if slow
         else None,
     )
+    if not getattr(driver, "context_events", True):
+        yield Finding(
+            f"events on {bridge.device}",
+            "warn",
+            "none stands behind all streams (cuCtxRecordEvent), so the host waits for the GPU whenever a result died",
+            "update the NVIDIA driver and cuda-bindings to CUDA 12.5 or newer",
+        )
 
 
 def percentile(values: Sequence[float], q: float) -> float:

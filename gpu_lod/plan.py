@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree
 
 from gpu_lod import checks, recording
+from gpu_lod.bridge.pool import storage_start
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
 from gpu_lod.errors import InputError, PyramidChangedError
@@ -234,9 +235,9 @@ class Plan:
 
     def _copy(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """New values into the inputs, all at once where they are inputs themselves."""
-        homes = {home.untyped_storage().data_ptr() for home in self.inputs}
+        homes = {storage_start(home) for home in self.inputs}
         fresh = [
-            tensor.clone() if tensor is not home and tensor.untyped_storage().data_ptr() in homes else tensor
+            tensor.clone() if tensor is not home and storage_start(tensor) in homes else tensor
             for home, tensor in zip(self.inputs, tensors, strict=False)
         ]
         for home, tensor in zip(self.inputs, fresh, strict=False):

@@ -19,7 +19,14 @@ from gpu_lod.bridge.gl import GL
 from gpu_lod.bridge.interop import Driver
 from gpu_lod.bridge.pool import hold
 from gpu_lod.bridge.pycuda import PyCudaDriver
-from gpu_lod.errors import DeviceMismatchError, InputError
+from gpu_lod.errors import (
+    CaptureError,
+    DeviceLostError,
+    DeviceMismatchError,
+    GpuLodError,
+    InputError,
+    OutOfMemoryError,
+)
 from gpu_lod.glstate import preserved
 from gpu_lod.shield import Shield
 from gpu_lod.texture import TexturePool
@@ -205,10 +212,21 @@ class Sharing(Turns):
         driver = driver or DRIVERS[self._interop_by](device.index)
         before = driver.activate()
         try:
-            driver.check_same_gpu(self.renderer)
+            doubt = driver.check_same_gpu(self.renderer)
         finally:
             driver.restore(before)
-        return InteropBridge(self.gl, driver)
+        bridge = InteropBridge(self.gl, driver)
+        if doubt is not None:
+            try:
+                bridge.prove()
+            except (CaptureError, DeviceLostError, OutOfMemoryError):
+                raise
+            except GpuLodError as error:
+                raise DeviceMismatchError(
+                    f"the OpenGL context ({self.renderer}) shares no memory with {device}: {error} And whether it is "
+                    f"on that GPU could not be asked: {doubt}"
+                ) from error
+        return bridge
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

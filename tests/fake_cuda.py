@@ -18,7 +18,7 @@ import torch
 from gpu_lod.bridge import cuda_errors, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
-from gpu_lod.errors import CaptureError
+from gpu_lod.errors import CaptureError, GpuLodError
 
 RUBBISH = 0xCD
 
@@ -47,6 +47,7 @@ class FakeCuda:
         capturing: torch's current stream is being captured.
         captures: what other threads capture on streams of theirs, by any name, and whether it is still valid.
         move: addresses change at the next map.
+        doubt: why it is not known whether GL is on this GPU.
     """
 
     name = "fake"
@@ -66,6 +67,7 @@ class FakeCuda:
         self.active = 0
         self.poisoned: list[tuple[int, str]] = []
         self.marks = 0
+        self.doubt: GpuLodError | None = None
         self.waited: list[tuple[Any, int]] = []
 
     def _call(self, name: str, *what: Any) -> None:
@@ -96,8 +98,9 @@ class FakeCuda:
         assert self.active >= 0
         self._call("restore")
 
-    def check_same_gpu(self, renderer: str) -> None:
+    def check_same_gpu(self, renderer: str) -> GpuLodError | None:
         self._call("check_same_gpu", renderer)
+        return self.doubt
 
     def stream(self) -> int:
         self._call("stream")

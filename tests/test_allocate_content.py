@@ -90,7 +90,9 @@ def test_patches_are_those_of_the_picture(size: tuple[int, int], dtype: torch.dt
     for picture in (image, image[0]):
         tokens = lod.allocate.TokenDAG(20, 8, morph=1)(picture)
         assert tokens.sites[..., 2].max() > 1
-        assert torch.equal(tokens.patches, lod.gather_patches(picture, tokens.sites, 8))
+        patches = lod.gather_patches(picture, tokens.sites, 8)
+        # Levels of few texels are summed in another order where they are made anew.
+        assert torch.allclose(tokens.patches, patches, rtol=0, atol=3e-7 if dtype == torch.float32 else 0)
 
 
 @pytest.mark.parametrize(("height", "width", "patch"), [(50, 61, 4), (64, 64, 4), (1, 9, 2), (5, 13, 14), (23, 40, 1)])

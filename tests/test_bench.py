@@ -1319,6 +1319,29 @@ def test_cupy_takes_the_mean_of_four_at_each_level() -> None:
         assert np.allclose(level, expected.numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+def test_cupys_kernel_is_of_its_arrays_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of counts a sum of ints, rounded at each level; numpy stands for CuPy, and Python for C."""
+
+    def kernel(inputs: str, output: str, text: str, name: str) -> Any:
+        body = text.removeprefix("mean = ").replace("(T)", "").replace("/", "//")
+
+        def mean(*four: Any) -> Any:
+            wide = [one.astype(np.int64 if one.dtype == np.uint8 else one.dtype) for one in four]
+            return eval(body, dict(zip("abcd", wide, strict=True))).astype(four[0].dtype)
+
+        return mean
+
+    stream = SimpleNamespace(ExternalStream=lambda handle: contextlib.nullcontext())
+    library = SimpleNamespace(ElementwiseKernel=kernel, from_dlpack=lambda x: x.numpy(), cuda=stream)
+    monkeypatch.setitem(sys.modules, "cupy", library)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    image = (torch.rand(1, 3, 16, 8) * (255 if dtype == torch.uint8 else 1)).to(dtype)
+    levels: Any = cuda_peers.cupy_side([image])()
+    for level, expected in zip(levels, lod.mipmap(image, backend="torch"), strict=True):
+        assert np.allclose(level, expected.numpy(), atol=2 if dtype == torch.uint8 else 1e-6)
+
+
 def test_cvcuda_is_asked_for_half_the_size_at_each_level() -> None:
     asked: list[tuple[int, ...]] = []
 

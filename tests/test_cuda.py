@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,8 +69,7 @@ def test_the_runtime_takes_our_arguments(torch_has_cuda: SimpleNamespace) -> Non
     for name, call in calls.items():
         with pytest.raises(errors.CudaUnavailableError, match=r"35 \(cudaErrorInsufficientDriver"):
             pytest.fail(f"{name} succeeded: {call()}")
-    with pytest.raises(errors.DeviceMismatchError, match="35"):
-        driver.check_same_gpu("a renderer")
+    assert "35" in str(driver.check_same_gpu("a renderer"))
 
 
 def test_the_driver_api_has_what_marking_uses() -> None:
@@ -181,6 +181,23 @@ def test_the_callers_device_is_put_back(torch_has_cuda: SimpleNamespace, binding
     assert torch_has_cuda.exchanged == [0]  # nothing to put back
 
 
+def test_the_context_is_made_current_whatever_the_device(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+    """A fresh thread has none, and yet says that it is on device 0."""
+    CudaDriver(0).activate()
+    assert ("cudaSetDevice", 0) in bindings.calls
+
+
+def test_synchronising_waits_for_the_current_stream(
+    torch_has_cuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
+    )
+    CudaDriver(1).synchronize()
+    assert waited == [1]
+
+
 def test_capture_is_refused_on_either_device(
     torch_has_cuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +241,8 @@ def test_the_gl_context_must_be_on_the_same_gpu(torch_has_cuda: SimpleNamespace,
     bindings.codes["cudaGLGetDevices"] = 100
     with pytest.raises(errors.DeviceMismatchError, match="no GPU that CUDA can use"):
         CudaDriver(1).check_same_gpu("llvmpipe")
+    bindings.codes["cudaGLGetDevices"] = 304
+    assert "304" in str(CudaDriver(1).check_same_gpu("NVIDIA H100")), "which says nothing of where it is"
 
 
 def test_events_are_used_again_once_nobody_waits(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
@@ -374,10 +393,11 @@ class OnGpu(FakeCuda):
         super().__init__(gl)
         self.verdicts = verdicts
 
-    def check_same_gpu(self, renderer: str) -> None:
-        super().check_same_gpu(renderer)
+    def check_same_gpu(self, renderer: str) -> errors.GpuLodError | None:
+        doubt = super().check_same_gpu(renderer)
         if not self.verdicts.pop(0):
             raise errors.DeviceMismatchError("another GPU")
+        return doubt
 
 
 @pytest.fixture
@@ -415,6 +435,34 @@ def test_no_candidate_is_the_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace)
         lod.Context("cuda:1")
     assert not ctx.closed and ctx.interop is None  # it was open before, for CPU tensors
     assert float(lod.mipmap(torch.ones(1, 8, 8), backend="gl")[3]) == 1.0
+
+
+def test_a_shared_buffer_tells_where_cuda_does_not(
+    ctx: lod.Context, gpu_machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether GL and CUDA are on one GPU."""
+    doubt = cuda_errors.error(304, "cudaErrorOperatingSystem", "cudaGLGetDevices")
+    drivers: list[OnGpu] = []
+
+    def driver(ordinal: int) -> OnGpu:
+        drivers.append(OnGpu(ctx.gl, [True]))
+        drivers[-1].doubt, drivers[-1].always = doubt, dict(failing)
+        return drivers[-1]
+
+    monkeypatch.setitem(sharing.DRIVERS, "cuda", driver)
+    for failing, kind in (
+        ({"register": 101}, errors.DeviceMismatchError),
+        ({"map": 211}, errors.DeviceMismatchError),
+        ({"register": 700}, errors.DeviceLostError),
+    ):
+        with ctx, pytest.raises(kind, match=f"{[*failing.values()][-1]}"):
+            ctx._connect(torch.device("cuda", 1))
+    failing = {}
+    with ctx:
+        bridge = ctx._connect(torch.device("cuda", 1))
+    assert [name for name in drivers[-1].names() if name in ("register", "map")] == ["register", "map"]
+    with ctx.active():
+        bridge.trim()
 
 
 def test_software_opengl_beside_cuda(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
@@ -581,13 +629,20 @@ def test_without_opengl_auto_takes_the_fastest_of_the_other_ways(
 
 
 class Mapping:
-    def __init__(self, log: list[Any], glo: int) -> None:
-        self._log, self._glo = log, glo
+    def __init__(self, log: list[Any], glo: int, stuck: Callable[[], bool]) -> None:
+        self._log, self._glo, self._stuck, self._mapped = log, glo, stuck, True
 
     def unmap(self) -> None:
+        """As PyCUDA's, which raises nothing."""
+        if self._stuck():
+            print("PyCUDA WARNING: a clean-up operation failed", file=sys.stderr)
+            return
         self._log.append(("unmap", self._glo))
+        self._mapped = False
 
     def device_ptr_and_size(self) -> tuple[int, int]:
+        if not self._mapped:
+            raise LogicError("cuGraphicsResourceGetMappedPointer failed: resource not mapped")
         return 0xE000 + self._glo, 512
 
 
@@ -610,7 +665,7 @@ def pycuda(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> 
             if state.fail == self.glo:
                 raise LogicError("cuGraphicsMapResources failed: mapping of buffer object failed")
             state.log.append(("map", self.glo))
-            return Mapping(state.log, self.glo)
+            return Mapping(state.log, self.glo, lambda: state.fail == "unmap")
 
         def unregister(self) -> None:
             state.log.append(("unregister", self.glo))
@@ -657,6 +712,39 @@ def test_pycuda_errors_are_named(pycuda: SimpleNamespace) -> None:
     pycuda.fail = "register"
     with pytest.raises(errors.DeviceMismatchError, match="219"):
         PyCudaDriver(0).register(3)
+
+
+def test_pycuda_that_unmaps_nothing_is_noticed(pycuda: SimpleNamespace) -> None:
+    """It prints what went wrong and goes on, and OpenGL would use what is CUDA's."""
+    driver = PyCudaDriver(0)
+    handles = [driver.register(3)]
+    driver.map(handles, 0)
+    pycuda.fail = "unmap"
+    with pytest.raises(errors.MappingError, match="stderr says why"):
+        driver.unmap(handles, 0)
+    pycuda.fail = None
+    driver.unmap(handles, 0)
+    assert pycuda.log[-1] == ("unmap", 3), "it was not forgotten"
+
+
+def test_pycuda_is_used_on_one_thread(pycuda: SimpleNamespace) -> None:
+    """Another may have pushed the same context, and could not unmap there."""
+    driver = PyCudaDriver(0)
+    driver.activate()
+    driver.activate()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(errors.ContextNotCurrentError, match="another thread"):
+        pool.submit(driver.activate).result()
+
+
+def test_pycuda_refuses_captures_and_waits_for_the_device(
+    pycuda: SimpleNamespace, torch_has_cuda: SimpleNamespace
+) -> None:
+    driver = PyCudaDriver(0)
+    driver.synchronize()
+    assert torch_has_cuda.synchronised == 1
+    torch_has_cuda.capturing = True
+    with pytest.raises(errors.CaptureError):
+        driver.activate()
 
 
 def test_pycuda_without_a_context_or_in_one_of_its_own(pycuda: SimpleNamespace) -> None:

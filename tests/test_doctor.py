@@ -969,6 +969,12 @@ def test_the_buffer_is_mapped_in_the_end(cuda: Cuda) -> None:
     bridge_trimmed(cuda)
 
 
+def test_events_that_stand_behind_no_stream_are_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.fake, "context_events", False, raising=False)
+    finding = next(one for name, one in cuda.examine().items() if name.startswith("events on"))
+    assert finding.status == "warn" and "waits for the GPU" in finding.found and "12.5" in str(finding.fix)
+
+
 def test_a_buffer_that_moves_is_noticed(cuda: Cuda) -> None:
     bridge = cuda.ctx.interop = InteropBridge(cuda.ctx.gl, cuda.fake)
     real = cuda.fake.unmap

@@ -243,6 +243,17 @@ def test_buffers_are_registered_once_and_reused_behind_their_last_use(ctx: lod.C
     assert [event for event, _ in cuda.waited] == sorted({event for event, _ in cuda.waited})
 
 
+def test_each_of_several_buffers_waits(ctx: lod.Context, cuda: FakeCuda) -> None:
+    """One event stands behind the last use of all that came back together."""
+    first, second = ctx.empty(2**14), ctx.empty(2**15)
+    glos = {buffer_of(ctx, one).glo for one in (first, second)}
+    del first, second
+    cuda.calls.clear()
+    again = ctx.empty(2**14), ctx.empty(2**15)
+    assert {buffer_of(ctx, one).glo for one in again} == glos
+    assert cuda.names() == ["mark", "wait", "wait"]
+
+
 def test_what_dies_while_the_event_is_recorded_waits_for_the_next_one(
     ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,10 +482,30 @@ def test_a_tensor_whose_memory_was_taken_away(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "untyped_storage", gone)
-        with pytest.raises(errors.BufferMovedError, match="no longer valid"):
-            lod.mipmap(image, generator="compute")
+        for call in (
+            lambda: lod.mipmap(image, generator="compute"),
+            lambda: lod.mipmap(image, backend="torch"),
+            lambda: lod.explain(lod.mipmap, image),
+            lambda: lod.gather_patches(lod.Pyramid((noise(1, 16, 16),)), image, 4),
+            lambda: lod.allocate.GridTopK(3, 4)(image),
+        ):
+            with pytest.raises(errors.BufferMovedError, match="no longer valid"):
+                call()
     image.zero_()
     lod.mipmap(image, generator="compute")
+
+
+def test_a_plan_whose_inputs_were_taken_away(ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = lod.plan(lambda x: lod.mipmap(x, generator="compute")[1], noise(1, 16, 16))
+
+    def gone(self: torch.Tensor) -> Any:
+        raise RuntimeError("this tensor is no longer valid: its GL buffer came back at another address.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "untyped_storage", gone)
+        with pytest.raises(errors.BufferMovedError, match="no longer valid"):
+            planned(noise(1, 16, 16))
+    planned(noise(1, 16, 16))
 
 
 def test_an_exception_inside_a_verb_gives_the_buffers_back(ctx: lod.Context, cuda: FakeCuda) -> None:
@@ -520,6 +551,36 @@ def test_a_buffer_that_cannot_be_mapped_again_poisons_its_tensors(ctx: lod.Conte
     again.fill_(2.0)
     assert float(lod.mipmap(again, generator="compute")[4]) == 2.0
     assert cuda.mapped == set(cuda.resources)
+
+
+def test_all_that_could_not_be_mapped_again_is_poisoned(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image, previous = (ctx.empty(1, 3, 16, 16) for _ in range(2))
+    for tensor in (image, previous):
+        tensor.fill_(0.5)
+    lod.feature_maps(image, previous=previous, backend="gl")
+    cuda.fail["map"] = 999
+    with pytest.raises(errors.InteropUnavailableError):
+        lod.feature_maps(image, previous=previous, backend="gl")
+    storages = {tensor.untyped_storage()._cdata for tensor in (image, previous)}
+    assert storages <= {one for one, _ in cuda.poisoned}
+
+
+def test_a_buffer_that_was_not_mapped_is_found_where_it_comes_back(ctx: lod.Context, cuda: FakeCuda) -> None:
+    tensor = ctx.empty(1, 128, 128)
+    tensor.fill_(1.0)
+    lod.mipmap(tensor, generator="compute")
+    buffer, before = buffer_of(ctx, tensor), tensor.data_ptr()
+    cuda.fail["map"] = 999
+    with pytest.raises(errors.InteropUnavailableError):
+        lod.mipmap(tensor, generator="compute")
+    del tensor
+    gc.collect()
+    cuda.move = True
+    again = ctx.empty(1, 128, 128)
+    cuda.move = False
+    assert again.data_ptr() != before and buffer_of(ctx, again) is buffer
+    again.fill_(2.0)
+    assert float(lod.mipmap(again, generator="compute")[7]) == 2.0
 
 
 def test_whatever_ends_a_map_poisons(ctx: lod.Context, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
