@@ -19,7 +19,7 @@ from gpu_lod.allocate import node_losses
 from gpu_lod.allocate.base import Scene, cells_of
 from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.frequency_aware import energies, given_away
-from gpu_lod.allocate.hybrid_atlas import majority, spread
+from gpu_lod.allocate.hybrid_atlas import majority, runs, squares
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.wavelet import band_energies
 from gpu_lod.errors import InputError, UnsupportedError
@@ -445,9 +445,7 @@ def test_regions_share_by_the_relevance_that_they_hold() -> None:
     cells = [(int(y * 20), int(x * 30)) for x, y, _ in sites.tolist()]
     found = [int(labels[0, y, x]) for y, x in cells]
     assert (found.count(7), found.count(-3), found.count(0)) == (18, 9, 3)
-    behind = int((labels == 0).sum())
-    for level, label in zip(sites[:, 2].tolist(), found, strict=True):
-        assert level == pytest.approx(0 if label else math.log2(behind / 3) / 2, abs=1e-5)
+    assert all((level > 0) == (label == 0) for level, label in zip(sites[:, 2].tolist(), found, strict=True))
     # Pixels say the same as patches do.
     pixels = labels.repeat_interleave(4, 1).repeat_interleave(4, 2)
     image = torch.rand(1, 3, 80, 120)
@@ -463,29 +461,67 @@ def test_what_one_side_cannot_take_goes_to_the_other() -> None:
     ahead = [sum(int(labels[b, int(y * 6), int(x * 6)]) for x, y, _ in sites[b].tolist()) for b in range(2)]
     assert ahead == [4, 14], "4 of 4, and 20 less the 6 of the background"
     levels = sites[..., 2].sort(dim=1).values
-    assert levels[0].tolist() == [0.0] * 4 + [0.5] * 16 and not levels[1].any(), "16 tokens stand for 32 patches"
+    assert not levels[0, :4].any() and (levels[0, 4:] >= 1).all(), "16 tokens stand for two patches each"
+    assert not levels[1].any()
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**20))
-def test_spreading_takes_as_many_as_are_asked_for(rows: int, columns: int, seed: int) -> None:
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**20))
+def test_runs_of_the_background_are_even_and_covered(rows: int, columns: int, patch: int, seed: int) -> None:
+    """Each has one cell in its middle, and a square of its own about it."""
     torch.manual_seed(seed)
+    size = rows * patch - int(torch.randint(patch, ())), columns * patch - int(torch.randint(patch, ()))
+    scene = scene_of(torch.zeros(3, 1, *size), patch)
     eligible = torch.rand(3, rows, columns) < torch.rand(3, 1, 1)
     count = (torch.rand(3) * (eligible.sum((1, 2)) + 1)).long().clamp(max=rows * columns)
-    taken = spread(eligible, count)
-    assert not (taken & ~eligible).any() and torch.equal(taken.sum((1, 2)), count)
+    run, middle = runs(eligible, count)
+    assert not (middle & ~eligible).any() and torch.equal(middle.sum((1, 2)), count)
+    sites = squares(scene, eligible, run, int(count.max()) + 1).view(3, rows, columns, 3)
+    for image in range(3):
+        numbers = run[image][eligible[image]]
+        if int(count[image]) == 0:
+            continue
+        assert run[image][middle[image]].sort().values.tolist() == list(range(int(count[image])))
+        lengths = numbers.bincount()
+        assert len(lengths) == count[image] and int(lengths.max()) - int(lengths.min()) <= 1
+        own = sites[image][middle[image]]
+        assert len(own.unique(dim=0)) == len(own)
+        for y, x in eligible[image].nonzero().tolist():
+            (at_x, at_y, level), reach = sites[image, y, x].tolist(), 1e-3
+            half = patch * 2**level / 2 + reach
+            for at, cell, n in ((at_x, x, size[1]), (at_y, y, size[0])):
+                assert at * n - half <= cell * patch and min((cell + 1) * patch, n) <= at * n + half
 
 
-def test_spreading_is_even() -> None:
-    """One in every quarter, sixteenth and so on; and no large hole in a background of any shape."""
-    taken = spread(torch.ones(1, 32, 32, dtype=torch.bool), torch.tensor([64]))
-    assert (taken.view(8, 4, 8, 4).sum((1, 3)) == 1).all()
-    row = spread(torch.ones(1, 1, 8, dtype=torch.bool), torch.tensor([2]))
-    assert row.nonzero()[:, 2].tolist() == [1, 5], "in the middle of what they stand for"
-    eligible = torch.ones(1, 32, 32, dtype=torch.bool)
+def test_squares_are_the_smallest() -> None:
+    scene = scene_of(torch.zeros(1, 1, 70, 78), 10)  # 7 x 8 cells, the last column 8 pixels wide
+    cells = torch.zeros(1, 7, 8, dtype=torch.bool)
+    cells[0, 0, 0] = cells[0, 0, 7] = True
+    cells[0, 4:6, 2:4] = True
+    run, _ = runs(cells, torch.tensor([3]))
+    found = squares(scene, cells, run, 3).view(7, 8, 3)
+    assert run[cells].tolist() == [0, 0, 1, 1, 2, 2], "the corners, then a row of the block each"
+    corners, first, second = (found[at].tolist() for at in ((0, 0), (4, 2), (5, 3)))
+    assert corners == pytest.approx([0.5, 5 / 70, math.log2(7.8)], abs=1e-6)
+    assert first == pytest.approx([30 / 78, 45 / 70, 1.0], abs=1e-6)
+    assert second == pytest.approx([30 / 78, 55 / 70, 1.0], abs=1e-6)
+    run, _ = runs(cells, torch.tensor([6]))
+    alone = squares(scene, cells, run, 6).view(7, 8, 3)[0, 7]
+    assert alone.tolist() == pytest.approx([73 / 78, 5 / 70, 0.0], abs=1e-6), "flush with the edge"
+
+
+def test_runs_are_compact() -> None:
+    """Quarters, sixteenths and so on of a whole grid; and no large square in a background of any shape."""
+    whole = torch.ones(1, 32, 32, dtype=torch.bool)
+    _, row = runs(torch.ones(1, 1, 8, dtype=torch.bool), torch.tensor([2]))
+    assert row.nonzero()[:, 2].tolist() == [1, 5], "in the middle"
+    run, middle = runs(whole, torch.tensor([64]))
+    assert (middle.view(8, 4, 8, 4).sum((1, 3)) == 1).all()
+    assert all(len(run[0, y : y + 4, x : x + 4].unique()) == 1 for y in range(0, 32, 4) for x in range(0, 32, 4))
+    eligible = whole.clone()
     eligible[:, 8:20, 5:25] = False
-    places = spread(eligible, torch.tensor([49]))[0].nonzero().double()
-    away = torch.cdist(eligible[0].nonzero().double(), places).amin(1)
-    assert float(away.max()) < 2 * math.sqrt(784 / 49)
+    run, _ = runs(eligible, torch.tensor([49]))
+    levels = squares(scene_of(torch.zeros(1, 1, 32, 32), 1), eligible, run, 49)[0, :, 2][eligible[0].flatten()]
+    assert float(levels.mean()) < math.log2(784 / 49) / 2 + 1.5
 
 
 def test_superpixels_find_what_stands_out(photo: torch.Tensor) -> None:
@@ -495,9 +531,11 @@ def test_superpixels_find_what_stands_out(photo: torch.Tensor) -> None:
     relevance = torch.full((1, 20, 20), 0.1)
     relevance[:, 4:10, 10:16] = 1
     allocator = lod.allocate.HybridAtlas(40, 8)
-    x, y, level = allocator(image, relevance).sites[0].T
-    inside = (x > 0.5) & (x < 0.8) & (y > 0.2) & (y < 0.5)
-    assert inside.sum() == 36 and (level[inside] == 0).all() and (level[~inside] > 1).all()
+    tokens = allocator(image, relevance)
+    x, y, level = tokens.sites[0].T
+    inside, fine = (x > 0.5) & (x < 0.8) & (y > 0.2) & (y < 0.5), level == 0
+    assert fine.sum() == 36 and inside[fine].all() and (level[~fine] > 1).all()
+    assert lod.rebuild(tokens, (160, 160)).covered.all()
     x, y, _ = allocator(image, torch.ones(1, 20, 20)).sites[0].T
     assert quadrants(torch.stack([x, y], dim=1)) == [pytest.approx(10, abs=3)] * 4, (
         "nothing matters more: all is behind"

@@ -27,15 +27,15 @@ class HybridAtlas(Allocator):
     picture's. SLIC is scikit-image's: it runs on the host, image after image, and sees each patch as a pixel, so that
     it takes milliseconds.
 
-    The background's share of the budget is rounded to whole tokens. It goes to patches that are evenly spaced along a
-    Z-order curve through the background, each read at the level at which its P x P samples span its share of the
-    background's area. These squares need not meet: some overlap, reach past the border or over the foreground, and
-    a quarter of the background, or more, may lie between them. The rest is shared by
+    The background's share of the budget is rounded to whole tokens. Its patches, along a Z-order curve, are cut into as
+    many runs of even length, and each run gets one token: read at the level at which its P x P samples span the
+    smallest square about the run. So no patch of the background is left out; the squares overlap, and may reach over
+    the foreground and past the border. The rest is shared by
     largest remainder on area x mean relevance, the relevance that each region holds; no region gets more than it has
     patches, and the most relevant ones of each are taken. What the foreground cannot take goes to the background, and
     the other way round.
 
-    Scores are the relevance of the patch that a token stands on.
+    Scores are the relevance of the patch that a token stands on, or that is in the middle of its run.
 
     Args:
         background: its share of the budget, from 0 to 1.
@@ -85,10 +85,10 @@ class HybridAtlas(Allocator):
         spare = torch.maximum(spare, self.budget - most)
         counts = shared_out(weight * ahead, room * ahead, self.budget - spare, least=0)
         front = best_of(scene.relevance, region, room, counts)
-        rest = spread(behind, spare)
-        level = torch.log2(ground.float() / spare.clamp(min=1)).clamp(min=0) / 2
-        levels = [torch.zeros_like(scene.relevance), level[:, None, None].expand_as(scene.relevance)]
-        return tokens_at(scene, [(0, front), (0, rest)], [scene.relevance], self.budget, levels)
+        run, rest = runs(behind, spare)
+        every = scene.sites(0, torch.arange(front[0].numel(), device=scene.device)).expand(scene.batch, -1, -1)
+        sites = [every, squares(scene, behind, run, self.budget)]
+        return tokens_at(scene, [(0, front), (0, rest)], [scene.relevance], self.budget, sites=sites)
 
     def _superpixels(self, scene: Scene) -> torch.Tensor:
         """[B, Hg, Wg], from 1 on."""
@@ -126,21 +126,51 @@ def majority(labels: torch.Tensor, scene: Scene) -> torch.Tensor:
     return labels[:, rows[:, None, :, None], columns[:, None, :]].flatten(3).mode(-1).values
 
 
-def spread(eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Where `count` [B] of the eligible cells are that are evenly spaced along a Z-order curve: bool [B, Hg, Wg].
+def runs(eligible: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The eligible cells along a Z-order curve, cut into `count` [B] runs of even length: which run each cell is in,
+    int64 [B, Hg, Wg] (of the others any that there is), and which cells are in the middle of theirs, bool.
 
     Args:
         count: no more than are eligible.
     """
     rows, columns = (torch.arange(n, device=eligible.device) for n in eligible.shape[1:])
-    curve = _apart(rows)[:, None] * 2 + _apart(columns)
-    order = torch.argsort(curve.flatten())
-    along = eligible.flatten(1)[:, order]
-    there = along.sum(1, keepdim=True).clamp(min=1)
-    # Each cell adds count / there, from one half on: those are taken at which the sum passes a whole number.
-    steps = along.cumsum(1) * count[:, None] + there // 2
-    taken = along & (steps // there > (steps - count[:, None]) // there)
-    return torch.zeros_like(along).index_copy(1, order, taken).view_as(eligible)
+    order = torch.argsort((_apart(rows)[:, None] * 2 + _apart(columns)).flatten())
+    along = eligible.flatten(1).index_select(1, order)
+    there, parts = along.sum(1, keepdim=True).clamp(min=1), count[:, None]
+    turn = (along.cumsum(1) - 1).clamp(min=0)
+    run = turn * parts // there
+    first, end = (-(-number * there // parts.clamp(min=1)) for number in (run, run + 1))
+    middle = along & (parts > 0) & (turn == (first + end - 1) // 2)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    run, middle = (x.index_select(1, back).view_as(eligible) for x in (run, middle))
+    return run, middle
+
+
+def squares(scene: Scene, cells: torch.Tensor, run: torch.Tensor, most: int) -> torch.Tensor:
+    """For each cell of the grid the site [B, Hg Wg, 3] whose samples span the smallest square about its run, of those
+    cells [B, Hg, Wg]. No two runs of a Z-order curve have the same: of two boxes about one centre, as long at their
+    longer sides, one is the wider and the other the higher, and each would come first.
+
+    Args:
+        most: runs there can be.
+    """
+    index, there = run.flatten(1), cells.flatten(1)
+    ends = []
+    for n, axis in zip(scene.size, (-2, -1), strict=True):
+        shape = [1, 1, 1]
+        shape[axis] = -1
+        place = torch.arange(cells.shape[axis], device=cells.device).view(shape).expand_as(cells).flatten(1)
+        box = place.new_zeros(len(index), most)
+        low = box.scatter_reduce(1, index, place.where(there, 2**24), "amin", include_self=False)
+        high = box.scatter_reduce(1, index, place.where(there, -1), "amax", include_self=False)
+        ends.append((low, high, (low * scene.patch).double(), ((high + 1) * scene.patch).clamp(max=n).double(), n))
+    (top, bottom, y0, y1, height), (left, right, x0, x1, width) = ends
+    level = torch.log2(torch.maximum(y1 - y0, x1 - x0).clamp(min=1) / scene.patch).clamp(min=0)
+    found = torch.stack([(x0 + x1) / (2 * width), (y0 + y1) / (2 * height), level], dim=-1).float()
+    # A cell by itself is read where it lies: at a far edge that is not about its middle.
+    single = scene.sites(0, (top * cells.shape[2] + left).clamp(0, cells[0].numel() - 1))
+    found = torch.where(((top == bottom) & (left == right))[..., None], single, found)
+    return found.gather(1, index[..., None].expand(-1, -1, 3))
 
 
 def _apart(values: torch.Tensor) -> torch.Tensor:

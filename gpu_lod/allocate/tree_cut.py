@@ -181,6 +181,7 @@ def tokens_at(
     values: Sequence[torch.Tensor],
     budget: int,
     levels: Sequence[torch.Tensor] | None = None,
+    sites: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sites [B, K, 3] and scores [B, K] of nodes, high scores first; of equal ones in the order in which they come.
 
@@ -188,16 +189,19 @@ def tokens_at(
         nodes: a level of the quadtree, and where it is taken, bool [B, h_l, w_l]; K for each image in all.
         values: the score of each node, [B, h_l, w_l] a level, finest first.
         levels: the level that each node is read at, [B, h_l, w_l] for each entry of `nodes`; None is its own.
+        sites: the site of each node, [B, h_l w_l, 3] for each entry of `nodes`; None is where the node lies.
     """
     taken = torch.cat([mask.flatten(1) for _, mask in nodes], dim=1)
     index = places(taken, budget)
     scores, order = ordered(torch.cat([values[level].flatten(1) for level, _ in nodes], dim=1).gather(1, index), budget)
     index = index.gather(1, order)
+    if sites is not None:
+        return torch.cat(list(sites), dim=1).gather(1, index[..., None].expand(-1, -1, 3)), scores
     starts = [0, *accumulate(mask[0].numel() for _, mask in nodes)]
     table = torch.tensor([starts[:-1], [level for level, _ in nodes]], device=scene.device)
     entry = torch.bucketize(index, table[0, 1:], right=True)
     first, level = table[:, entry]
-    sites = scene.sites(level, index - first)
+    found = scene.sites(level, index - first)
     if levels is not None:
-        sites[..., 2] = torch.cat([level.flatten(1) for level in levels], dim=1).gather(1, index)
-    return sites, scores
+        found[..., 2] = torch.cat([level.flatten(1) for level in levels], dim=1).gather(1, index)
+    return found, scores
