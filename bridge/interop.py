@@ -68,8 +68,8 @@ class Driver(Protocol):
         """Undo `activate`."""
 
     def check_same_gpu(self, renderer: str) -> GpuLodError | None:
-        """Raises DeviceMismatchError if the current GL context is not on this CUDA device. Returns why that could not
-        be asked, if so: then sharing a buffer tells."""
+        """Raises DeviceMismatchError if the current GL context is not on this CUDA device. Returns why that cannot be
+        asked, if so: then sharing a buffer tells."""
 
     def stream(self) -> int:
         """torch's current stream."""

@@ -2,8 +2,8 @@
 
 PyCUDA and torch see each other's memory only inside one CUDA context, so PyCUDA must use the device's primary context,
 as `pycuda.autoprimaryctx` does. PyCUDA ties its objects to the thread that made its context: verbs on CUDA tensors
-must be called there. It maps one buffer a call, on CUDA's default stream, which is ordered with torch's current one by
-events.
+must be called there, and on one thread only. It maps one buffer a call, on CUDA's default stream, which is ordered with
+torch's current one by events.
 
 Source: PyCUDA reference, "OpenGL Interoperability" (pycuda.gl).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class PyCudaDriver:
             raise InteropUnavailableError(f"this PyCUDA has no OpenGL ({error}). {_HOW_TO_BUILD}") from None
         self.device = torch.device("cuda", ordinal)
         self._ordinal = ordinal
-        self._thread: int | None = None
+        self._thread: threading.Thread | None = None
         """Where it is used."""
         self._driver, self._gl = pycuda.driver, pycuda.gl
 
@@ -92,19 +93,18 @@ class PyCudaDriver:
             )
         # Another thread may push the same context by an object of its own, and PyCUDA then refuses to unmap.
         if self._thread is None:
-            self._thread = threading.get_ident()
-        elif self._thread != threading.get_ident():
+            self._thread = threading.current_thread()
+        elif self._thread is not threading.current_thread():
             raise ContextNotCurrentError(
-                "a verb on CUDA tensors was called on another thread before, and PyCUDA ties buffers to the thread "
-                "that registered them. Call verbs there, or use interop='cuda', which any thread may use."
+                f"a verb on CUDA tensors was called on thread {self._thread.name} before, and PyCUDA ties buffers to "
+                "the thread that registered them. Call verbs there, or use interop='cuda', which any thread may use."
             )
         check_not_capturing()
 
     def restore(self, before: None) -> None: ...
 
     def check_same_gpu(self, renderer: str) -> GpuLodError | None:
-        """PyCUDA cannot ask which GPU a GL context is on; registering the first buffer tells."""
-        return None
+        return InteropUnavailableError("PyCUDA cannot ask which GPU an OpenGL context is on.")
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
@@ -126,7 +126,8 @@ class PyCudaDriver:
                     handle.mapping = handle.buffer.map()
                     done.append(handle)
         except BaseException:
-            self._unmap(done)  # all or none
+            with suppress(MappingError):  # of which the first error says more
+                self._unmap(done)  # all or none
             raise
         if stream != default.cuda_stream:
             torch.cuda.current_stream(self._ordinal).wait_stream(default)
@@ -136,15 +137,23 @@ class PyCudaDriver:
         self._unmap(handles)
 
     def _unmap(self, handles: Sequence[_Registered]) -> None:
-        with _named("RegisteredMapping.unmap"):
-            for handle in handles:
-                handle.mapping.unmap()
-                if self._is_mapped(handle):  # PyCUDA writes of an error to stderr and raises nothing
-                    raise MappingError(
-                        "PyCUDA could not give a buffer back to OpenGL; stderr says why. Verbs must be called on the "
-                        "thread that made PyCUDA's context. Or use interop='cuda'."
-                    )
-                handle.mapping = None
+        done: list[_Registered] = []
+        try:
+            with _named("RegisteredMapping.unmap"):
+                for handle in handles:
+                    handle.mapping.unmap()
+                    if self._is_mapped(handle):  # PyCUDA writes of an error to stderr and raises nothing
+                        raise MappingError(
+                            "PyCUDA could not give a buffer back to OpenGL; stderr says why. Verbs must be called on "
+                            "the thread that made PyCUDA's context. Or use interop='cuda'."
+                        )
+                    done.append(handle)
+        except BaseException:
+            for handle in done:  # all or none
+                handle.mapping = handle.buffer.map()
+            raise
+        for handle in done:
+            handle.mapping = None
 
     def _is_mapped(self, handle: _Registered) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Foveation on software renderers: a picture in blocks of 4 x 4 pixels, which a shader filters by itself."""
+"""Foveation on software renderers: a picture in blocks of 4 x 4 or 8 x 4 pixels, which a shader filters by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_lod.program import MAX_GROUPS
 from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, word_defines
 
 TILE = (64, 8)
-"""(width, height), in pixels, of what a row of a workgroup of foveate_blocks.comp makes."""
+"""(width, height), in pixels, of what a row of a workgroup makes."""
 
 TILES = {"foveate_blocks.comp": 4, "foveate_rows.comp": 8}
 """Rows of a workgroup."""

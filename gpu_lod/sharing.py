@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -217,15 +217,21 @@ class Sharing(Turns):
             driver.restore(before)
         bridge = InteropBridge(self.gl, driver)
         if doubt is not None:
+            refusal = ""
+            self.gl.clear_errors()  # of the program's, in an adopted context
             try:
                 bridge.prove()
             except (CaptureError, DeviceLostError, OutOfMemoryError):
                 raise
             except GpuLodError as error:
+                refusal = str(error)  # without its traceback, which holds the buffer
+            if refusal:
+                with suppress(GpuLodError):
+                    bridge.trim()
                 raise DeviceMismatchError(
-                    f"the OpenGL context ({self.renderer}) shares no memory with {device}: {error} And whether it is "
+                    f"the OpenGL context ({self.renderer}) shares no memory with {device}: {refusal} And whether it is "
                     f"on that GPU could not be asked: {doubt}"
-                ) from error
+                )
         return bridge
 
     # -- memory ---------------------------------------------------------------------------------------------------

@@ -17,18 +17,15 @@
 // A level in a block: at + x right + y (down + x twist), x and y in pixels from the block's first.
 struct Surface { TEXEL at, right, down, twist; };
 
-Surface surface(int layer, int l, vec2 place) {
-    Level source = level_at(layer, l);
-    vec2 first = place * vec2(source.size) - 0.5, whole = floor(first), per_pixel = vec2(source.size) * u_pixel;
-    first -= whole;
-    ivec2 low = clamp(ivec2(whole), ivec2(0), source.size - 1), high = clamp(ivec2(whole) + 1, ivec2(0), source.size - 1);
-    TEXEL a = TEXEL_AT(source, low).SWIZZLE, b = TEXEL_AT(source, ivec2(high.x, low.y)).SWIZZLE - a;
-    TEXEL c = TEXEL_AT(source, ivec2(low.x, high.y)).SWIZZLE, d = TEXEL_AT(source, high).SWIZZLE - c;
-    a += b * first.x;
-    c += d * first.x - a;
-    b *= per_pixel.x;
-    d = d * per_pixel.x - b;
-    return Surface(a + c * first.y, b + d * first.y, c * per_pixel.y, d * per_pixel.y);
+Surface surface(int layer, int l, ivec2 at) {
+    Place p = place_of(layer, l, at);
+    TEXEL a = texel_of(p, 0, 0), b = texel_of(p, 1, 0) - a;
+    TEXEL c = texel_of(p, 0, 1), d = texel_of(p, 1, 1) - c;
+    a += b * p.first.x;
+    c += d * p.first.x - a;
+    b *= p.per_pixel;
+    d = d * p.per_pixel - b;
+    return Surface(a + c * p.first.y, b + d * p.first.y, c * p.per_pixel, d * p.per_pixel);
 }
 #endif
 
@@ -72,37 +69,34 @@ void main() {
 #ifdef HALVES
     // Two levels, and seldom a third. Stored as soon as they are made: few values are alive at once.
     int l = int(least);
-    Surface coarse = surface(layer, min(l + 1, last), place), third = coarse;
-    if (most > float(l + 1)) third = surface(layer, min(l + 2, last), place);
+    Surface coarse = surface(layer, min(l + 1, last), at), third = coarse;
+    if (most > float(l + 1)) third = surface(layer, min(l + 2, last), at);
     for (int i = 0; i < 16; ++i) level[i] -= float(l);
 #if TEXELS == 2
-    Surface fine = surface(layer, l, place);
+    Surface fine = surface(layer, l, at);
 #define FINE_ROW(y_, c_) float at_0 = fine.at.c_ + y_ * fine.down.c_, right_0 = fine.right.c_ + y_ * fine.twist.c_
 #define FINE(x, y, c_) (at_0 + float(x) * right_0)
 #else
-    Level source = level_at(layer, l);
-    vec2 first = place * vec2(source.size) - 0.5, whole = floor(first), per_pixel = vec2(source.size) * u_pixel;
-    first -= whole;
+    Place p = place_of(layer, l, at);
+    vec2 first = p.first;
+    float per_pixel = p.per_pixel;
     bool two = l == 2;  // its pixels 2 and 3 lie between texels 1 and 2; else all lie between texels 0 and 1
     TEXEL row[12];      // filtered along x: of the first texels, and what the next ones add
     for (int j = 0; j < 3; ++j) {
         TEXEL texels[3];
-        for (int i = 0; i < 3; ++i) {
-            ivec2 from = clamp(ivec2(whole) + ivec2(i, j), ivec2(0), source.size - 1);
-            texels[i] = TEXEL_AT(source, from).SWIZZLE;
-        }
+        for (int i = 0; i < 3; ++i) texels[i] = texel_of(p, i, j);
         TEXEL left = texels[1] - texels[0], right = two ? texels[2] - texels[1] : left;
         TEXEL from = two ? texels[1] - right : texels[0];
         row[4 * j] = texels[0] + first.x * left;
-        row[4 * j + 1] = texels[0] + (first.x + per_pixel.x) * left;
-        row[4 * j + 2] = from + (first.x + 2.0 * per_pixel.x) * right;
-        row[4 * j + 3] = from + (first.x + 3.0 * per_pixel.x) * right;
+        row[4 * j + 1] = texels[0] + (first.x + per_pixel) * left;
+        row[4 * j + 2] = from + (first.x + 2.0 * per_pixel) * right;
+        row[4 * j + 3] = from + (first.x + 3.0 * per_pixel) * right;
     }
     for (int x = 0; x < 4; ++x) {
         row[8 + x] -= row[4 + x];
         row[4 + x] -= row[x];
     }
-#define FINE_ROW(y_, c_) float v = first.y + y_ * per_pixel.y, v_0 = two ? min(v, 1.0) : v, v_1 = v - v_0
+#define FINE_ROW(y_, c_) float v = first.y + y_ * per_pixel, v_0 = two ? min(v, 1.0) : v, v_1 = v - v_0
 #define FINE(x, y, c_) (row[x].c_ + v_0 * row[4 + x].c_ + (y < 2 ? 0.0 : v_1 * row[8 + x].c_))
 #endif
 #define STORE_CHANNEL(b_, first_, c_) \

@@ -10,23 +10,6 @@
 #include "foveate_tiles.glsl"
 
 // Texels' centres lie between blocks of 8 x 4, but those of level 3 in their middles along a row.
-struct Place {
-    Level source;
-    ivec2 low;       // the first texel
-    vec2 first;      // from its centre to the block's first pixel, in texels
-    vec2 per_pixel;
-};
-
-Place place_of(int layer, int l, ivec2 at) {
-    Level source = level_at(layer, l);
-    vec2 first = (vec2(at) + 0.5) * u_pixel * vec2(source.size) - 0.5, low = floor(first);
-    return Place(source, ivec2(low), first - low, vec2(source.size) * u_pixel);
-}
-
-TEXEL texel_of(Place p, int column, int row) {
-    return TEXEL_AT(p.source, clamp(p.low + ivec2(column, row), ivec2(0), p.source.size - 1)).SWIZZLE;
-}
-
 void main() {
     int layer;
     ivec2 at;
@@ -64,14 +47,14 @@ void main() {
     for (int i = 0; i < 4; ++i) coarse_texels[i] = texel_of(coarse, i & 1, i >> 1);
     bool two = l == 3;
     // The halves' middles, in texels from the centre of the one on their left.
-    vec2 middle = fine.first.x + vec2(1.5, 5.5) * fine.per_pixel.x - vec2(0.0, two);
-    vec2 coarse_middle = coarse.first.x + vec2(1.5, 5.5) * coarse.per_pixel.x;
+    vec2 middle = fine.first.x + vec2(1.5, 5.5) * fine.per_pixel - vec2(0.0, two);
+    vec2 coarse_middle = coarse.first.x + vec2(1.5, 5.5) * coarse.per_pixel;
     int row_vectors = int(uint(u_size.x) / uint(AT_ONCE));
     ivec4 target = place_in(layer, at, row_vectors);
 #define BETWEEN(a, b, share_) ((a) + (share_) * ((b) - (a)))
 #define STORE_CHANNEL(b_, first_, c_) \
     for (int y = 0; y < 4; ++y) { \
-        float v = fine.first.y + float(y) * fine.per_pixel.y, w = coarse.first.y + float(y) * coarse.per_pixel.y; \
+        float v = fine.first.y + float(y) * fine.per_pixel, w = coarse.first.y + float(y) * coarse.per_pixel; \
         float row[3], texel[8]; \
         for (int i = 0; i < 3; ++i) row[i] = BETWEEN(texels[i].c_, texels[3 + i].c_, v); \
         float left = BETWEEN(coarse_texels[0].c_, coarse_texels[2].c_, w); \
@@ -80,8 +63,8 @@ void main() {
             bool second = h == 1 && two; \
             float from = second ? row[1] : row[0], slope = second ? row[2] - row[1] : row[1] - row[0]; \
             float value = from + middle[h] * slope, rest = left + coarse_middle[h] * across - value; \
-            slope *= fine.per_pixel.x; \
-            float rest_slope = across * coarse.per_pixel.x - slope; \
+            slope *= fine.per_pixel; \
+            float rest_slope = across * coarse.per_pixel - slope; \
             for (int x = 0; x < 4; ++x) { \
                 float right = float(x) - 1.5, part = share[16 * h + 4 * y + x]; \
                 texel[4 * h + x] = (value + right * slope + part * (rest + right * rest_slope)) * TO_STORED; \

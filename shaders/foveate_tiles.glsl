@@ -66,6 +66,24 @@ bool find_tile(out int layer, out ivec2 at) {
     return true;
 }
 
+// Texels of a level about a block where the sides of all levels are halves: from the centre of the first one to the block's
+// first pixel, in texels, exactly.
+struct Place {
+    Level source;
+    ivec2 low;
+    vec2 first;
+    float per_pixel;
+};
+
+Place place_of(int layer, int l, ivec2 at) {
+    vec2 first = (vec2(at & ((1 << l) - 1)) + 0.5) / float(1 << l) - 0.5, low = floor(first);
+    return Place(level_at(layer, l), (at >> l) + ivec2(low), first - low, 1.0 / float(1 << l));
+}
+
+TEXEL texel_of(Place p, int column, int row) {
+    return TEXEL_AT(p.source, clamp(p.low + ivec2(column, row), ivec2(0), p.source.size - 1)).SWIZZLE;
+}
+
 // Where a pixel of the texture's first images is stored, for each channel.
 ivec4 place_in(int layer, ivec2 at, int row_vectors) {
     return u_first_stored + (layer * CHANNELS * u_size.y + at.y) * row_vectors + int(uint(at.x) / uint(AT_ONCE));

@@ -84,7 +84,7 @@ def chosen(
     generator = torch.Generator().manual_seed(seed)
     given = {
         "image": lambda: torch.rand(batch, 3, rows * 4 - ragged[0], columns * 4 - ragged[1], generator=generator),
-        "query": lambda: torch.randn(batch, allocator.query_width or 8, generator=generator),
+        "query": lambda: torch.randn(batch, allocator.query_width or 8, generator=generator),  # of its own each
         "fixation": lambda: (0.3, 0.6),
         "labels": lambda: torch.arange(columns).expand(batch, rows, columns) // 3,
     }

@@ -457,8 +457,25 @@ def test_a_shared_buffer_tells_where_cuda_does_not(
     ):
         with ctx, pytest.raises(kind, match=f"{[*failing.values()][-1]}"):
             ctx._connect(torch.device("cuda", 1))
+        assert not drivers[-1].resources
     failing = {}
+
+    def elsewhere(self: OnGpu, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        try:
+            raise RuntimeError("the pointer resides on another device")
+        except RuntimeError as error:
+            raise errors.DeviceMismatchError(f"torch finds it elsewhere: {error}") from None
+
+    with (
+        ctx,
+        monkeypatch.context() as patch,
+        pytest.raises(errors.DeviceMismatchError, match="torch finds it elsewhere"),
+    ):
+        patch.setattr(OnGpu, "tensor", elsewhere)
+        ctx._connect(torch.device("cuda", 1))
+    assert not drivers[-1].resources and not drivers[-1].active, "nothing is left of the buffer"
     with ctx:
+        ctx.gl.Enable(0xFFFF)  # an error of the program's own
         bridge = ctx._connect(torch.device("cuda", 1))
     assert [name for name in drivers[-1].names() if name in ("register", "map")] == ["register", "map"]
     with ctx.active():
@@ -665,7 +682,7 @@ def pycuda(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> 
             if state.fail == self.glo:
                 raise LogicError("cuGraphicsMapResources failed: mapping of buffer object failed")
             state.log.append(("map", self.glo))
-            return Mapping(state.log, self.glo, lambda: state.fail == "unmap")
+            return Mapping(state.log, self.glo, lambda: state.fail == f"unmap {self.glo}")
 
         def unregister(self) -> None:
             state.log.append(("unregister", self.glo))
@@ -715,16 +732,18 @@ def test_pycuda_errors_are_named(pycuda: SimpleNamespace) -> None:
 
 
 def test_pycuda_that_unmaps_nothing_is_noticed(pycuda: SimpleNamespace) -> None:
-    """It prints what went wrong and goes on, and OpenGL would use what is CUDA's."""
+    """It prints what went wrong and goes on, and OpenGL would use what is CUDA's. All or none go over."""
     driver = PyCudaDriver(0)
-    handles = [driver.register(3)]
+    handles = [driver.register(3), driver.register(4)]
     driver.map(handles, 0)
-    pycuda.fail = "unmap"
+    pycuda.fail = "unmap 4"
     with pytest.raises(errors.MappingError, match="stderr says why"):
         driver.unmap(handles, 0)
+    assert pycuda.log[-2:] == [("unmap", 3), ("map", 3)]
+    assert [driver.address(handle)[0] for handle in handles] == [0xE003, 0xE004]
     pycuda.fail = None
-    driver.unmap(handles, 0)
-    assert pycuda.log[-1] == ("unmap", 3), "it was not forgotten"
+    driver.unmap(handles, 0)  # where it was the thread, and now is another
+    assert pycuda.log[-2:] == [("unmap", 3), ("unmap", 4)]
 
 
 def test_pycuda_is_used_on_one_thread(pycuda: SimpleNamespace) -> None:
@@ -732,8 +751,13 @@ def test_pycuda_is_used_on_one_thread(pycuda: SimpleNamespace) -> None:
     driver = PyCudaDriver(0)
     driver.activate()
     driver.activate()
-    with ThreadPoolExecutor(1) as pool, pytest.raises(errors.ContextNotCurrentError, match="another thread"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(errors.ContextNotCurrentError, match="on thread MainThread"):
         pool.submit(driver.activate).result()
+    ended = PyCudaDriver(0)
+    for number in range(2):  # the second may have the number of the first
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(ended.activate)
+            assert isinstance(made.exception(), errors.ContextNotCurrentError if number else type(None))
 
 
 def test_pycuda_refuses_captures_and_waits_for_the_device(
