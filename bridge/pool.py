@@ -187,10 +187,9 @@ EXPIRED = "this tensor is no longer valid"
 
 def check_alive(tensor: torch.Tensor) -> None:
     """Raises BufferMovedError if the tensor's storage was taken away; tensors that have none pass."""
-    if torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]  # a clone that asking would make a copy
-        return
     try:
-        tensor.untyped_storage().data_ptr()
+        if not torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]  # a clone that asking would make a copy
+            tensor.untyped_storage().data_ptr()
     except RuntimeError as error:
         if EXPIRED in str(error):
             raise BufferMovedError(str(error)) from None
