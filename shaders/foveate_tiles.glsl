@@ -1,5 +1,5 @@
 // Tiles of a foveated picture, 64 x 8 pixels each, and where they are stored.
-// LANES, TILES: those of a tile, a row of a workgroup; the rows
+// LANES: of a tile, which is a row of a workgroup. TILES: such rows.
 // PER_WORD, AT_ONCE (at_once.glsl): rows are whole vectors. CHANNELS, TO_STORED (foveate.glsl). BUFFERED (texels.glsl)
 #include "words.glsl"
 #include "at_once.glsl"
