@@ -123,6 +123,9 @@ def choice(value: Any, name: str, choices: Sequence[str]) -> Any:
 
 
 def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None) -> int:
+    """A Python integer, of numpy's too."""
+    if isinstance(value, np.integer):
+        value = int(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not at_least <= value <= (at_most or _LARGEST):
         limit = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
@@ -178,7 +181,7 @@ def levels(
     most = len(sizes(height, width))
     if value is None:
         return most
-    if isinstance(value, int) and not isinstance(value, bool) and most < value <= _LARGEST:
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and most < value <= _LARGEST:
         raise InputError(
             f"levels is {value}, but a {width} x {height} image has {most} down to 1 x 1. Leave levels out to have all."
         )

@@ -46,8 +46,8 @@ def cortical_sites(
 
     Source: Vogel, "A Better Way to Construct the Sunflower Head" (1979), for the spiral; Schwartz (1980) for M.
     """
-    checks.integer(budget, "budget", at_least=1, at_most=2**20)
-    checks.integer(patch, "patch", at_least=1)
+    budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)
+    patch = checks.integer(patch, "patch", at_least=1)
     height, width = checks.size(size)
     e0 = checks.number(e0, "e0")
     if e0 <= 0:

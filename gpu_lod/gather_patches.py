@@ -143,8 +143,8 @@ def _choose(
 ) -> Choice:
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
-    _look(image, patch, border, mean, std, dtype)
-    return _choose_for(src, checks.sites(sites, image), patch, backend)
+    look = _look(image, patch, border, mean, std, dtype)
+    return _choose_for(src, checks.sites(sites, image), look.patch, backend)
 
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
@@ -229,7 +229,7 @@ def _look(
     std: Sequence[float] | None,
     dtype: torch.dtype | None,
 ) -> Look:
-    checks.integer(patch, "patch", at_least=1, at_most=2**14)
+    patch = checks.integer(patch, "patch", at_least=1, at_most=2**14)
     checks.choice(border, "border", _BORDERS)
     values = conversion(image, mean, std, dtype)
     return Look(patch, border == "zero", values.scale, values.offset, values.dtype)

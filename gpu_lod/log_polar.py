@@ -99,7 +99,7 @@ def log_polar(
     points = checks.fixation(fixation, batch, wait=chosen.backend != "cuda")
     if chosen.backend == "torch":
         return sampled(src, None, points, lambda levels, points: reference(levels, points, rule, border))
-    result_bytes = batch * image.shape[-3] * rings * wedges * image.itemsize
+    result_bytes = batch * image.shape[-3] * rule.rings * rule.wedges * image.itemsize
     if chosen.generator == "fragment":
         result_bytes //= 4  # what is drawn stands in a texture first, which takes its room
     source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
@@ -191,8 +191,8 @@ class Rule:
 def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
     """The checked rule. In compiled code the check alone: rings are laid out when the graph runs."""
     checks.choice(spacing, "spacing", _SPACINGS)
-    checks.integer(rings, "rings", at_least=1, at_most=2**20)
-    checks.integer(wedges, "wedges", at_least=1, at_most=2**20)
+    rings = checks.integer(rings, "rings", at_least=1, at_most=2**20)
+    wedges = checks.integer(wedges, "wedges", at_least=1, at_most=2**20)
     r_max = checks.number(r_max, "r_max")
     if spacing == "cortical":
         if r_min is not None:

@@ -107,7 +107,7 @@ def oriented_energy(
     image = checks.tensor(image, "image")
     chosen = _choose(image, levels, orientations, backend)
     height, width = image.shape[-2:]
-    count = checks.levels(levels, height, width, burt_sizes)
+    count, orientations = checks.levels(levels, height, width, burt_sizes), int(orientations)
     if chosen.backend == "torch":
         return tuple(reference(image, count, orientations))
     ctx = context_for(image)
@@ -118,7 +118,7 @@ def oriented_energy(
 
 def _choose(image: torch.Tensor, levels: int | None = None, orientations: int = 4, backend: Backend = "auto") -> Choice:
     image = checks.image(image, max_channels=None)
-    checks.integer(orientations, "orientations", at_least=1, at_most=MOST)
+    orientations = checks.integer(orientations, "orientations", at_least=1, at_most=MOST)
     return choose("oriented_energy", image, backend, ragged=False)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from gpu_lod import recording
@@ -248,7 +249,7 @@ class Sharing(Turns):
         """A tensor whose memory is a GL buffer, so that verbs read it without a copy. Contents are undefined.
 
         Args:
-            shape: sides, or one sequence of them.
+            shape: sides, or one sequence of them; the dtype may follow.
             dtype: uint8, float16, bfloat16 or float32.
             device: "cpu" or the CUDA device that this context is on; None is `tensor_device`, which is CUDA for a
                 context opened with a CUDA device or used with a CUDA tensor before.
@@ -262,11 +263,14 @@ class Sharing(Turns):
             DeviceMismatchError: the CUDA device is not the GPU that this context is on.
             OutOfMemoryError: the device has no room left.
         """
+        if shape and isinstance(shape[-1], torch.dtype):
+            *shape, dtype = shape  # type: ignore[assignment]
         sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if dtype not in (torch.uint8, torch.float16, torch.bfloat16, torch.float32):
             raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16, bfloat16 or float32.")
-        if not sides or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
+        if not sides or not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in sides):
             raise InputError(f"shape is {sides}; expected one or more positive integers.")
+        sides = tuple(map(int, sides))  # numpy's too
         count = 1
         for side in sides:
             count *= side

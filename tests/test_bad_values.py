@@ -43,7 +43,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a huge number": (lambda: lod.foveate(IMAGE, (0.5, 0.5), HUGE), "e0 is int <int of very many digits"),
     "a huge choice": (lambda: lod.mipmap(IMAGE, reduce=HUGE), "reduce is <int of very many digits>"),  # type: ignore
     "a huge flag": (lambda: lod.feature_maps(IMAGE, video=HUGE), "video is <int of very many digits>"),  # type: ignore
-    "numpy's integers": (lambda: lod.mipmap(IMAGE, np.int64(2)), r"levels is .*2.*Make it one with int\(\)"),  # type: ignore
+    "a tensor's integer": (lambda: lod.mipmap(IMAGE, torch.tensor(2)), r"levels is .*2.*Make it one with int\(\)"),  # type: ignore
+    "too many levels by numpy": (lambda: lod.mipmap(IMAGE, np.int64(9)), "levels is 9, but"),
+    "a boolean of numpy's": (lambda: lod.mipmap(IMAGE, np.bool_(True)), "levels is .*True"),  # type: ignore
     "a huge size": (lambda: lod.cortical_sites((0.5, 0.5), 7, (HUGE, 40)), "height is beyond 64 bits"),
     "orientations": (lambda: lod.oriented_energy(IMAGE, orientations=10**9), "from 1 to 360"),
     "a size beyond fp32's pixels": (lambda: lod.inverse_log_polar(IMAGE, (0.5, 0.5), (4, 2**24 + 1)), "width is"),
@@ -82,6 +84,38 @@ def test_tensors_on_two_devices(monkeypatch: pytest.MonkeyPatch, name: str, call
     with pytest.raises(InputError, match=rf"{name} is on (meta and .* on cpu|cpu and .* on meta); move one with"):
         call("meta")
     call("cpu")
+
+
+NUMPY: dict[str, Callable[[Callable[[int], Any]], Any]] = {
+    "levels": lambda n: lod.mipmap(IMAGE, n(3), backend="gl").levels[2],
+    "levels in torch": lambda n: lod.gaussian(IMAGE, n(3), backend="torch").levels[2],
+    "patch": lambda n: lod.gather_patches(IMAGE, SITES, n(7), backend="gl"),
+    "rings, wedges": lambda n: lod.log_polar(IMAGE, (0.5, 0.5), n(6), n(9), backend="gl"),
+    "size": lambda n: lod.inverse_log_polar(IMAGE, (0.5, 0.5), (n(20), n(30)), backend="gl"),
+    "orientations": lambda n: lod.oriented_energy(IMAGE, n(2), n(3), backend="gl")[1],
+    "sites": lambda n: lod.cortical_sites((0.5, 0.5), n(30), (n(40), n(50)), n(7)),
+    "budget": lambda n: lod.allocate.GridTopK(n(5), n(4))(IMAGE).patches,
+    "split": lambda n: lod.allocate.FrequencyAware(n(5), n(4), split=[n(8)] * 4)(IMAGE).sites,
+    "peaks": lambda n: lod.allocate.Voronoi(n(5), n(4), peaks=n(2))(IMAGE).sites,
+    "vortices": lambda n: lod.allocate.SoftVortex(n(5), n(4), vortices=n(3))(IMAGE).sites,
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_integers_of_numpy_are_integers(name: str) -> None:
+    call = NUMPY[name]
+    assert call(np.int64).equal(call(int)) and call(np.uint8).equal(call(int))
+
+
+def test_shapes_of_buffers() -> None:
+    with lod.Context() as ctx:
+        made = ctx.empty((np.int64(2), np.uint8(3)), torch.uint8)
+        assert (*made.shape, made.dtype) == (2, 3, torch.uint8)
+        made = ctx.empty(2, 3, torch.float16)
+        assert (*made.shape, made.dtype) == (2, 3, torch.float16)
+        for shape in ((), (torch.uint8,), (2, True), (2, 0), (2.0, 3), (-2, -3)):
+            with pytest.raises(InputError, match="expected one or more positive integers"):
+                ctx.empty(*shape)
 
 
 def test_results_beyond_memory_are_named() -> None:

@@ -55,7 +55,7 @@ class AdaptiveStratified(Learned):
     ) -> None:
         super().__init__(budget, patch, pool)
         self.query_width = checks.integer(width, "width", at_least=1)
-        checks.integer(hidden, "hidden", at_least=1)
+        hidden = checks.integer(hidden, "hidden", at_least=1)
         # torch's own start would be drawn of the program's random numbers.
         device = torch.get_default_device()
         first = nn.utils.skip_init(nn.Linear, width, hidden, device=device)

@@ -39,7 +39,7 @@ def find_fixations(
     if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
         raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
     checks.no_nan(relevance, "relevance")
-    checks.integer(count, "count", at_least=1, at_most=1024)
+    count = checks.integer(count, "count", at_least=1, at_most=1024)
     radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
     if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:
         raise InputError(

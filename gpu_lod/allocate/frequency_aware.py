@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
@@ -59,8 +60,12 @@ class FrequencyAware(Allocator):
         split: Sequence[int] = (128, 32, 32, 32),
     ) -> None:
         super().__init__(budget, patch, pool)
-        counts = tuple(split) if isinstance(split, (list, tuple)) else ()
-        if len(counts) != 4 or not all(isinstance(n, int) and n >= 0 for n in counts) or sum(counts) > _OF:
+        counts = (
+            tuple(checks.integer(n, "a band's count", at_least=0) for n in split)
+            if isinstance(split, (list, tuple))
+            else ()
+        )
+        if len(counts) != 4 or sum(counts) > _OF:
             raise InputError(
                 f"split is {split!r}; expected four counts of 0 or more, the strongest band's first, that sum to {_OF} "
                 "at most."

@@ -109,7 +109,7 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
         Optimal Transport" (2019); Amos et al., "The Limited Multi-Label Projection Layer" (2019).
     """
     temperature = checks.number(temperature, "temperature")
-    checks.integer(count, "count", at_least=1)
+    count = checks.integer(count, "count", at_least=1)
     scores = checks.real(scores, "scores")
     kind = scores.dtype if scores.is_floating_point() else torch.float32
     if scores.ndim != 2 or count > scores.shape[1]:

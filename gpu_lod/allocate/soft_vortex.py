@@ -54,7 +54,7 @@ class SoftVortex(Learned):
         width: float = 0.25,
     ) -> None:
         super().__init__(budget, patch, pool)
-        checks.integer(vortices, "vortices", at_least=1, at_most=1024)
+        vortices = checks.integer(vortices, "vortices", at_least=1, at_most=1024)
         radius = checks.between(radius, "radius", 1e-6, 1e6)
         twist = checks.between(twist, "twist", -1e3, 1e3)
         self.width = checks.between(width, "width", 1e-6, 1e6)

@@ -49,7 +49,7 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
 
     Source: best-first refinement as in Luebke et al., "Level of Detail for 3D Graphics" (2003), section 4.3.
     """
-    checks.integer(budget, "budget", at_least=1)
+    budget = checks.integer(budget, "budget", at_least=1)
     detail = _numbers(detail, "detail")
     if detail.ndim != 3 or 0 in detail.shape[1:]:
         raise InputError(f"detail is {tuple(detail.shape)}; expected [B, Hg, Wg], a number for each cell of the grid.")

@@ -46,7 +46,7 @@ class VortexLearned(Learned):
         temperature: float = 0.1,
     ) -> None:
         super().__init__(budget, patch, pool)
-        checks.integer(vortices, "vortices", at_least=1, at_most=1024)
+        vortices = checks.integer(vortices, "vortices", at_least=1, at_most=1024)
         radius = checks.between(radius, "radius", 1e-6, 1e6)
         temperature = checks.between(temperature, "temperature", 1e-6, 1e6)
         self.centre_logits = parameter(even_points(vortices).logit())

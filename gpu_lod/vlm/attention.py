@@ -83,7 +83,7 @@ def attention_received(attention: torch.Tensor, prefix: int = 0) -> torch.Tensor
     Source: Yang et al., "VisionZip" (2025), sections 3.2 and 3.4.
     """
     values = checks.tensor(attention, "attention")
-    checks.integer(prefix, "prefix", at_least=0)
+    prefix = checks.integer(prefix, "prefix", at_least=0)
     if values.ndim not in (3, 4) or values.shape[-1] != values.shape[-2] or values.shape[-1] <= prefix:
         raise InputError(f"attention is {tuple(values.shape)}; expected [B, heads, T, T] with T above {prefix}.")
     heads = values.float() if values.ndim == 4 else values.float()[:, None]

@@ -48,7 +48,7 @@ def glances(
 
     Source: Koch and Ullman (1985) for inhibition of return; Mnih et al., "Recurrent Models of Visual Attention" (2014).
     """
-    checks.integer(count, "count", at_least=1)
+    count = checks.integer(count, "count", at_least=1)
     scene, batched = _scene(allocator, image, relevance, query, labels)
     _room(scene, count * allocator.budget)
     chosen = _successive(allocator, scene, count, radius, inhibition, scene.relevance.new_zeros(scene.batch, 0, 3))

@@ -88,8 +88,8 @@ def bipartite_merge(
             f"tokens are {tuple(tokens.shape)} and keys {tuple(keys.shape)}; expected [B, N, D] and [B, N, E]."
         )
     batch, there, _ = tokens.shape
-    checks.integer(remove, "remove", at_least=0)
-    checks.integer(protected, "protected", at_least=0)
+    remove = checks.integer(remove, "remove", at_least=0)
+    protected = checks.integer(protected, "protected", at_least=0)
     free = there - protected
     if remove > max(free - 1, 0):
         raise InputError(

@@ -33,7 +33,7 @@ def grid_positions(sites: torch.Tensor, size: tuple[int, int], patch: int) -> to
         InputError: bad shapes.
     """
     height, width = checks.size(size)
-    checks.integer(patch, "patch", at_least=1)
+    patch = checks.integer(patch, "patch", at_least=1)
     if not isinstance(sites, torch.Tensor) or sites.shape[-1:] != (3,) or not sites.is_floating_point():
         what = tuple(sites.shape) if isinstance(sites, torch.Tensor) else type(sites).__name__
         raise InputError(f"sites are {what}; expected a floating-point tensor [..., K, 3]: (x, y, level).")
@@ -54,8 +54,8 @@ def axial_frequencies(dim: int, axes: int = 2, theta: float = 10000.0) -> torch.
 
     Source: Su et al., "RoFormer" (2021); Heo et al., "Rotary Position Embedding for Vision Transformer" (2024).
     """
-    checks.integer(axes, "axes", at_least=1)
-    checks.integer(dim, "dim", at_least=1)
+    axes = checks.integer(axes, "axes", at_least=1)
+    dim = checks.integer(dim, "dim", at_least=1)
     theta = checks.number(theta, "theta")
     if dim % (2 * axes) or theta <= 0:
         raise InputError(f"dim is {dim}, theta {theta}; expected a multiple of {2 * axes} and a positive number.")

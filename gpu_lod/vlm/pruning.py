@@ -40,7 +40,7 @@ def vision_zip(
     """
     tokens, keys, received = _three(tokens, keys, received)
     batch, there, _ = tokens.shape
-    _counts(dominant, contextual, there)
+    dominant, contextual = _counts(dominant, contextual, there)
     _, first = ordered(received, dominant)
     rest = places(torch.ones_like(received, dtype=torch.bool).scatter(1, first, False), there - dominant)
     start = torch.arange(contextual, device=tokens.device) * (there - dominant) // max(contextual, 1)
@@ -87,7 +87,7 @@ def sparse_vlm(
     """
     tokens, text = checks.dense(tokens, "tokens"), checks.dense(text, "text")
     batch, there, words, looks = _asked(tokens, text, attention, mask)
-    _counts(kept, recycled, there)
+    kept, recycled = _counts(kept, recycled, there)
     share = checks.number(share, "share")
     if not 0 <= share <= 1:
         raise InputError(f"share is {share}; expected a part from 0 to 1.")
@@ -147,11 +147,12 @@ def _taken(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
 
 
-def _counts(first: int, second: int, there: int) -> None:
-    checks.integer(first, "the count of tokens that stay", at_least=0)
-    checks.integer(second, "the count of tokens that others merge into", at_least=0)
+def _counts(first: int, second: int, there: int) -> tuple[int, int]:
+    first = checks.integer(first, "the count of tokens that stay", at_least=0)
+    second = checks.integer(second, "the count of tokens that others merge into", at_least=0)
     if not 0 < first + second <= there:
         raise InputError(f"{first} + {second} tokens are asked for, of {there}; expected 1 to {there} in all.")
+    return first, second
 
 
 def _three(

@@ -70,7 +70,7 @@ class ContextualizedRelevance(nn.Module):
             None if gestalt_width is None else checks.integer(gestalt_width, "gestalt_width", at_least=1)
         )
         self.patch = checks.integer(patch, "patch", at_least=1, at_most=2**12)
-        checks.integer(hidden, "hidden", at_least=1)
+        hidden = checks.integer(hidden, "hidden", at_least=1)
 
         def head(inputs: int) -> nn.Sequential:
             return nn.Sequential(nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, 1), nn.Sigmoid())
@@ -184,6 +184,6 @@ def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
     Shape: image [B, C, H, W] or [C, H, W] gives [B, Hg, Wg] or [Hg, Wg].
     """
     image = checks.image(image)
-    checks.integer(patch, "patch", at_least=1)
+    patch = checks.integer(patch, "patch", at_least=1)
     found = saliency_cells(image if image.ndim == 4 else image[None], patch)
     return found if image.ndim == 4 else found[0]

@@ -87,7 +87,7 @@ class Trainer:
         Raises:
             InputError: a loss that is no finite scalar: the last checkpoint is from before it.
         """
-        checks.integer(steps, "steps", at_least=0)
+        steps = checks.integer(steps, "steps", at_least=0)
         if self._random is not None:  # not before: what is made between may draw too
             _restore_random(self._random)
             self._random = None
