@@ -53,10 +53,12 @@ def halve_mean(x: torch.Tensor, height: int, width: int, rows: tuple[int, int] |
         x = _polyphase(x, -2, *(rows or (0, h)))
     if w % 2 and w > 1:
         x = _polyphase(x, -1, 0, w)
-    x = x.to(_work(x))
-    threads = torch.get_num_threads() > 1
-    one_kernel = x.device.type != "cpu" or x.numel() <= FEW or (x.numel() > SUMS and threads)
-    if x.shape[-2] != height and x.shape[-1] != width and one_kernel:
+    if x.dtype != _work(x):  # to() takes a microsecond to do nothing
+        x = x.to(_work(x))
+    cpu, few, threads = x.device.type == "cpu", x.numel() <= FEW, torch.get_num_threads() > 1
+    if x.shape[-2] != height and x.shape[-1] != width and (few or not cpu or (x.numel() > SUMS and threads)):
+        if cpu and not threads:  # it would wake all of them, however few the texels
+            return F.avg_pool2d(x, 2)
         # Bilinear at half the size has its taps at the centres, with weights of exactly 1/2.
         batched = x if x.ndim == 4 else x[None]
         batched = F.interpolate(batched, size=(height, width), mode="bilinear", align_corners=False)

@@ -68,15 +68,15 @@ class Pyramid:
         if self.reduce not in ("mean", "max", "min", *BURT):
             raise InputError(f"reduce is {self.reduce!r}; expected 'mean', 'max', 'min', 'gaussian' or 'laplacian'.")
         top = self.levels[0]
-        rule = burt_sizes if self.reduce in BURT else level_sizes
-        if len(self.levels) > len(rule(*top.shape[-2:])):
+        planes, dtype, device = top.shape[:-2], top.dtype, top.device
+        sizes = (burt_sizes if self.reduce in BURT else level_sizes)(*top.shape[-2:])
+        if len(self.levels) > len(sizes):
             raise InputError(f"{len(self.levels)} levels are more than {tuple(top.shape)} has down to 1 x 1.")
-        sizes = rule(top.shape[-2], top.shape[-1], len(self.levels))
-        for level, size in zip(self.levels, sizes, strict=True):
-            if level.shape != (*top.shape[:-2], *size) or level.dtype != top.dtype or level.device != top.device:
+        for level, size in zip(self.levels, sizes, strict=False):
+            if level.shape != planes + size or level.dtype != dtype or level.device != device:
                 raise InputError(
-                    f"a level is {level.dtype} {tuple(level.shape)} on {level.device}; expected {top.dtype} "
-                    f"{(*top.shape[:-2], *size)} on {top.device}: sides halve and round "
+                    f"a level is {level.dtype} {tuple(level.shape)} on {level.device}; expected {dtype} "
+                    f"{(*planes, *size)} on {device}: sides halve and round "
                     + ("up, as gaussian() makes them." if self.reduce in BURT else "down, as mipmap() makes them.")
                 )
         if not torch.compiler.is_compiling():

@@ -466,14 +466,27 @@ def test_counts_are_halved_alike_wherever_they_lie(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 64), (1, 1, 2, 2), (2, 3, 6, 10), (3, 8, 9), (3, 1, 8), (2, 8, 1)], ids=str)
-def test_few_texels_are_halved_as_many_are(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_texels_are_halved_as_many_are(
+    shape: tuple[int, ...], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = torch.randn(shape)
     image.view(-1)[::7] = math.inf
+    image.requires_grad_()
     sizes = [(max(1, n // 2)) for n in shape[-2:]]
     assert image.numel() <= halving.FEW
+    pools: list[int] = []
+    pool = halving.F.avg_pool2d
+    monkeypatch.setattr(halving.F, "avg_pool2d", lambda *of: (pools.append(1), pool(*of))[1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     few = halve_mean(image, *sizes)
+    assert len(pools) == (threads == 1 and not any(n % 2 for n in shape[-2:]))  # it would wake the other
     monkeypatch.setattr(halving, "FEW", 0)
-    assert torch.allclose(few, halve_mean(image, *sizes), rtol=3e-7, atol=1e-7)
+    many = halve_mean(image, *sizes)
+    assert torch.allclose(few, many, rtol=3e-7, atol=1e-7)
+    toward = torch.randn(few.shape)
+    ours, theirs = (torch.autograd.grad(result, image, toward)[0] for result in (few, many))
+    assert torch.allclose(ours, theirs, rtol=3e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
