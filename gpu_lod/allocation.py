@@ -73,6 +73,10 @@ def run(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # parameters that are drawn are the same ones each time
         allocator = allocators.make(name, budget=budget, patch=patch)
+        query = inputs.get("query")
+        if isinstance(allocator, allocators.AdaptiveStratified) and query is not None:
+            # Its head is a new one either way: one for the encoder that this query is of.
+            allocator = type(allocator)(budget, patch, width=query.shape[-1])
         untrained = isinstance(allocator, allocators.Learned)
         if isinstance(allocator, allocators.Learned):
             allocator.eval()

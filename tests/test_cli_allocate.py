@@ -230,6 +230,16 @@ def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry
         allocation.run("Downsample", image, 4, 4, inputs)
 
 
+@pytest.mark.parametrize("width", [4, 384])
+def test_a_query_serves_both_that_take_one(width: int) -> None:
+    """Whatever encoder it is of: the head that reads it is a new one."""
+    image, query = torch.rand(3, 40, 56), torch.rand(width)
+    for name in ("AdaptiveStratified", "FrequencyAware"):
+        made = allocation.run(name, image, 20, 4, {"query": query}, suit=True)
+        assert made.tokens.sites.shape == (20, 3)
+        assert made.untrained == (name == "AdaptiveStratified")
+
+
 def test_none_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_registry", {"Asking": Asking})
     with pytest.raises(InputError, match=r"no allocator can do that\. Asking: Asking needs query"):

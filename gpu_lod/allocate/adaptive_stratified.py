@@ -54,7 +54,7 @@ class AdaptiveStratified(Learned):
         seed: int = 0,
     ) -> None:
         super().__init__(budget, patch, pool)
-        self.query_width = checks.integer(width, "width", at_least=1)
+        width = self.query_width = checks.integer(width, "width", at_least=1)
         hidden = checks.integer(hidden, "hidden", at_least=1)
         # torch's own start would be drawn of the program's random numbers.
         device = torch.get_default_device()
