@@ -16,7 +16,8 @@ from rows import Row
 from timer import Race, able, race
 
 import gpu_lod as lod
-from gpu_lod.foveate import level_map, reference
+from gpu_lod.foveate import reference
+from gpu_lod.foveate_tiles import level_map
 
 Size = tuple[int, int, int]
 BUDGET = 273

@@ -398,7 +398,7 @@ def foveate(
 ) -> None:
     """Write a picture as sharp as the eye would see it that looks at the fixation, beside the map of its levels."""
     from gpu_lod import drawing
-    from gpu_lod.foveate import level_map as levels_of
+    from gpu_lod.foveate_tiles import level_map as levels_of
 
     path = _path(image, "foveate", output)
     point = _fixation(fixation)

@@ -19,7 +19,8 @@ from times import asked, fastest
 import gpu_lod as lod
 from gpu_lod import foveate_blocks, planewise
 from gpu_lod.errors import InputError, UnsupportedError
-from gpu_lod.foveate import level_map, reference
+from gpu_lod.foveate import reference
+from gpu_lod.foveate_tiles import Tile, level_map, probed
 from gpu_lod.sharing import Sharing
 
 module = sys.modules["gpu_lod.foveate"]
@@ -247,9 +248,9 @@ def test_reference_with_a_graph_equals_the_one_without() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("one_thread")  # on several torch interpolates by another kernel, which rounds otherwise
 def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    module, made = sys.modules["gpu_lod.foveate"], []
-    rows_of, level_map = [], module._Tile.level_map
-    monkeypatch.setattr(module._Tile, "level_map", lambda tile: (rows_of.append(tile.rows), level_map(tile))[1])
+    made: list[int] = []
+    rows_of, level_map = [], Tile.level_map
+    monkeypatch.setattr(Tile, "level_map", lambda tile: (rows_of.append(tile.rows), level_map(tile))[1])
     for shape in ((2, 3, 96, 70), (1, 1, 64, 64), (3, 80, 33), (1, 3, 33, 80), (1, 2, 67, 45)):
         image = noise(*shape, dtype=dtype)
         levels = list(lod.mipmap(image, backend="torch").levels)
@@ -258,7 +259,7 @@ def test_reference_in_bands_equals_the_whole(monkeypatch: pytest.MonkeyPatch, dt
         for band in (2**18, 16 * shape[-1], 7 * shape[-1]):
             monkeypatch.setattr(planewise, "PART", 4 * band if dtype == torch.float32 else 16 * band)
             rows_of.clear()
-            results.append(module.reference(levels, points, 0.2))
+            results.append(reference(levels, points, 0.2))
             made.append(len(rows_of) // len(points))
         # Rows of a coarse level that bands cut are blended before columns are: in another order.
         slack = {torch.uint8: 1.0, torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 1e-6}[dtype]
@@ -329,16 +330,14 @@ def test_more_images_than_a_table_of_tiles_numbers(ctx: lod.Context) -> None:
 
 
 def test_no_anisotropy_is_anisotropy_of_one() -> None:
-    from gpu_lod.foveate import _probes, _Tile, level_map
-
     levels = [level[None] for level in lod.mipmap(noise(3, 40, 56)).levels]
     point = torch.tensor([0.4, 0.6])
     level = level_map(point, (40, 56), 0.05, 0.0)
     expected = reference(levels, point[None], 0.05)
     for in_place in (True, False):
         last = len(levels) - 1
-        tile = _Tile((40, 56), slice(0, 40), slice(0, 56), point, (0.4, 0.6), 0.05, 0.0, last, in_place)
-        found = _probes(levels, tile, level, 1.0)
+        tile = Tile((40, 56), slice(0, 40), slice(0, 56), point, (0.4, 0.6), 0.05, 0.0, last, in_place)
+        found = probed(levels, tile, level, 1.0)
         assert torch.allclose(found, expected, atol=1e-5)
     assert torch.equal(reference(levels, point[None], 0.05, kept=level), expected)
 
@@ -346,8 +345,8 @@ def test_no_anisotropy_is_anisotropy_of_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_probes_in_bands_equal_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """And those with a graph, which are made of the whole."""
-    rows_of, level_map = [], module._Tile.level_map
-    monkeypatch.setattr(module._Tile, "level_map", lambda tile: (rows_of.append(tile.rows), level_map(tile))[1])
+    rows_of, level_map = [], Tile.level_map
+    monkeypatch.setattr(Tile, "level_map", lambda tile: (rows_of.append(tile.rows), level_map(tile))[1])
     slack = {torch.uint8: 1.0, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-5}[dtype]
     for shape, more in (((2, 3, 96, 70), {}), ((1, 1, 33, 80), {"bias": 2.0}), ((3, 240, 40), {"bias": 2.0})):
         levels = list(lod.mipmap(noise(*shape, dtype=dtype), backend="torch").levels)
