@@ -5,9 +5,10 @@ python bench/bench_allocate.py --doc   put the tables and plots of all result fi
 
 The first job is one picture of 1024 x 1024 on a grid of 64 x 64, K = 273, with the relevance given and without; then 32
 such pictures, of which no cache holds them all, in a call and, by turns with that, in a call each; then the sites alone
-over the side of the grid and over K (with patches of 4 x 4 for those that look at the picture). Learned allocators are
-as they are made, untrained, without gradients. The file is saved after each job, and an allocator that fails is in it
-with the reason: a run that is stopped, or trips on a device, leaves what it has measured.
+over the side of the grid and over K (with patches of 4 x 4 for those that look at the picture). On a GPU, where
+launches cost more than what is launched, pictures are measured as plans too: CUDA graphs, new pictures copied in.
+Learned allocators are as they are made, untrained, without gradients. The file is saved after each job, and an
+allocator that fails is in it with the reason: a run that is stopped, or trips on a device, leaves what it has measured.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from timer import race, wall_ms
 import gpu_lod as lod
 
 JOBS = "patches", "patches, no relevance"
-EACH = "a call each"
+EACH, PLANNED = "a call each", "planned"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["device", "tensors", "cpu", "threads", "versions", "commit", "date", "rows"],
@@ -44,7 +45,7 @@ SCHEMA: dict[str, Any] = {
                 "type": "object",
                 "required": ["allocator", "job", "grid", "patch", "batch", "budget", "median_ms", "iqr_ms", "calls"],
                 "properties": {
-                    "job": {"enum": [*JOBS, *(f"{job}, {EACH}" for job in JOBS), "sites"]},
+                    "job": {"enum": [*JOBS, *(f"{job}, {how}" for job in JOBS for how in (EACH, PLANNED)), "sites"]},
                     "median_ms": {"type": "number", "exclusiveMinimum": 0},
                     "calls": {"type": "integer", "minimum": 4},
                 },
@@ -95,7 +96,10 @@ def rows(names: list[str], device: str, quick: bool, failures: dict[str, str]) -
             sides: dict[Key, Side] = {}
             for name in names:
                 allocator = ready(name, budget, PATCH, device)
-                sides[name, job] = partial(allocator, image, maps, **given_to(allocator, count, device))
+                given = given_to(allocator, count, device)
+                sides[name, job] = partial(allocator, image, maps, **given)
+                if device == "cuda":
+                    sides[name, f"{job}, {PLANNED}"] = Planned(allocator, image, maps, given)
                 if count > 1:
                     sides[name, f"{job}, {EACH}"] = partial(one_by_one, allocator, image, maps)
             if maps is not None:
@@ -115,6 +119,28 @@ def rows(names: list[str], device: str, quick: bool, failures: dict[str, str]) -
             pixels = image if "image" in allocator.needs else None
             sides[name, "sites"] = partial(allocator, pixels, relevance, **given_to(allocator, 1, device))
         yield timed(sides, side, patch, 1, budget, device, failures)
+
+
+class Planned:
+    """Calls of a plan, which the first one makes; an error if it repeats nothing."""
+
+    def __init__(self, allocator: Any, image: torch.Tensor, maps: torch.Tensor | None, given: dict[str, Any]) -> None:
+        self._arguments = allocator, image, maps, given
+        self._tensors = [value for value in (image, maps, *given.values()) if value is not None]
+        self._plan: lod.Plan | None = None
+
+    def __call__(self) -> object:
+        if self._plan is None:
+            allocator, image, maps, given = self._arguments
+            plan = lod.plan(allocator, image, maps, **given)
+            if not plan.replays:
+                raise RuntimeError(plan.reason)
+            self._plan = plan
+        return self._plan(*self._tensors)
+
+    def forget(self) -> None:
+        """Its graph holds memory of its own."""
+        self._plan = None
 
 
 def one_by_one(allocator: Any, image: torch.Tensor, maps: torch.Tensor | None) -> list[object]:
@@ -154,6 +180,9 @@ def timed(
             except Exception as error:
                 failures[f"{job}, grid {grid}, K {budget}, batch {batch}: {name}"] = short(error)
         found = race(able, seconds=0.3, clock=clock, **often)
+    for side in sides.values():
+        if isinstance(side, Planned):
+            side.forget()
     return [
         {
             "allocator": name, "job": job, "grid": [grid, grid], "patch": patch, "batch": batch, "budget": budget,

@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gpu_lod import recording
 from gpu_lod.bridge.pool import check_alive
+from gpu_lod.cached import capturing
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.kernels import device
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -92,9 +93,14 @@ def real(value: Any, name: str) -> torch.Tensor:
 
 
 def no_nan(value: torch.Tensor, name: str) -> None:
-    """They are read on the host."""
-    if torch.isnan(values(value)).any():
+    """They are read on the host, where they can be."""
+    if readable(value) and torch.isnan(values(value)).any():
         raise InputError(f"{name} holds NaN; expected numbers, infinities too. Replace it with -inf or 0.")
+
+
+def readable(value: torch.Tensor) -> bool:
+    """Whether the host may look at values: a CUDA graph that is being captured has none yet, and holds no check."""
+    return not capturing(value.device)
 
 
 def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> torch.Tensor:
@@ -220,7 +226,7 @@ def fixations(
     rows = points[None] if single else points
     if rows.ndim != 2 or rows.shape[1] != 2 or rows.shape[0] < 1 or (counts and rows.shape[0] not in counts):
         raise InputError(f"fixation has shape {tuple(points.shape)}; expected {expected}.")
-    if wait or on_host(rows):
+    if (wait or on_host(rows)) and readable(rows):
         recording.check(_fixation_values, rows)
     return rows, single
 

@@ -18,6 +18,7 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
+from gpu_lod.kernels.device import device_of
 from gpu_lod.log_polar import bilinear, converted
 from gpu_lod.mipmap import sampled
 from gpu_lod.program import MAX_GROUPS
@@ -75,10 +76,10 @@ def gather_patches(
             mean and std).
         mean, std: a number a channel; the result is (value - mean) / std. Image processors of encoders hold them.
         dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
-        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
-            pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src,
-            "torch" also in the sites; where samples are texels, those of one side. "cuda" does not check the values of
-            sites that are a CUDA tensor.
+        backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, else from
+            memory), "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`) where
+            that measures faster. All give gradients in src, "torch" also in the sites; where samples are texels, those
+            of one side. "cuda" does not check the values of sites that are a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
@@ -86,8 +87,8 @@ def gather_patches(
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
-        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if src is no texture yet
-            (`Pyramid.upload`), the verb was not called before, or the sites are on the host.
+        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if the verb was not called before, or the
+            sites are on the host.
 
     Source: patches as in Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021); level of detail as in Williams,
         "Pyramidal Parametrics" (1983).
@@ -123,9 +124,13 @@ def gather_patches(
     if isinstance(source, Pyramid) and cuda:
         scale = look.scale or (1.0,) * source.channels
         offset = look.offset if look.scale else (0.0,) * source.channels
-        how = {"border_zero": look.zero}
-        textures = source.cuda_textures()
-        sample = partial(samplers.patches, textures, points, look.patch, scale, offset, look.dtype, **how)
+        how = points, look.patch, scale, offset, look.dtype
+        if source.is_cuda_texture:
+            sample = partial(samplers.patches, source.cuda_textures(), *how, border_zero=look.zero)
+        else:  # a texture of it would cost more than patches of a part of it
+            stored_levels = [level.detach().contiguous() for level in source.levels]
+            of_levels = partial(samplers.patches_of_levels, device_of(image), stored_levels)
+            sample = partial(of_levels, *how, border_zero=look.zero)
     else:
         sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, look)
     return texture_chain.run(source, sample, lambda levels: reference(levels, points, look))

@@ -249,7 +249,12 @@ class Pyramid:
     @property
     def is_texture(self) -> bool:
         """Whether it was uploaded, to OpenGL or to CUDA."""
-        return ("cuda",) in self._cache or self.texture_context() is not None
+        return self.is_cuda_texture or self.texture_context() is not None
+
+    @property
+    def is_cuda_texture(self) -> bool:
+        """Whether it was uploaded to CUDA."""
+        return ("cuda",) in self._cache
 
     def cuda_textures(self) -> Source:
         """The mean pyramid as layered textures of its CUDA device, made once and kept.

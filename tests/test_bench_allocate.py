@@ -132,6 +132,54 @@ def test_the_goals_are_judged_by_the_slowest() -> None:
     assert allocate_doc.batches({key: value for key, value in batch.items() if key[0] == "Voronoi"}).startswith("No ")
 
 
+def test_the_goals_of_a_gpu_are_judged_by_calls_and_plans() -> None:
+    given, alone = bench_allocate.JOBS
+    plan = f"{given}, {bench_allocate.PLANNED}"
+    times = {
+        ("GridTopK", given, False): 0.7,
+        ("GridTopK", plan, False): 0.2,
+        ("TokenDAG", given, False): 2.0,
+        ("TokenDAG", plan, False): 0.6,
+        ("GridTopK", given, True): 2.5,
+        (bench_allocate.TORCH, given, True): 9.0,
+        ("GridTopK", alone, False): 0.4,
+    }
+    text = allocate_doc.gpu_goals({key: {"median_ms": ms} for key, ms in times.items()})
+    assert "| one picture at most 0.5 ms | reached by 1 of 2; missed: TokenDAG 0.60 | reached by 1 of 1 |" in text
+    assert "| 32 pictures at most 3 ms | reached by 1 of 1 | reached by 0 of 0 |" in text
+
+
+def test_plans_are_measured_where_they_repeat_something(monkeypatch: pytest.MonkeyPatch, measured: Path) -> None:
+    allocator = bench_allocate.ready("GridTopK", 7, bench_allocate.PATCH, "cpu")
+    image, maps = torch.rand(1, 3, 64, 64), torch.rand(1, 4, 4)
+    side = bench_allocate.Planned(allocator, image, maps, {})
+    with pytest.raises(RuntimeError, match="each call runs the function"):  # a CPU has no graphs
+        side()
+    made: list[Any] = []
+
+    class Plan:
+        replays = True
+
+        def __call__(self, *tensors: torch.Tensor) -> int:
+            made.append(tensors)
+            return len(tensors)
+
+    monkeypatch.setattr(lod, "plan", lambda *given, **more: made.append("made") or Plan())
+    assert side() == side() == 2 and made.count("made") == 1
+    side.forget()
+    assert side() == 2 and made.count("made") == 2
+    # The table of a GPU has columns for them.
+    data = json.loads(measured.read_text())
+    data["tensors"] = "cuda"
+    data["rows"] += [
+        {**row, "job": f"{row['job']}, planned"} for row in data["rows"] if row["job"] in allocate_doc.GIVEN
+    ]
+    path = measured.with_name("gpu.json")
+    path.write_text(json.dumps(data))
+    jsonschema.validate(data, bench_allocate.SCHEMA)
+    assert "| planned, given | of 32 planned, given |" in allocate_doc.tables(path)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_committed_files_hold_every_allocator(path: Path) -> None:
     data = json.loads(path.read_text())

@@ -23,6 +23,22 @@ def needed(name: str) -> None:
         pytest.importorskip(package, reason=f"{package} is not installed, which {name} needs")
 
 
+GRAPHS = [
+    *(
+        "AdaptiveStratified",
+        "Downsample",
+        "FoveatedPyramid",
+        "GridTopK",
+        "HeatDiffusion",
+        "Hexagonal",
+        "PseudoLogPolar",
+    ),
+    *("PyramidTopK", "Random", "SoftTopKCoverage", "SoftVortex", "Stratified", "TokenDAG", "Voronoi"),
+    *("VortexField", "VortexLearned"),
+]
+"""Those that a CUDA graph can hold."""
+
+
 def moved(allocator: Any) -> Any:
     return allocator.cuda() if isinstance(allocator, torch.nn.Module) else allocator
 
@@ -89,6 +105,25 @@ def test_cpu_and_cuda_agree(name: str, look: str | None, batch: int) -> None:
     there = choices(name, batch, torch.Tensor.cuda, moved, look)
     assert there.sites.is_cuda and there.scores.is_cuda and there.patches.is_cuda
     assert agree(there, choices(name, batch, lambda x: x, look=look))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("alone", [False, True], ids=["given", "alone"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_plan_is_a_cuda_graph(name: str, alone: bool) -> None:
+    """And chooses of new pictures what a call does."""
+    allocator = moved(lod.allocate.make(name, 97, 14))
+    more = {"query": torch.randn(2, allocator.query_width or 8).cuda()} if "query" in allocator.needs else {}
+    image, relevance = torch.rand(2, 3, 19 * 14, 26 * 14, device="cuda"), torch.rand(2, 19, 26, device="cuda")
+    alone = alone and "relevance" in allocator.needs
+    plan = lod.plan(allocator, image, None if alone else relevance, **more)
+    assert plan.replays and "CUDA graph" in plan.reason, plan.reason
+    for _ in range(3):
+        image, relevance = torch.rand_like(image), torch.rand_like(relevance)
+        found = plan(image, *([] if alone else [relevance]), *more.values())
+        expected = allocator(image, None if alone else relevance, **more)
+        assert torch.allclose(found.sites, expected.sites, atol=1e-5)
+        assert torch.allclose(found.patches, expected.patches, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", lod.allocate.names())

@@ -86,10 +86,16 @@ def test_a_thousand_chains_are_the_same() -> None:
     assert int(wrong) == 0
 
 
-def test_levels_are_blended_in_proportion() -> None:
+@pytest.mark.parametrize("read_as", ["texture", "memory"])
+def test_levels_are_blended_in_proportion(read_as: str) -> None:
     levels, sites, expected = grey_levels(CUDA)
-    found = lod.gather_patches(lod.Pyramid(levels), sites, 1, backend="cuda").flatten().cpu()
+    found = lod.gather_patches(read(lod.Pyramid(levels), read_as), sites, 1, backend="cuda").flatten().cpu()
     assert float((found - expected).abs().max()) <= HARDWARE_WEIGHT_ERROR, found.tolist()
+
+
+def read(pyramid: lod.Pyramid, read_as: str) -> lod.Pyramid:
+    """By texture units, or from memory."""
+    return pyramid.upload(backend="cuda") if read_as == "texture" else pyramid
 
 
 @pytest.mark.parametrize("spacing", ["log", "cortical"])
@@ -129,16 +135,18 @@ def test_anisotropic() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("border", ["clamp", "zero"])
-def test_gather_patches(dtype: torch.dtype, border: Any) -> None:
+@pytest.mark.parametrize("read_as", ["texture", "memory"])
+def test_gather_patches(dtype: torch.dtype, border: Any, read_as: str) -> None:
     image = noise(3, 3, 96, 144, dtype=dtype).to(CUDA)
-    pyramid = lod.mipmap(image, backend="cuda")
+    pyramid = read(lod.mipmap(image, backend="cuda"), read_as)
     sites = torch.rand(3, 20, 3) * torch.tensor([0.5, 0.5, 2.0]) + torch.tensor([0.25, 0.25, 0.0])
     found = lod.gather_patches(pyramid, sites.to(CUDA), 14, border=border, backend="cuda")
     if border == "clamp":
         truth = patch_oracle(on_host(pyramid), sites, 14, border)
         assert_matches(found.cpu(), truth[0], "trilinear", slack=slack(truth) + max(pyramid.size) * 2.0**-20 * truth[1])
     for patch in (1, 14, 16, 31):
-        exact = lod.gather_patches(image[0], grid_sites(96, 144, patch), patch, border=border, backend="cuda")
+        one = read(lod.mipmap(image[0]), read_as)
+        exact = lod.gather_patches(one, grid_sites(96, 144, patch), patch, border=border, backend="cuda")
         assert torch.equal(exact.cpu(), unfolded(image[0].cpu(), patch))
     for into, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
         one, two = (

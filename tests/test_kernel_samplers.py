@@ -116,11 +116,15 @@ def test_extreme_arguments(emulated: EmulatedDevice) -> None:
 # -- gather_patches ---------------------------------------------------------------------------------------------------
 
 
+read_as = pytest.mark.parametrize("read_as", ["texture", "memory"])
+
+
+@read_as
 @pytest.mark.parametrize("border", ["clamp", "zero"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_patches(emulated: EmulatedDevice, dtype: torch.dtype, border: Any) -> None:
+def test_gather_patches(emulated: EmulatedDevice, dtype: torch.dtype, border: Any, read_as: str) -> None:
     for shape, budget, patch in zip(SHAPES, (9, 5, 6, 3, 4), (14, 16, 7, 3, 1), strict=True):
-        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        pyramid = uploaded(lod.mipmap(noise(*shape, dtype=dtype)), read_as)
         sites = random_sites(pyramid.batch, budget)
         found = lod.gather_patches(pyramid, sites, patch, border, backend="cuda")
         assert found.dtype == dtype
@@ -133,18 +137,45 @@ def test_gather_patches(emulated: EmulatedDevice, dtype: torch.dtype, border: An
             near = [torch.minimum(at.abs(), (at - n).abs()) < 1e-6 * n + 1e-5 for at, n in ((x, width), (y, height))]
             more = more + expected.abs() * (near[0][..., None, :] | near[1][..., :, None])[:, :, None]
         matches(found, pyramid, (expected, texels, blend), more)
+    assert {call[1].name for call in emulated.named("launch")} == (
+        {"fill", "patches"} if read_as == "texture" else {"patches_of_levels"}
+    )
 
 
+def uploaded(pyramid: lod.Pyramid, read_as: str) -> lod.Pyramid:
+    return pyramid.upload(backend="cuda") if read_as == "texture" else pyramid
+
+
+@pytest.mark.parametrize("border", ["clamp", "zero"])
+def test_weights_of_what_is_read_from_memory_are_exact(emulated: EmulatedDevice, border: Any) -> None:
+    """Those of texture units are of 8 bits; here places are as exact as fp32 sites are."""
+    for shape, budget, patch in zip(SHAPES, (9, 5, 6, 3, 4), (14, 16, 7, 3, 1), strict=True):
+        pyramid = lod.mipmap(noise(*shape))
+        sites = random_sites(pyramid.batch, budget)
+        found = lod.gather_patches(pyramid, sites, patch, border, backend="cuda")
+        expected, texels, _ = patch_oracle(levels_of(pyramid), sites, patch, border)
+        inside = expected != 0 if border == "zero" else torch.ones_like(expected, dtype=torch.bool)
+        close = 2e-6 + max(pyramid.size) * 2.0**-22 * texels
+        assert bool(
+            ((found.view_as(expected) - expected).abs() <= close)[inside & (found.view_as(expected) != 0)].all()
+        )
+
+
+@read_as
 @pytest.mark.parametrize("patch", [1, 3, 14, 16, 32, 100])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_grid_sites_return_the_exact_pixels(emulated: EmulatedDevice, dtype: torch.dtype, patch: int) -> None:
+def test_grid_sites_return_the_exact_pixels(
+    emulated: EmulatedDevice, dtype: torch.dtype, patch: int, read_as: str
+) -> None:
     image = noise(3, 101, 223, dtype=dtype)
-    found = lod.gather_patches(image, grid_sites(101, 223, patch), patch, backend="cuda")
+    pyramid = uploaded(lod.mipmap(image), read_as)
+    found = lod.gather_patches(pyramid, grid_sites(101, 223, patch), patch, backend="cuda")
     assert torch.equal(found, unfolded(image, patch))
 
 
-def test_nodes_of_a_quadtree_return_the_exact_texels(emulated: EmulatedDevice) -> None:
-    pyramid = lod.mipmap(noise(3, 224, 448))
+@read_as
+def test_nodes_of_a_quadtree_return_the_exact_texels(emulated: EmulatedDevice, read_as: str) -> None:
+    pyramid = uploaded(lod.mipmap(noise(3, 224, 448)), read_as)
     for level in (1, 2, 3):
         found = lod.gather_patches(pyramid, grid_sites(224, 448, 14, level), 14, backend="cuda")
         assert torch.equal(found, unfolded(pyramid[level], 14))
@@ -205,9 +236,9 @@ def test_gradients_are_the_references(emulated: EmulatedDevice, name: str) -> No
 @each
 def test_more_images_than_layers(emulated: EmulatedDevice, name: str) -> None:
     image = noise(7, 3, 20, 30)
-    whole = SAMPLERS[name](lod.mipmap(image), backend="cuda")
+    whole = SAMPLERS[name](lod.mipmap(image).upload(backend="cuda"), backend="cuda")
     emulated.texture_layers = 3
-    found = SAMPLERS[name](lod.mipmap(image), backend="cuda")
+    found = SAMPLERS[name](lod.mipmap(image).upload(backend="cuda"), backend="cuda")
     assert [call[1].layers for call in emulated.named("make_texture")] == [7, 3, 3, 1]
     assert torch.equal(found, whole)
 
@@ -307,8 +338,12 @@ def test_capture(emulated: EmulatedDevice, name: str) -> None:
     emulated.calls.clear()
     assert torch.equal(SAMPLERS[name](pyramid, backend="cuda"), expected)
     assert {call[0] for call in emulated.calls} == {"launch"}
-    with pytest.raises(CaptureError, match="upload"):
-        SAMPLERS[name](noise(3, 24, 30), backend="cuda")
+    if name == "gather_patches":  # it needs no texture
+        found = SAMPLERS[name](pyramid[0], backend="cuda")
+        assert torch.allclose(found, expected, atol=0.02) and {call[0] for call in emulated.calls} == {"launch"}
+    else:
+        with pytest.raises(CaptureError, match="upload"):
+            SAMPLERS[name](noise(3, 24, 30), backend="cuda")
     with pytest.raises(CaptureError, match="upload"):
         lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
 

@@ -13,6 +13,7 @@ from gpu_lod.allocate.base import Need, Pool, Scene, register
 from gpu_lod.allocate.learned import Learned
 from gpu_lod.allocate.random import MOST_SEED
 from gpu_lod.allocate.stratified import best_of_each, strata_of
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 
 COARSEST, FINEST = 2, 8
@@ -41,6 +42,7 @@ class AdaptiveStratified(Learned):
     """
 
     monotone = True
+    finest = True
 
     needs: ClassVar[tuple[Need, ...]] = ("relevance", "query")
 
@@ -72,7 +74,7 @@ class AdaptiveStratified(Learned):
         self.enough(scene.grid[0] * scene.grid[1])
         assert scene.query is not None
         wanted = COARSEST + self._logits(scene.query).argmax(-1)
-        cut = torch.minimum(wanted, wanted.new_tensor(scene.grid))
+        cut = torch.minimum(wanted, numbers(tuple(scene.grid), wanted.dtype, wanted.device))
         # Images with fewer strata have empty ones, which get nothing.
         return best_of_each(scene, strata_of(scene, cut), FINEST**2, self.budget)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, heap, precision
+from gpu_lod import checks, dispatch, heap, precision
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
-from gpu_lod.errors import InputError
+from gpu_lod.cached import numbers
+from gpu_lod.errors import InputError, KernelError, LimitError, UnsupportedError
 from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
+from gpu_lod.kernels import device as kernels
 from gpu_lod.patch_grid import Pool as Pool
 from gpu_lod.patch_grid import pooled
 from gpu_lod.planewise import joined
@@ -87,8 +90,8 @@ class Scene:
         """Peaks of relevance, [B, count, 2], in parts of the picture, which the grid may reach over; arguments as in
         `find_fixations`."""
         points = find_fixations(self.relevance, count, **how)
-        sides = points.new_tensor([self.size[1], self.size[0]])
-        cells = points.new_tensor([self.grid[1], self.grid[0]])
+        sides = numbers((self.size[1], self.size[0]), points.dtype, points.device)
+        cells = numbers((self.grid[1], self.grid[0]), points.dtype, points.device)
         half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
         return torch.minimum(torch.maximum(points * (cells * self.patch / sides), half), 1 - half)
 
@@ -112,7 +115,7 @@ class Scene:
         columns = (self.grid[1] + step - 1) // step
         side = (step * self.patch)[..., None].double()
         cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
-        size = cells.new_tensor([self.size[1], self.size[0]])
+        size = numbers((self.size[1], self.size[0]), cells.dtype, cells.device)
         centres = torch.minimum((cells + 0.5) * side, size - side / 2)
         centres = torch.where(size <= side, size / 2, centres)
         return torch.cat([centres / size, levels[..., None]], dim=-1).float()
@@ -135,6 +138,9 @@ class Allocator(ABC):
 
     blends: ClassVar[bool] = False
     """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
+
+    finest: ClassVar[bool] = False
+    """Whether all sites are of level 0."""
 
     monotone: bool = False
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
@@ -234,7 +240,7 @@ class Allocator(ABC):
         """Patches [B, K, C, P, P] by weights [B, K, Hg Wg]."""
         every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
         kind = torch.float32 if scene.top.dtype == torch.uint8 else scene.top.dtype
-        grid = gather_patches(scene.top, every, self.patch, mean=mean, std=std, dtype=kind)
+        grid = self._gathered(scene.top, every, finest=True, mean=mean, std=std, dtype=kind)
         return blended(weights, grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
 
     def _read(
@@ -246,12 +252,27 @@ class Allocator(ABC):
     ) -> torch.Tensor:
         """The patches at sites, which are without B if the image is."""
         image: Any = scene.image
-        if scene.chain and not isinstance(image, Pyramid):
+        if scene.chain and not isinstance(image, Pyramid) and sites.device.type == "cpu":
             levels = math.ceil(float(checks.values(sites)[..., 2].max()))
             if 0 < levels <= len(scene.chain):
                 chain = scene.chain[:levels]
                 image = Pyramid((image, *(chain if image.ndim == 4 else [level[0] for level in chain])))
-        return gather_patches(image, sites, self.patch, mean=mean, std=std)
+        return self._gathered(image, sites, finest=self.finest, mean=mean, std=std)
+
+    def _gathered(self, image: Any, sites: torch.Tensor, *, finest: bool, **how: Any) -> torch.Tensor:
+        """Patches at sites that were chosen here. On a GPU by one launch, or two where levels are to be made: torch,
+        and a look at the values of sites, would wait for these, which no CUDA graph may.
+
+        Args:
+            finest: all sites are of level 0.
+        """
+        where, top = sites.device, image.levels[0] if isinstance(image, Pyramid) else image
+        alone = not dispatch.needs_grad(sites) and dispatch.barred(top, sites) is None
+        if alone and where.type == kernels.KIND and kernels.usable(where):
+            source = Pyramid((image,)) if finest and top is image else image
+            with suppress(KernelError, LimitError, UnsupportedError):  # torch can do what they cannot
+                return gather_patches(source, sites, self.patch, backend="cuda", **how)
+        return gather_patches(image, sites, self.patch, **how)
 
     # -- what it is given -------------------------------------------------------------------------------------------
 
@@ -274,7 +295,7 @@ class Allocator(ABC):
             top = top if top.ndim == 4 else top[None]
             if "relevance" in self.needs:
                 grid = saliency_cells(top, self.patch, self.pool)
-                if not torch.isfinite(grid.detach()).all():
+                if checks.readable(grid) and not torch.isfinite(grid.detach()).all():
                     raise InputError(
                         "the saliency of the image is not finite: it holds NaN, infinities, or values that are too "
                         "large. Repair it with torch.nan_to_num, scale it to [0, 1], or pass relevance=."
@@ -321,7 +342,9 @@ class Allocator(ABC):
         checks.no_nan(values, "relevance")
         if tuple(values.shape[1:]) == cells:
             return values
-        if bool((values.detach().abs() > 2.0**HIGHEST).any()):  # sums of such are no numbers of single precision
+        if checks.readable(values) and bool(
+            (values.detach().abs() > 2.0**HIGHEST).any()
+        ):  # sums of such are no numbers of single precision
             return self._pooled(values.double()).float()
         return self._pooled(values)
 
@@ -334,7 +357,7 @@ class Allocator(ABC):
             wide = "D" if width is None else width
             raise InputError(f"query is {values.dtype} {shape}; expected floats [{batch}, {wide}] or [{wide}].")
         values = values.float()  # of float8, torch knows little else
-        if not torch.isfinite(values.detach()).all():
+        if checks.readable(values) and not torch.isfinite(values.detach()).all():
             raise InputError("query holds NaN or infinities; expected finite numbers in fp32.")
         return values.expand(batch, *lengths)
 

@@ -9,6 +9,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register, scored
+from gpu_lod.cached import constant
 
 
 @register
@@ -33,13 +34,19 @@ class Downsample(Allocator):
         height, width = scene.size
         rows = self.rows or max(1, round(math.sqrt(self.budget * height / width)))
         rows = min(rows, self.budget)  # a token bank may have lowered it
-        # Equal shares: floor of the cumulated share, which is largest remainder spread over the rows.
-        ends = [self.budget * (row + 1) // rows for row in range(rows)]
-        sites = []
-        for row, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            columns = end - begin
-            level = math.log2(max(1.0, max(width / columns, height / rows) / self.patch))
-            x = (torch.arange(columns, dtype=torch.float64, device="cpu") + 0.5) / columns
-            y = torch.full_like(x, (row + 0.5) / rows)
-            sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
-        return scored(scene, torch.cat(sites).float().to(scene.device).expand(scene.batch, -1, -1))
+        sites = constant(scene.device, _sites, self.budget, rows, height, width, self.patch)
+        return scored(scene, sites.expand(scene.batch, -1, -1))
+
+
+def _sites(budget: int, rows: int, height: int, width: int, patch: int) -> torch.Tensor:
+    """[K, 3]"""
+    # Equal shares: floor of the cumulated share, which is largest remainder spread over the rows.
+    ends = [budget * (row + 1) // rows for row in range(rows)]
+    sites = []
+    for row, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        columns = end - begin
+        level = math.log2(max(1.0, max(width / columns, height / rows) / patch))
+        x = (torch.arange(columns, dtype=torch.float64, device="cpu") + 0.5) / columns
+        y = torch.full_like(x, (row + 0.5) / rows)
+        sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
+    return torch.cat(sites).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_lod import checks
 from gpu_lod.allocate.base import Scene, coarser
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import luma_of
@@ -20,7 +21,7 @@ def luma(scene: Scene) -> torch.Tensor:
 
 def checked(energy: torch.Tensor) -> torch.Tensor:
     """The energy itself, if it is finite."""
-    if not torch.isfinite(energy).all():
+    if checks.readable(energy) and not torch.isfinite(energy).all():
         raise InputError(
             "the energy of the picture is not finite: it holds NaN, infinities, or values that are too large. Repair "
             "it with torch.nan_to_num, and scale it to [0, 1]."

@@ -9,6 +9,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, coarser, register
 from gpu_lod.allocate.tree_cut import tokens_of, tree_cut
+from gpu_lod.cached import constant
 
 
 @register
@@ -66,11 +67,16 @@ class FoveatedPyramid(Allocator):
         squares = []
         for n, cells, at in zip(scene.size, scene.grid, (fixation[:, 1], fixation[:, 0]), strict=True):
             counts = [-(-cells // 2**level) for level in range(top + 1)]
-            begins = [i * scene.patch << level for level, count in enumerate(counts) for i in range(count)]
-            ends = [min((i + 1) * scene.patch << level, n) for level, count in enumerate(counts) for i in range(count)]
-            begin, end = torch.tensor([begins, ends], dtype=torch.float32, device=scene.device)
+            begin, end = constant(scene.device, _spans, n, scene.patch, tuple(counts))
             place = at[:, None] * n
             offset = torch.maximum(begin - place, place - end).clamp(min=0) / longer
             squares.append(offset.square().split(counts, dim=1))
         eccentricity = [torch.sqrt(y[:, :, None] + x[:, None, :]) for y, x in zip(*squares, strict=True)]
         return [self.e0 / (e + self.e0) for e in eccentricity]
+
+
+def _spans(n: int, patch: int, counts: tuple[int, ...]) -> torch.Tensor:
+    """[2, N] where nodes begin and end along a side of n pixels, of so many a level, finest first."""
+    begins = [i * patch << level for level, count in enumerate(counts) for i in range(count)]
+    ends = [min((i + 1) * patch << level, n) for level, count in enumerate(counts) for i in range(count)]
+    return torch.tensor([begins, ends], dtype=torch.float32, device="cpu")

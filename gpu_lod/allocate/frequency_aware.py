@@ -12,6 +12,7 @@ from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, registe
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 from gpu_lod.gaussian import gaussian
 from gpu_lod.oriented_energy import oriented_energy
@@ -50,6 +51,7 @@ class FrequencyAware(Allocator):
 
     needs: ClassVar[tuple[Need, ...]] = ("image", "relevance")
     takes: ClassVar[tuple[Need, ...]] = ("query",)
+    finest = True
     query_width = 4
 
     def __init__(
@@ -85,12 +87,14 @@ class FrequencyAware(Allocator):
     def _counts(self, scene: Scene, weight: torch.Tensor) -> torch.Tensor:
         """Tokens [B, 4] of each band."""
         if scene.query is not None:
-            if (scene.query < 0).any():
+            if checks.readable(scene.query) and (scene.query < 0).any():
                 raise InputError("query holds negative weights; expected 0 or more for each of the four bands.")
             weight = torch.where((scene.query > 0).any(1, keepdim=True), scene.query.double(), weight)
         anything = torch.full_like(weight, self.budget, dtype=torch.long)
         fixed = self.budget * sum(self.split) // _OF
-        by_rank = shared_out(weight.new_tensor(self.split).expand_as(weight), anything, fixed, least=0)
+        by_rank = shared_out(
+            numbers(self.split, weight.dtype, weight.device).expand_as(weight), anything, fixed, least=0
+        )
         order = torch.sort(weight, dim=1, descending=True, stable=True).indices
         counts = torch.zeros_like(by_rank).scatter(1, order, by_rank)
         return counts + shared_out(weight, anything, self.budget - fixed, least=0)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from gpu_lod.allocate.base import Allocator, Need, Scene, register, scored
+from gpu_lod.cached import constant
 
 
 @register
@@ -35,17 +36,22 @@ class Hexagonal(Allocator):
     needs: ClassVar[tuple[Need, ...]] = ()
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, slant, side = _lattice(self.budget, *scene.size)
-        columns = self.budget // rows
-        row = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]
-        column = torch.arange(columns, dtype=torch.float64, device="cpu")
-        across = (row - (rows - 1) / 2) * slant / rows + column
-        # Both are symmetric about the middle of the picture; one may have sites on its very edge.
-        x = max(((across + shift) / columns % 1 for shift in (0.5, 0.0)), key=lambda x: -float((x - 0.5).abs().max()))
-        y = ((row + 0.5) / rows).expand_as(x)
-        level = torch.full_like(x, math.log2(max(1.0, side / self.patch)))
-        found = torch.stack([x.sort(dim=1).values, y, level], dim=-1).flatten(0, 1).float().to(scene.device)
-        return scored(scene, found.expand(scene.batch, -1, -1))
+        sites = constant(scene.device, _sites, self.budget, *scene.size, self.patch)
+        return scored(scene, sites.expand(scene.batch, -1, -1))
+
+
+def _sites(count: int, height: int, width: int, patch: int) -> torch.Tensor:
+    """[K, 3]"""
+    rows, slant, side = _lattice(count, height, width)
+    columns = count // rows
+    row = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None]
+    column = torch.arange(columns, dtype=torch.float64, device="cpu")
+    across = (row - (rows - 1) / 2) * slant / rows + column
+    # Both are symmetric about the middle of the picture; one may have sites on its very edge.
+    x = max(((across + shift) / columns % 1 for shift in (0.5, 0.0)), key=lambda x: -float((x - 0.5).abs().max()))
+    y = ((row + 0.5) / rows).expand_as(x)
+    level = torch.full_like(x, math.log2(max(1.0, side / patch)))
+    return torch.stack([x.sort(dim=1).values, y, level], dim=-1).flatten(0, 1).float()
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,7 +28,7 @@ class Learned(nn.Module, Allocator):
         scene, batched = super()._scene(*given)
         for name, parameter in self.named_parameters():
             checks.same_device(scene.relevance, parameter, type(self).__name__)
-            if not torch.isfinite(checks.values(parameter)).all():
+            if checks.readable(parameter) and not torch.isfinite(checks.values(parameter)).all():
                 raise InputError(
                     f"{name} of {type(self).__name__} holds NaN or infinities; expected finite parameters. Load those "
                     "of before it diverged, and train at a lower rate."

@@ -11,6 +11,7 @@ from gpu_lod import checks
 from gpu_lod.allocate.base import Need, Pool, Scene, register
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, parameter
 from gpu_lod.allocate.voronoi import distances
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 
 _GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
@@ -87,7 +88,7 @@ class PseudoLogPolar(Learned):
         each patch."""
         gaze = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         height, width = scene.size
-        box = torch.tensor([width, height], dtype=torch.float64, device=scene.device) / max(height, width)
+        box = numbers((width, height), torch.float64, scene.device) / max(height, width)
         gaze = gaze.double().clamp(MARGIN, 1 - MARGIN)[:, None]
         offsets = self.offsets.double()
         room = torch.where(offsets > 0, 1 - gaze, gaze) * box

@@ -8,6 +8,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
+from gpu_lod.cached import constant
 
 MOST_SEED = 2**64 - 1
 """That torch's generators take."""
@@ -21,6 +22,7 @@ class Random(Allocator):
     """
 
     needs: ClassVar[tuple[Need, ...]] = ()
+    finest = True
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", seed: int = 0) -> None:
         super().__init__(budget, patch, pool)
@@ -29,8 +31,12 @@ class Random(Allocator):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         cells = scene.grid[0] * scene.grid[1]
         self.enough(cells)
-        generator = torch.Generator("cpu").manual_seed(self.seed)
-        lots = torch.randperm(cells, generator=generator, device="cpu")[: self.budget].sort().values
-        index = lots.to(scene.device).expand(scene.batch, -1)
+        index = constant(scene.device, _lots, self.seed, cells, self.budget).expand(scene.batch, -1)
         scores, order = ordered(scene.relevance.flatten(1).gather(1, index), self.budget)
         return scene.sites(0, index.gather(1, order)), scores
+
+
+def _lots(seed: int, cells: int, count: int) -> torch.Tensor:
+    """[`count`] cells, in order."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randperm(cells, generator=generator, device="cpu")[:count].sort().values

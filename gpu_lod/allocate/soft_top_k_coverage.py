@@ -13,6 +13,7 @@ from gpu_lod.allocate.base import Pool, Scene, ordered, register
 from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.losses import coverage_loss
 from gpu_lod.allocate.stratified import ranks_within, room_in, strata_of
+from gpu_lod.cached import numbers
 
 
 @register
@@ -46,6 +47,8 @@ class SoftTopKCoverage(Learned):
         strength: of the penalty, in spreads of relevance for a bin that has its share. A parameter; below 0 it is 0.
         temperature: of the soft top-k, in spreads of relevance. A parameter, as its logarithm.
     """
+
+    finest = True
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class SoftTopKCoverage(Learned):
         relevance = scene.relevance.flatten(1)
         cut = self._cut(scene)
         count = cut[0] * cut[1]
-        bin_ = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
+        bin_ = strata_of(scene, numbers((tuple(cut),), torch.int64, scene.device)).expand(scene.batch, -1)
         before = ranks_within(relevance, bin_, room_in(bin_, count))
         added = (before.double() + 0.5) * count / self.budget
         # The gradient passes as if the strength were not held at 0, so that it can come back.

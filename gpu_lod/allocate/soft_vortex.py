@@ -12,6 +12,7 @@ from gpu_lod import checks, precision
 from gpu_lod.allocate.base import Pool, Scene, register
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance, parameter
 from gpu_lod.allocate.voronoi import distances
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 
 INNERMOST = 0.05
@@ -74,7 +75,7 @@ class SoftVortex(Learned):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         height, width = scene.size
         longer = max(height, width)
-        box = torch.tensor([width, height], dtype=torch.float32, device=scene.device) / longer
+        box = numbers((width, height), torch.float32, scene.device) / longer
         anchors, radii, vortex = self._anchors(box)
         squares = (self.width * radii).square() + (0.5 * scene.patch / longer) ** 2
         near = distances(scene, anchors[None]) / (-2 * squares[:, None])
@@ -88,7 +89,7 @@ class SoftVortex(Learned):
         places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
         # Rounding may step over the edge.
         centre = (precision.factor(weights) @ precision.factor(places)).to(places.dtype).clamp(0, 1)
-        if not torch.isfinite(checks.values(centre)).all():
+        if checks.readable(centre) and not torch.isfinite(checks.values(centre)).all():
             raise InputError(
                 "the radii or twists of SoftVortex are so large that its sites are NaN. Load parameters of before they "
                 "diverged, and train at a lower rate."

@@ -7,6 +7,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
 from gpu_lod.allocate.tree_cut import tokens_at
+from gpu_lod.cached import numbers
 
 
 @register
@@ -23,6 +24,7 @@ class Stratified(Allocator):
 
     # A heavier stratum never loses a token by largest remainder while the others stay as they are.
     monotone = True
+    finest = True
 
     def __init__(
         self, budget: int = 273, patch: int = 14, pool: Pool = "mean", strata: tuple[int, int] = (4, 4)
@@ -34,7 +36,7 @@ class Stratified(Allocator):
         rows, columns = scene.grid
         self.enough(rows * columns)
         cut = [min(count, cells) for count, cells in zip(self.strata, scene.grid, strict=True)]
-        stratum = strata_of(scene, torch.tensor([cut], device=scene.device)).expand(scene.batch, -1)
+        stratum = strata_of(scene, numbers((tuple(cut),), torch.int64, scene.device)).expand(scene.batch, -1)
         return best_of_each(scene, stratum, cut[0] * cut[1], self.budget)
 
 
@@ -103,7 +105,9 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tens
         least: 1, or 0 for shares by weight alone.
     """
     strata = weight.shape[1]
-    wanted = torch.as_tensor(total, device=weight.device).expand(len(weight))[:, None]
+    if isinstance(total, int):
+        total = torch.full((1,), total, device=weight.device)
+    wanted = total.expand(len(weight))[:, None]
     heaviest = torch.sort(weight.where(room > 0, -1.0), dim=1, descending=True, stable=True).indices
     first = (torch.arange(strata, device=weight.device) < wanted).long() * least
     counts = torch.zeros_like(room).scatter(1, heaviest, first).minimum(room)
@@ -125,6 +129,6 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tens
             1, rank, ((torch.arange(strata, device=weight.device) < over) & (remainder.gather(1, rank) >= 0)).long()
         )
         counts = counts + given + torch.where(full, 0, extra)
-        if not bool((counts.sum(1, keepdim=True) < wanted).any()):
+        if checks.readable(counts) and not bool((counts.sum(1, keepdim=True) < wanted).any()):
             break
     return counts

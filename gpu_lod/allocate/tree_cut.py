@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Scene, coarser, ordered, places
+from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
 
 
@@ -74,7 +74,7 @@ def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int
     if top == 0:
         return Cut((reached.view_as(detail),), _left_over(detail, reached.view_as(detail), left))
     gains = in_a_row(_propagated(benefits))
-    costs = torch.from_numpy(_layout(tuple(sizes))[1]).to(detail.device).expand_as(gains)
+    costs = constant(detail.device, _costs, tuple(sizes)).expand_as(gains)
     order = torch.sort(gains, dim=1, descending=True, stable=True).indices
     fits = costs.gather(1, order).cumsum(1) <= budget - roots
     split = torch.zeros_like(fits).scatter_(1, order, fits)
@@ -110,7 +110,8 @@ def _checked(
             )
         checks.same_device(detail, values, f"benefits[{index}]", "detail")
     # One look at all of them, as each asks the device.
-    if torch.isnan(torch.cat([values.detach().flatten(1) for values in (detail, *found)], dim=1)).any():
+    every = [values.detach().flatten(1) for values in (detail, *found)] if checks.readable(detail) else []
+    if every and torch.isnan(torch.cat(every, dim=1)).any():
         checks.no_nan(detail, "detail")
         for index, values in enumerate(found):
             checks.no_nan(values, f"benefits[{index}]")
@@ -138,20 +139,29 @@ def apart(nodes: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.T
 
 def of_parents(nodes: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Of nodes in a row, what the parent of each has that has one: of all below the roots."""
-    return nodes.index_select(1, torch.from_numpy(_layout(tuple(sizes))[0]).to(nodes.device))
+    return nodes.index_select(1, constant(nodes.device, _parents, tuple(sizes)))
 
 
-@lru_cache(maxsize=16)
-def _layout(sizes: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Of the nodes of a quadtree's levels in a row: the places of the parents, for all below the roots; the children
-    less one, for all above the cells."""
-    parents, costs, start = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+def _parents(sizes: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Of the nodes of a quadtree's levels in a row: the places of the parents, for all below the roots."""
+    found, start = [np.zeros(0, dtype=np.int64)], 0
     for (height, width), (rows, columns) in pairwise(reversed(sizes)):
-        own = (np.arange(rows) // 2 * width)[:, None] + np.arange(columns) // 2
-        parents.append(start + own.ravel())
-        costs.append(np.bincount(own.ravel()) - 1)
+        found.append(start + _own(width, rows, columns).ravel())
         start += height * width
-    return np.concatenate(parents), np.concatenate(costs)
+    return torch.from_numpy(np.concatenate(found))
+
+
+def _costs(sizes: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """The children less one, for all above the cells."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for (_, width), (rows, columns) in pairwise(reversed(sizes)):
+        found.append(np.bincount(_own(width, rows, columns).ravel()) - 1)
+    return torch.from_numpy(np.concatenate(found))
+
+
+def _own(width: int, rows: int, columns: int) -> np.ndarray:
+    """The place in its level, `width` wide, of the parent of each node of the next."""
+    return (np.arange(rows) // 2 * width)[:, None] + np.arange(columns) // 2
 
 
 def _left_over(detail: torch.Tensor, reached: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
@@ -198,7 +208,7 @@ def tokens_at(
     if sites is not None:
         return torch.cat(list(sites), dim=1).gather(1, index[..., None].expand(-1, -1, 3)), scores
     starts = [0, *accumulate(mask[0].numel() for _, mask in nodes)]
-    table = torch.tensor([starts[:-1], [level for level, _ in nodes]], device=scene.device)
+    table = numbers((tuple(starts[:-1]), tuple(level for level, _ in nodes)), torch.int64, scene.device)
     entry = torch.bucketize(index, table[0, 1:], right=True)
     first, level = table[:, entry]
     found = scene.sites(level, index - first)

@@ -21,6 +21,8 @@ class Voronoi(Allocator):
         peaks: how many (`find_fixations`).
     """
 
+    finest = True
+
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", peaks: int = 8) -> None:
         super().__init__(budget, patch, pool)
         self.peaks = checks.integer(peaks, "peaks", at_least=1, at_most=1024)

@@ -25,6 +25,8 @@ class VortexField(Allocator):
         radius: in units of the longer side.
     """
 
+    finest = True
+
     def __init__(
         self, budget: int = 273, patch: int = 14, pool: Pool = "mean", vortices: int = 8, radius: float = 0.1
     ) -> None:

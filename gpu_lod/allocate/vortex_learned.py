@@ -35,6 +35,7 @@ class VortexLearned(Learned):
     """
 
     monotone = True
+    finest = True
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, registe
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError, UnsupportedError
 
 
@@ -69,7 +70,7 @@ class Wavelet(Allocator):
         # Patches at the far edges overlap: a band counts once there too.
         once = [(values * inside(scene, level)).double().sum((1, 2)) for level, values in enumerate(worth)]
         weight = torch.stack(once, dim=1)
-        room = torch.tensor(there, device=scene.device).expand_as(weight)
+        room = numbers(tuple(there), torch.int64, scene.device).expand_as(weight)
         counts = shared_out(weight, room, self.budget, least=0)
         nodes = [(level, _best(values, counts[:, level], self.budget)) for level, values in enumerate(worth)]
         return tokens_at(scene, nodes, relevance, self.budget)

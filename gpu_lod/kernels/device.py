@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from gpu_lod.errors import UnsupportedError
+from gpu_lod.errors import GpuLodError, UnsupportedError
 from gpu_lod.kernels.sources import Kernel
 
 Storage = Literal["uint8", "float16", "float32"]
@@ -152,6 +152,18 @@ def device_of(tensor: torch.Tensor) -> Device:
     check_kind(tensor.device)
     with _lock:
         return open_device(tensor.device)
+
+
+@functools.cache
+def usable(device: torch.device) -> bool:
+    """Whether kernels run on the tensors of a device."""
+    try:
+        check_kind(device)
+        with _lock:
+            open_device(device)
+    except GpuLodError:
+        return False
+    return True
 
 
 @functools.cache

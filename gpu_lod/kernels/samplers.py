@@ -1,4 +1,4 @@
-"""The samplers: memory and launches of log_polar.cu, foveate.cu and patches.cu.
+"""The samplers: memory and launches of log_polar.cu, foveate.cu, patches.cu and patches_of_levels.cu.
 
 Fixations and sites are read by the kernels, in device memory, so nothing waits for them.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from gpu_lod.errors import CaptureError, LimitError
+from gpu_lod.kernels.chain import MOST_LEVELS
 from gpu_lod.kernels.device import Device, per_device
-from gpu_lod.kernels.sources import sampling
+from gpu_lod.kernels.sources import ELEMENTS, sampling
 from gpu_lod.kernels.textures import Source
 
 THREADS = 256
@@ -72,6 +73,26 @@ class Patches(ctypes.Structure):
         ("height", ctypes.c_float),
         ("width", ctypes.c_float),
         ("last", ctypes.c_float),
+        ("budget", ctypes.c_uint32),
+        ("patch", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("border_zero", ctypes.c_int),
+    )
+
+
+class PatchesOfLevels(ctypes.Structure):
+    """The parameter of patches_of_levels.cu."""
+
+    _fields_ = (
+        ("level", ctypes.c_void_p * MOST_LEVELS),
+        ("sites", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("scale", ctypes.c_float * 4),
+        ("offset", ctypes.c_float * 4),
+        ("height", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("last", ctypes.c_int),
+        ("stored", ctypes.c_int),
         ("budget", ctypes.c_uint32),
         ("patch", ctypes.c_int),
         ("channels", ctypes.c_int),
@@ -188,6 +209,51 @@ def patches(
         grid = (part.count * budget, min(-(-area // threads), MOST_ROWS), 1)
         source.device.launch(sampling("patches", dtype), grid, threads, parameters)
     return target if source.batched else target[0]
+
+
+def patches_of_levels(
+    device: Device,
+    levels: Sequence[torch.Tensor],
+    sites: torch.Tensor,
+    patch: int,
+    scale: Sequence[float],
+    offset: Sequence[float],
+    dtype: torch.dtype,
+    *,
+    border_zero: bool,
+) -> torch.Tensor:
+    """The same from levels that are no texture, with weights of fp32: [B, C, h, w] or [C, h, w] each, contiguous. What
+    lies beyond the last is read from it.
+
+    Args:
+        sites: [B, K, 3] or [1, K, 3].
+    """
+    top = levels[0]
+    batch, (channels, height, width) = top.shape[0] if top.ndim == 4 else 1, top.shape[-3:]
+    budget, area = sites.shape[1], patch * patch
+    if batch * budget >= 2**31:
+        raise LimitError(f"{batch} x {budget} sites are more than a CUDA launch covers. Pass fewer at once.")
+    target = torch.empty((batch, budget, channels, patch, patch), dtype=dtype, device=top.device)
+    points = placed(device, sites.expand(batch, -1, -1), top.device)
+    parameters = PatchesOfLevels(
+        level=(ctypes.c_void_p * MOST_LEVELS)(*(level.data_ptr() for level in levels)),
+        sites=points.data_ptr(),
+        target=target.data_ptr(),
+        scale=(ctypes.c_float * 4)(*scale),
+        offset=(ctypes.c_float * 4)(*offset),
+        height=height,
+        width=width,
+        last=len(levels) - 1,
+        stored=list(ELEMENTS).index(top.dtype),
+        budget=budget,
+        patch=patch,
+        channels=channels,
+        border_zero=border_zero,
+    )
+    threads = min(THREADS, -(-area // 32) * 32)
+    grid = (batch * budget, min(-(-area // threads), MOST_ROWS), 1)
+    device.launch(sampling("patches_of_levels", dtype), grid, threads, parameters)
+    return target if top.ndim == 4 else target[0]
 
 
 def source_like(source: Source, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -37,14 +37,17 @@ def reduction(dtype: torch.dtype, reduce: str) -> Kernel:
 
 
 def sampling(name: str, dtype: torch.dtype) -> Kernel:
-    """fill, log_polar, foveate or patches."""
+    """One of `SAMPLERS`."""
     return Kernel(name, (ELEMENTS[dtype],))
+
+
+SAMPLERS = "fill", "log_polar", "foveate", "patches", "patches_of_levels"
 
 
 def variants() -> list[Kernel]:
     """Every kernel that can be asked for."""
     return [reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS] + [
-        sampling(name, dtype) for name in ("fill", "log_polar", "foveate", "patches") for dtype in ELEMENTS
+        sampling(name, dtype) for name in SAMPLERS for dtype in ELEMENTS
     ]
 
 

@@ -1,0 +1,38 @@
+// Where a site's samples are, and how they are read: what both kernels of patches share.
+#pragma once
+#include "sampling.cuh"
+
+// Of a side, 2^-22: as far off may fp32 positions be. A centre no further from a whole or half pixel is there: patches of the
+// grid meet texels exactly.
+#define ROUNDING (1.0f / 4194304.0f)
+
+__device__ __forceinline__ float clamped(float value, float least, float most) {
+    return fminf(fmaxf(value, least), most);  // NaN is the least
+}
+
+__device__ __forceinline__ float on_pixels(float at, float side) {
+    float pixel = at * side, near = rintf(2.0f * pixel) * 0.5f;
+    return fabsf(pixel - near) <= side * ROUNDING ? near : pixel;
+}
+
+struct Site {
+    float centre_x, centre_y, level, stride;  // in pixels
+    float begin_x, begin_y, side_x, side_y;   // in texels of the level: where the patch begins, and the picture's sides
+    bool exact;                               // its samples are texels of that level
+};
+
+// Of (x, y, level), for a picture of this size whose last level is `last`.
+__device__ __forceinline__ Site site_of(const float* site, float width, float height, float last, int patch) {
+    Site s;
+    s.centre_x = on_pixels(site[0], width), s.centre_y = on_pixels(site[1], height);
+    s.level = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
+    int fine = (int)s.level;
+    float between = s.level - (float)fine, whole = (float)(1 << fine);
+    s.stride = between == 0.0f ? whole : whole * exp2f(between);
+    // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
+    s.begin_x = s.centre_x / whole - 0.5f * (float)patch, s.begin_y = s.centre_y / whole - 0.5f * (float)patch;
+    s.side_x = width / whole, s.side_y = height / whole;
+    s.exact = between == 0.0f && s.level <= last && s.begin_x == floorf(s.begin_x) && s.begin_y == floorf(s.begin_y) &&
+              s.side_x == floorf(s.side_x) && s.side_y == floorf(s.side_y);
+    return s;
+}
