@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.allocate.scale import summable
+from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
 
 COARSE = 16
@@ -55,9 +56,9 @@ def find_fixations(
     coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
-    y, x = ((torch.arange(n, dtype=coarse.dtype, device=coarse.device) + 0.5) / n for n in size)
-    central = -((y[:, None] - 0.5) ** 2 + (x - 0.5) ** 2)
+    y, x, central = (constant(coarse.device, part, size) for part in (_down, _across, _central))
     free = torch.ones_like(coarse, dtype=torch.bool)
+    sides = numbers((size[1], size[0]), coarse.dtype, coarse.device)
     points = []
     for number in range(count):
         best = coarse == coarse.amax((1, 2), keepdim=True)
@@ -65,37 +66,46 @@ def find_fixations(
         fresh = best & free
         best = torch.where(fresh.any(2, keepdim=True).any(1, keepdim=True), fresh, best)
         index = torch.where(best, central, -math.inf).flatten(1).argmax(1)
-        row, column = index // size[1], index % size[1]
-        point = torch.stack(
-            [
-                (_vertex(coarse, row, column, 2) + column + 0.5) / size[1],
-                (_vertex(coarse, row, column, 1) + row + 0.5) / size[0],
-            ],
-            dim=-1,
-        )
-        points.append(point.clamp(0, 1))
+        place = torch.stack([index % size[1], index // size[1]], dim=1)
+        points.append(((_vertices(coarse, index[:, None], place) + place + 0.5) / sides).clamp(0, 1))
         if number == count - 1:
             break
         dy = (y[None, :, None] - points[-1][:, 1, None, None]) * height / longer
         dx = (x[None, None, :] - points[-1][:, 0, None, None]) * width / longer
-        near = (dx**2 + dy**2 <= radius**2).index_put(
-            (torch.arange(len(row), device=row.device), row, column), torch.ones_like(row, dtype=torch.bool)
-        )
+        near = (dx**2 + dy**2 <= radius**2).flatten(1).scatter(1, index[:, None], True).view_as(free)
         coarse = torch.where(near, coarse * (1 - inhibition), coarse)
         free = free & ~near
     return torch.stack(points, dim=1)
 
 
-def _vertex(values: torch.Tensor, row: torch.Tensor, column: torch.Tensor, dim: int) -> torch.Tensor:
-    """Cells from a peak to the vertex of the parabola through it and its neighbours, at most half a cell."""
-    images = torch.arange(len(row), device=row.device)
-    place, n = (row, values.shape[1]) if dim == 1 else (column, values.shape[2])
+def _down(size: tuple[int, int]) -> torch.Tensor:
+    """[rows], the cells' centres in parts of the side."""
+    return (torch.arange(size[0], dtype=torch.float32, device="cpu") + 0.5) / size[0]
 
-    def at(step: int) -> torch.Tensor:
-        moved = (place + step).clamp(0, n - 1)
-        return values[images, moved, column] if dim == 1 else values[images, row, moved]
 
-    before, here, after = at(-1), at(0), at(1)
+def _across(size: tuple[int, int]) -> torch.Tensor:
+    """[columns]"""
+    return _down(size[::-1])
+
+
+def _central(size: tuple[int, int]) -> torch.Tensor:
+    """[rows, columns], the nearer to the middle, the higher."""
+    return -((_down(size)[:, None] - 0.5) ** 2 + (_across(size) - 0.5) ** 2)
+
+
+def _vertices(values: torch.Tensor, index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """[B, 2], cells along x and y from a peak to the vertex of the parabola through it and its neighbours: at most half
+    of one.
+
+    Args:
+        index: [B, 1], of the peaks among all cells.
+        place: [B, 2], their (column, row).
+    """
+    height, width = values.shape[1:]
+    steps = numbers((1, width), index.dtype, index.device)
+    low, high = place > 0, place < numbers((width - 1, height - 1), index.dtype, index.device)
+    near = torch.cat([index - steps * low, index + steps * high, index], dim=1)
+    before, after, here = values.flatten(1).gather(1, near).split((2, 2, 1), dim=1)
     bend = before - 2 * here + after
-    inside = (place > 0) & (place < n - 1) & (bend < 0)
+    inside = low & high & (bend < 0)
     return torch.where(inside, 0.5 * (before - after) / torch.where(inside, bend, -1.0), 0.0).clamp(-0.5, 0.5)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, coarser, register
-from gpu_lod.allocate.tree_cut import tokens_of, tree_cut
+from gpu_lod.allocate.tree_cut import apart, in_a_row, tokens_of, tree_cut
 from gpu_lod.cached import constant
 
 
@@ -47,36 +48,51 @@ class FoveatedPyramid(Allocator):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         fixation = fixation.float()
-        values = scene.amounts()
         rows, columns = scene.grid
         top = (max(rows, columns) - 1).bit_length()
-        ones = torch.ones_like(values[:1])
-        sums, counts = [values], [ones]
+        sizes = tuple((-(-rows // 2**level), -(-columns // 2**level)) for level in range(top + 1))
+        sums = [scene.amounts()]
         for _ in range(top):
             sums.append(coarser(sums[-1], "sum"))
-            counts.append(coarser(counts[-1], "sum"))
-        magnified = self._magnification(scene, fixation, top)
-        benefits = [total * m for total, m in zip(sums[1:], magnified[1:], strict=True)]
-        scores = [total / count * m for total, count, m in zip(sums, counts, magnified, strict=True)]
-        cut = tree_cut(benefits, scores[0], self.budget, self.max_level)
+        # All levels at once: a launch, and a call, costs more than what it does for one of them.
+        total, magnified = in_a_row(sums), self._magnification(scene, fixation, sizes)
+        scores = apart(total / constant(scene.device, _covered, sizes) * magnified, sizes)
+        cut = tree_cut(apart(total * magnified, sizes)[1:], scores[0], self.budget, self.max_level)
         return tokens_of(scene, cut, scores, self.budget)
 
-    def _magnification(self, scene: Scene, fixation: torch.Tensor, top: int) -> list[torch.Tensor]:
-        """[B, h, w] at each node's nearest point, levels 0 to `top`."""
+    def _magnification(self, scene: Scene, fixation: torch.Tensor, sizes: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """[B, N] at the nearest point of each node, in a row."""
         longer = max(scene.size)
         squares = []
-        for n, cells, at in zip(scene.size, scene.grid, (fixation[:, 1], fixation[:, 0]), strict=True):
-            counts = [-(-cells // 2**level) for level in range(top + 1)]
-            begin, end = constant(scene.device, _spans, n, scene.patch, tuple(counts))
+        for side, (n, at) in enumerate(zip(scene.size, (fixation[:, 1], fixation[:, 0]), strict=True)):
+            begin, end = constant(scene.device, _spans, n, scene.patch, tuple(size[side] for size in sizes))
             place = at[:, None] * n
             offset = torch.maximum(begin - place, place - end).clamp(min=0) / longer
-            squares.append(offset.square().split(counts, dim=1))
-        eccentricity = [torch.sqrt(y[:, :, None] + x[:, None, :]) for y, x in zip(*squares, strict=True)]
-        return [self.e0 / (e + self.e0) for e in eccentricity]
+            squares.append(offset.square().index_select(1, constant(scene.device, _along, sizes, side)))
+        eccentricity = torch.sqrt(squares[0] + squares[1])
+        return self.e0 / (eccentricity + self.e0)
 
 
 def _spans(n: int, patch: int, counts: tuple[int, ...]) -> torch.Tensor:
-    """[2, N] where nodes begin and end along a side of n pixels, of so many a level, finest first."""
+    """[2, M] where nodes begin and end along a side of n pixels, of so many a level, finest first."""
     begins = [i * patch << level for level, count in enumerate(counts) for i in range(count)]
     ends = [min((i + 1) * patch << level, n) for level, count in enumerate(counts) for i in range(count)]
     return torch.tensor([begins, ends], dtype=torch.float32, device="cpu")
+
+
+def _along(sizes: tuple[tuple[int, int], ...], side: int) -> torch.Tensor:
+    """[N] which of those spans, along rows (0) or columns (1), each node in a row has."""
+    starts = [0, *accumulate(size[side] for size in sizes)]
+    places = [start + torch.arange(size[side], device="cpu") for start, size in zip(starts, sizes, strict=False)]
+    levels = [
+        (place[:, None] if side == 0 else place).expand(1, *size) for place, size in zip(places, sizes, strict=True)
+    ]
+    return in_a_row(levels)[0]
+
+
+def _covered(sizes: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """[N] cells that each node in a row covers."""
+    levels = [torch.ones(1, *sizes[0], dtype=torch.float32, device="cpu")]
+    for _ in sizes[1:]:
+        levels.append(coarser(levels[-1], "sum"))
+    return in_a_row(levels)[0]
