@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,36 +37,83 @@ def cached(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 MOST_BYTES = 64 * 2**20
-"""Of what `constant` keeps."""
+"""Of what `constant` keeps on a device."""
+_LEAST_BYTES = 512
+"""That a tensor takes of a GPU's memory."""
 _TRACES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
-_kept: dict[Hashable, torch.Tensor] = {}
-_lock = threading.Lock()
 
 
 def constant(device: torch.device, make: Callable[..., torch.Tensor], *arguments: Hashable) -> torch.Tensor:
     """`make(*arguments)`, a CPU tensor that is always the same, on a device: to be read and never written to. It is
-    brought there once and never let go of: bringing it anew would wait for all that a GPU has to do, no CUDA graph may
-    do that, and a graph reads where it stood.
+    brought there once and kept as long as it is used now and then: bringing it anew would wait for all that a GPU has
+    to do, and no CUDA graph may. What a graph reads is kept for good.
 
     Raises:
         CaptureError: a CUDA graph is being captured, and it is not on the device yet.
     """
     if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACES):
         return make(*arguments).to(device)
-    key = make, arguments, device
-    found = _kept.get(key)
-    if found is None:
-        if capturing(device):
-            raise CaptureError(
-                "a CUDA graph is being captured, and a table of this size is not on the device yet. Call the function "
-                "once with tensors of these shapes before the capture."
-            )
-        with torch.inference_mode(False), _lock:
-            found = make(*arguments).to(device)
-            room = sum(kept.nbytes for kept in _kept.values()) + found.nbytes <= MOST_BYTES
-            if room and type(found) is torch.Tensor:  # and not what a mode of torch made of it
-                found = _kept.setdefault(key, found)
-    return found
+    return _constants.get(device, make, arguments)
+
+
+_Kept = tuple[torch.Tensor, Any]
+"""A tensor, and the stream that brought it to a GPU."""
+
+
+class _Constants:
+    """Those of each device that were used last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: defaultdict[torch.device, OrderedDict[Hashable, _Kept]] = defaultdict(OrderedDict)
+        self._bytes: Counter[torch.device] = Counter()
+        self._captured: dict[Hashable, torch.Tensor] = {}
+
+    def get(self, device: torch.device, make: Callable[..., torch.Tensor], arguments: Any) -> torch.Tensor:
+        key, kept = (make, arguments), self._kept[device]
+        with self._lock:
+            found = kept.get(key)
+            if found is not None:
+                kept.move_to_end(key)
+        captures = capturing(device)
+        if found is None:
+            if captures:
+                if (device, key) in self._captured:
+                    return self._captured[device, key]
+                raise CaptureError(
+                    "a CUDA graph is being captured, and a table of this size is not on the device. Call the function "
+                    "with tensors of these shapes just before the capture."
+                )
+            with torch.inference_mode(False):  # and not under the lock: it may take others to make
+                made = make(*arguments).to(device)
+            if type(made) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(made):
+                return made  # a transform's, or a mode's: nobody else's
+            found = made, _stream(device)
+            self._keep(device, key, found)
+        tensor, stream = found
+        if captures:
+            self._captured[device, key] = tensor
+        elif stream is not None and (now := _stream(device)) != stream:
+            tensor.record_stream(now)  # its memory is not for others before this one is through
+        return tensor
+
+    def _keep(self, device: torch.device, key: Hashable, found: _Kept) -> None:
+        with self._lock:
+            kept = self._kept[device]
+            if key in kept:  # by another thread
+                return
+            kept[key] = found
+            self._bytes[device] += max(found[0].nbytes, _LEAST_BYTES)
+            while self._bytes[device] > MOST_BYTES and len(kept) > 1:
+                oldest, _ = kept.popitem(last=False)[1]
+                self._bytes[device] -= max(oldest.nbytes, _LEAST_BYTES)
+
+
+_constants = _Constants()
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def numbers(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -79,4 +127,9 @@ def _numbers(values: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def capturing(device: torch.device) -> bool:
     """True while the current stream of a GPU is captured into a CUDA graph: nothing can be read on the host then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

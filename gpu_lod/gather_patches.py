@@ -128,6 +128,7 @@ def gather_patches(
         if source.is_cuda_texture:
             sample = partial(samplers.patches, source.cuda_textures(), *how, border_zero=look.zero)
         else:  # a texture of it would cost more than patches of a part of it
+            source.check_unchanged()
             stored_levels = [level.detach().contiguous() for level in source.levels]
             of_levels = partial(samplers.patches_of_levels, device_of(image), stored_levels)
             sample = partial(of_levels, *how, border_zero=look.zero)

@@ -244,13 +244,13 @@ class Sharing(Turns):
         return self.interop.device if self.interop is not None else self.host.device
 
     def empty(
-        self, *shape: Any, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+        self, *shape: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
         """A tensor whose memory is a GL buffer, so that verbs read it without a copy. Contents are undefined.
 
         Args:
             shape: sides, or one sequence of them; the dtype may follow.
-            dtype: uint8, float16, bfloat16 or float32.
+            dtype: uint8, float16, bfloat16 or float32; None is float32.
             device: "cpu" or the CUDA device that this context is on; None is `tensor_device`, which is CUDA for a
                 context opened with a CUDA device or used with a CUDA tensor before.
 
@@ -263,8 +263,9 @@ class Sharing(Turns):
             DeviceMismatchError: the CUDA device is not the GPU that this context is on.
             OutOfMemoryError: the device has no room left.
         """
-        if shape and isinstance(shape[-1], torch.dtype):
+        if shape and isinstance(shape[-1], torch.dtype) and dtype is None:
             *shape, dtype = shape  # type: ignore[assignment]
+        dtype = torch.float32 if dtype is None else dtype
         sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if dtype not in (torch.uint8, torch.float16, torch.bfloat16, torch.float32):
             raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16, bfloat16 or float32.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
 from gpu_lod import cached, checks, salient_cells
-from gpu_lod.errors import CaptureError, InputError, KernelError
+from gpu_lod.allocate import base
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
 from gpu_lod.kernels import device
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
@@ -61,7 +64,7 @@ def capture(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterat
         monkeypatch.setattr(module, "capturing", lambda where: emulated.is_capturing)
     monkeypatch.setattr(checks, "on_host", lambda value: False)
     monkeypatch.setattr(salient_cells, "_LEAST", 2**30)  # as on a GPU
-    monkeypatch.setattr(cached, "_kept", {})
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
     device.usable.cache_clear()
     yield set_to
     device.usable.cache_clear()
@@ -94,6 +97,19 @@ def test_nothing_waits_while_a_graph_is_captured(name: str, alone: bool, capture
     assert not watch.waits
     assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
     assert torch.equal(found.patches, expected.patches)
+
+
+@torch.no_grad()
+def test_a_fixation_of_numbers_is_brought_once(capture: Callable[[bool], None]) -> None:
+    allocator, what = given("FoveatedPyramid")
+    expected = allocator(**what, fixation=(0.3, 0.7))
+    capture(True)
+    with Watch() as watch:
+        found = allocator(**what, fixation=(0.3, 0.7))
+    assert {wait.partition(" ")[0] for wait in watch.waits} <= {"lift_fresh"}  # a tensor of it, on the host
+    assert torch.equal(found.sites, expected.sites)
+    with pytest.raises(CaptureError):
+        allocator(**what, fixation=(0.3, 0.71))
 
 
 @torch.no_grad()
@@ -149,13 +165,101 @@ def test_patches_are_read_by_one_launch(
 
 
 @torch.no_grad()
-def test_patches_are_read_by_torch_where_kernels_fail(emulated: EmulatedDevice) -> None:
+def test_patches_are_read_by_torch_where_kernels_fail(
+    capture: Callable[[bool], None], emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is told once."""
+    monkeypatch.setattr(base, "_no_kernels", set())
     allocator, what = given("GridTopK")
-    device.usable.cache_clear()
+    emulated.fail["launch"] = LimitError("too large")
+    expected = allocator(**what)  # no word of that: the next one may be smaller
+    assert torch.equal(expected.patches, lod.gather_patches(what["image"], expected.sites, PATCH, backend="torch"))
     emulated.fail["launch"] = KernelError("no such kernel")
-    tokens = allocator(**what)
-    assert emulated.named("launch") and not emulated.fail
-    assert torch.equal(tokens.patches, lod.gather_patches(what["image"], tokens.sites, PATCH, backend="torch"))
+    capture(True)
+    with pytest.raises(KernelError):  # torch would wait
+        allocator(**what)
+    capture(False)
+    emulated.fail["launch"] = KernelError("no such kernel")
+    with pytest.warns(GpuLodWarning, match="in plain torch for tensors on cpu; backend='cuda' failed: no such kernel"):
+        assert torch.equal(allocator(**what).patches, expected.patches)
+    emulated.calls.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(allocator(**what).patches, expected.patches)
+    assert not emulated.named("launch")
+
+
+class Coarse(lod.allocate.GridTopK):
+    """Somebody's own."""
+
+    by = 1.0
+
+    def choose(self, scene: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sites, scores = super().choose(scene)
+        sites[..., 2] = self.by
+        return sites, scores
+
+
+@torch.no_grad()
+def test_an_allocator_derived_of_one_of_the_finest_level(emulated: EmulatedDevice) -> None:
+    device.usable.cache_clear()
+    _, what = given("GridTopK")
+    tokens = Coarse(37, PATCH)(**what)
+    assert emulated.named("launch") and not Coarse.finest
+    expected = lod.gather_patches(what["image"], tokens.sites, PATCH, backend="torch")
+    assert torch.allclose(tokens.patches, expected, atol=1e-5)
+    Coarse.by = -1.0
+    with pytest.raises(InputError, match="levels from -1"):
+        Coarse(37, PATCH)(**what)
+    Coarse.by = 1.0
+
+
+@torch.no_grad()
+def test_a_changed_pyramid_is_refused(emulated: EmulatedDevice) -> None:
+    device.usable.cache_clear()
+    allocator, what = given("FoveatedPyramid")
+    pyramid = lod.mipmap(what["image"], backend="torch")
+    expected = allocator(**what).patches
+    assert torch.allclose(allocator(pyramid, what["relevance"]).patches, expected, atol=1e-5)
+    pyramid.levels[1].zero_()
+    with pytest.raises(PyramidChangedError):
+        allocator(pyramid, what["relevance"])
+
+
+@torch.no_grad()
+def test_huge_relevance_of_pixels_chooses_the_same_in_a_graph(capture: Callable[[bool], None]) -> None:
+    allocator = lod.allocate.GridTopK(5, 4)
+    relevance = torch.full((1, 16, 16), 1e38)
+    relevance[:, :4, 4:8], relevance[:, 8:12, 12:] = 3e38, 2e38
+    expected = allocator(relevance=relevance)
+    capture(True)
+    found = allocator(relevance=relevance)
+    assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
+
+
+def test_shares_in_a_graph_are_those_of_a_call(capture: Callable[[bool], None]) -> None:
+    """Without asking who is full."""
+    generator = torch.Generator().manual_seed(2)
+
+    def below(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator)
+
+    for turn in range(600):
+        batch, strata = int(below(4, 1)) + 1, int(below(30, 1)) + 1
+        room = below((2, 5, 40)[turn % 3], batch, strata)
+        weight = torch.rand(batch, strata, dtype=torch.float64, generator=generator)
+        some = weight * below(2, batch, strata)
+        weight = [weight, weight**8, weight.round(), weight * 0, weight * 0 + 1, some][turn % 6]
+        most = int(room.sum(1).min())
+        if most:
+            total, least = int(below(most, 1)) + 1, int(below(2, 1))
+            capture(False)
+            expected = shared_out(weight, room, total, least)
+            capture(True)
+            with Watch() as watch:
+                found = shared_out(weight, room, total, least)
+            assert torch.equal(found, expected) and not watch.waits, (weight, room, total, least)
+            assert bool((found.sum(1) == total).all())
 
 
 def test_gradients_pass_through_patches_of_kernels(emulated: EmulatedDevice) -> None:
@@ -205,10 +309,12 @@ def _parts(tokens: lod.TokenSet) -> tuple[torch.Tensor, ...]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["Downsample", "Hexagonal", "Random"])
 def test_sites_that_are_always_the_same_are_brought_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_kept", {})
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
     allocator, what = given(name)
     first = allocator(**what)
-    assert type(allocator).__module__ in {make.__module__ for make, *_ in cached._kept}
+    assert type(allocator).__module__ in {
+        make.__module__ for kept in cached._constants._kept.values() for make, _ in kept
+    }
     assert torch.equal(allocator(**what).sites, first.sites)
 
 
@@ -216,7 +322,7 @@ def test_sites_that_are_always_the_same_are_brought_once(name: str, monkeypatch:
 
 
 def test_a_constant_is_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_kept", {})
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
     where = torch.device("cpu")
     with torch.inference_mode():
         first = cached.numbers((1, 2), torch.float64, where)
@@ -227,9 +333,59 @@ def test_a_constant_is_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():  # which knows no values
         assert cached.numbers((1, 2), torch.float64, where) is not first
     assert cached.numbers((1, 2), torch.float64, where) is first
-    monkeypatch.setattr(cached, "MOST_BYTES", 0)
-    again = cached.numbers((5,), torch.float64, where)
-    assert cached.numbers((5,), torch.float64, where) is not again
+
+
+def test_constants_are_ordinary_tensors_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = torch.device("cpu")
+    asks = {
+        "functionalize": lambda x: torch.func.functionalize(lambda y: y + cached.numbers((1,), y.dtype, where))(x),
+        "grad": lambda x: torch.func.grad(lambda y: (y * cached.numbers((1,), y.dtype, where)).sum())(x),
+        "vmap": lambda x: torch.func.vmap(lambda y: y + cached.numbers((1,), y.dtype, where))(x),
+        "Watch": lambda x: x + cached.numbers((1,), x.dtype, where),
+    }
+    for name, ask in asks.items():
+        monkeypatch.setattr(cached, "_constants", cached._Constants())
+        with Watch() if name == "Watch" else torch.enable_grad():
+            ask(torch.ones(3))
+        found = cached.numbers((1,), torch.float32, where)
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(found), name
+        assert torch.zeros(1).add_(found).item() == 1 and type(found) is torch.Tensor, name
+
+
+def test_allocators_run_after_they_were_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
+    allocator, what = given("Stratified")
+    torch.func.functionalize(lambda image: allocator(image, what["relevance"]).sites)(what["image"])
+    assert allocator(**what).sites.shape == (2, 37, 3)
+
+
+def test_constants_that_were_used_least_recently_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
+    monkeypatch.setattr(cached, "MOST_BYTES", 3 * cached._LEAST_BYTES)
+    where = torch.device("cpu")
+
+    def ask(value: int) -> torch.Tensor:
+        return cached.numbers((value,), torch.float64, where)
+
+    one, two, three = ask(1), ask(2), ask(3)
+    assert ask(1) is one  # and two is the oldest
+    four = ask(4)
+    assert ask(1) is one and ask(3) is three and ask(4) is four and ask(2) is not two
+    large = cached.numbers(tuple(range(10**4)), torch.float64, where)  # more than all: alone
+    assert len(cached._constants._kept[where]) == 1
+    assert cached.numbers(tuple(range(10**4)), torch.float64, where) is large
+
+
+def test_what_a_graph_reads_is_kept_for_good(capture: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "MOST_BYTES", cached._LEAST_BYTES)
+    where = torch.device("cpu")
+    there = cached.numbers((7,), torch.int64, where)
+    capture(True)
+    assert cached.numbers((7,), torch.int64, where) is there
+    capture(False)
+    cached.numbers((8,), torch.int64, where)  # takes its place
+    assert cached.numbers((7,), torch.int64, where) is not there
+    assert there is next(iter(cached._constants._captured.values()))
 
 
 def test_no_constant_is_brought_while_a_graph_is_captured(capture: Callable[[bool], None]) -> None:
@@ -237,7 +393,7 @@ def test_no_constant_is_brought_while_a_graph_is_captured(capture: Callable[[boo
     there = cached.numbers((7, 8), torch.int64, where)
     capture(True)
     assert cached.numbers((7, 8), torch.int64, where) is there
-    with pytest.raises(CaptureError, match="Call the function once"):
+    with pytest.raises(CaptureError, match="Call the function with"):
         cached.numbers((7, 9), torch.int64, where)
 
 

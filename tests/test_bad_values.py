@@ -113,6 +113,8 @@ def test_shapes_of_buffers() -> None:
         assert (*made.shape, made.dtype) == (2, 3, torch.uint8)
         made = ctx.empty(2, 3, torch.float16)
         assert (*made.shape, made.dtype) == (2, 3, torch.float16)
+        with pytest.raises(InputError, match="expected one or more positive integers"):
+            ctx.empty(2, 3, torch.float16, dtype=torch.uint8)
         for shape in ((), (torch.uint8,), (2, True), (2, 0), (2.0, 3), (-2, -3)):
             with pytest.raises(InputError, match="expected one or more positive integers"):
                 ctx.empty(*shape)

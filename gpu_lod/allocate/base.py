@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from gpu_lod import checks, dispatch, heap, precision
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
-from gpu_lod.cached import numbers
-from gpu_lod.errors import InputError, KernelError, LimitError, UnsupportedError
+from gpu_lod.cached import constant, numbers
+from gpu_lod.errors import GpuLodWarning, InputError, KernelError, LimitError, UnsupportedError
 from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.kernels import device as kernels
@@ -110,15 +110,38 @@ class Scene:
         A node's patch covers the 2^level x 2^level grid cells that the node does. One that would reach over the edge is
         shifted inward until flush with it, and centred if it is larger than the image.
         """
-        levels = torch.full_like(index, level) if isinstance(level, int) else level
-        step = 1 << levels
-        columns = (self.grid[1] + step - 1) // step
-        side = (step * self.patch)[..., None].double()
-        cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
-        size = numbers((self.size[1], self.size[0]), cells.dtype, cells.device)
-        centres = torch.minimum((cells + 0.5) * side, size - side / 2)
-        centres = torch.where(size <= side, size / 2, centres)
-        return torch.cat([centres / size, levels[..., None]], dim=-1).float()
+        if isinstance(level, int) and self.grid[0] * self.grid[1] <= TABLE:
+            return constant(index.device, sites_of, self.size, self.patch, (level,))[index]
+        return _sites(self.size, self.patch, level, index)
+
+
+_no_kernels: set[torch.device] = set()
+"""Where kernels of patches failed."""
+
+TABLE = 2**18
+"""Cells of a grid of which the sites of all nodes are kept, so that a site is looked up and not computed."""
+
+
+def sites_of(size: tuple[int, int], patch: int, levels: tuple[int, ...]) -> torch.Tensor:
+    """[N, 3], the sites of all nodes of some levels, one level after the other."""
+    found = []
+    for level in levels:
+        count = math.prod(-(-cells // 2**level) for cells in cells_of(size, patch))
+        found.append(_sites(size, patch, level, torch.arange(count, device="cpu")))
+    return torch.cat(found)
+
+
+def _sites(size: tuple[int, int], patch: int, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[..., 3], as `Scene.sites`."""
+    levels = torch.full_like(index, level) if isinstance(level, int) else level
+    step = 1 << levels
+    columns = (cells_of(size, patch)[1] + step - 1) // step
+    side = (step * patch)[..., None].double()
+    cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
+    box = numbers((size[1], size[0]), cells.dtype, cells.device)
+    centres = torch.minimum((cells + 0.5) * side, box - side / 2)
+    centres = torch.where(box <= side, box / 2, centres)
+    return torch.cat([centres / box, levels[..., None]], dim=-1).float()
 
 
 class Allocator(ABC):
@@ -140,13 +163,18 @@ class Allocator(ABC):
     """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
 
     finest: ClassVar[bool] = False
-    """Whether all sites are of level 0."""
+    """Whether all sites are of level 0; a class that chooses anew says so anew."""
 
     monotone: bool = False
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
     query_width: int | None = None
     """D of a query; None is any."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "choose" in vars(cls) and "finest" not in vars(cls):
+            cls.finest = False
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean") -> None:
         self.budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)
@@ -252,7 +280,7 @@ class Allocator(ABC):
     ) -> torch.Tensor:
         """The patches at sites, which are without B if the image is."""
         image: Any = scene.image
-        if scene.chain and not isinstance(image, Pyramid) and sites.device.type == "cpu":
+        if scene.chain and not isinstance(image, Pyramid) and not self._by_kernel(image, sites):
             levels = math.ceil(float(checks.values(sites)[..., 2].max()))
             if 0 < levels <= len(scene.chain):
                 chain = scene.chain[:levels]
@@ -260,19 +288,38 @@ class Allocator(ABC):
         return self._gathered(image, sites, finest=self.finest, mean=mean, std=std)
 
     def _gathered(self, image: Any, sites: torch.Tensor, *, finest: bool, **how: Any) -> torch.Tensor:
-        """Patches at sites that were chosen here. On a GPU by one launch, or two where levels are to be made: torch,
-        and a look at the values of sites, would wait for these, which no CUDA graph may.
+        """Patches at sites that were chosen here. On a GPU by one launch, or two where levels are to be made: torch
+        would wait for the sites to tell what it reads, which no CUDA graph may.
 
         Args:
             finest: all sites are of level 0.
         """
-        where, top = sites.device, image.levels[0] if isinstance(image, Pyramid) else image
-        alone = not dispatch.needs_grad(sites) and dispatch.barred(top, sites) is None
-        if alone and where.type == kernels.KIND and kernels.usable(where):
-            source = Pyramid((image,)) if finest and top is image else image
-            with suppress(KernelError, LimitError, UnsupportedError):  # torch can do what they cannot
-                return gather_patches(source, sites, self.patch, backend="cuda", **how)
+        if not self._by_kernel(image, sites):
+            return gather_patches(image, sites, self.patch, **how)
+        if not type(self).choose.__module__.startswith(__package__) and checks.readable(sites):
+            checks.highest_level(sites)  # which the kernel does not look at
+        try:
+            source = Pyramid((image,)) if finest and not isinstance(image, Pyramid) else image
+            return gather_patches(source, sites, self.patch, backend="cuda", **how)
+        except (KernelError, LimitError, UnsupportedError) as error:
+            if not checks.readable(sites):  # torch could not do it either
+                raise
+            if not isinstance(error, LimitError):  # the next call would fail alike
+                _no_kernels.add(sites.device)
+                warnings.warn(
+                    f"allocators read patches in plain torch for tensors on {sites.device}; backend='cuda' failed: "
+                    f"{error}",
+                    GpuLodWarning,
+                    stacklevel=2,
+                )
         return gather_patches(image, sites, self.patch, **how)
+
+    @staticmethod
+    def _by_kernel(image: Any, sites: torch.Tensor) -> bool:
+        where, top = sites.device, image.levels[0] if isinstance(image, Pyramid) else image
+        if where.type != kernels.KIND or where in _no_kernels or dispatch.needs_grad(sites):
+            return False
+        return dispatch.barred(top, sites) is None and kernels.usable(where)
 
     # -- what it is given -------------------------------------------------------------------------------------------
 
@@ -306,7 +353,11 @@ class Allocator(ABC):
             grid = self._map(relevance, batched, batch, size)
         points = None
         if fixation is not None:
-            points = checks.fixation(fixation, batch).to(grid.device)
+            points = checks.fixation(fixation, batch)
+            if not isinstance(fixation, torch.Tensor) and grid.device.type == kernels.KIND:
+                # Which no graph may bring anew.
+                points = numbers(tuple(map(tuple, points.tolist())), points.dtype, grid.device)
+            points = points.to(grid.device)
         if image is not None:
             top = image.levels[0] if isinstance(image, Pyramid) else image
             checks.same_device(top, grid, "relevance")
@@ -342,10 +393,8 @@ class Allocator(ABC):
         checks.no_nan(values, "relevance")
         if tuple(values.shape[1:]) == cells:
             return values
-        if checks.readable(values) and bool(
-            (values.detach().abs() > 2.0**HIGHEST).any()
-        ):  # sums of such are no numbers of single precision
-            return self._pooled(values.double()).float()
+        if not checks.readable(values) or bool((values.detach().abs() > 2.0**HIGHEST).any()):
+            return self._pooled(values.double()).float()  # sums of such are no numbers of single precision
         return self._pooled(values)
 
     def _query(self, query: Any, batched: bool, batch: int) -> torch.Tensor:

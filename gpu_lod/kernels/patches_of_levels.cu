@@ -40,7 +40,10 @@ __device__ __forceinline__ Between between(double pixel, int side, int texels) {
     return b;
 }
 
-__device__ __forceinline__ float mixed(float a, float b, float share) { return share == 0.0f ? a : a + (b - a) * share; }
+// Of equal ones, infinities too, it is that.
+__device__ __forceinline__ float mixed(float a, float b, float share) {
+    return share == 0.0f || a == b ? a : a + (b - a) * share;
+}
 
 struct Level {
     int height, width;
