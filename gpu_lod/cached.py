@@ -38,6 +38,7 @@ def cached(maxsize: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 MOST_BYTES = 64 * 2**20
 """Of what `constant` keeps on a device."""
+_MOST_ASKED = 4096
 _LEAST_BYTES = 512
 """That a tensor takes of a GPU's memory."""
 _TRACES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -60,6 +61,13 @@ _Kept = tuple[torch.Tensor, Any]
 """A tensor, and the stream that brought it to a GPU."""
 
 
+def known(device: torch.device, make: Callable[..., torch.Tensor], *arguments: Hashable) -> torch.Tensor | None:
+    """The same of what can be done without: None if it was never asked for before, as its size may never come again."""
+    if torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACES):
+        return None
+    return _constants.get(device, make, arguments) if _constants.asked(device, make, arguments) else None
+
+
 class _Constants:
     """Those of each device that were used last."""
 
@@ -68,6 +76,22 @@ class _Constants:
         self._kept: defaultdict[torch.device, OrderedDict[Hashable, _Kept]] = defaultdict(OrderedDict)
         self._bytes: Counter[torch.device] = Counter()
         self._captured: dict[Hashable, torch.Tensor] = {}
+        self._asked: OrderedDict[Hashable, None] = OrderedDict()
+
+    def asked(self, device: torch.device, make: Callable[..., torch.Tensor], arguments: Any) -> bool:
+        """Whether it is there, or was asked for before and can be brought."""
+        key = make, arguments
+        if key in self._kept[device]:
+            return True
+        if capturing(device):
+            return (device, key) in self._captured
+        with self._lock:
+            before = (device, key) in self._asked
+            self._asked[device, key] = None
+            self._asked.move_to_end((device, key))
+            while len(self._asked) > _MOST_ASKED:
+                self._asked.popitem(last=False)
+        return before
 
     def get(self, device: torch.device, make: Callable[..., torch.Tensor], arguments: Any) -> torch.Tensor:
         key, kept = (make, arguments), self._kept[device]

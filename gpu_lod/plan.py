@@ -31,7 +31,7 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     works on the host (`cull`; on software renderers `foveate` with a fixation that may change), a call of the plan
     calls the function: `replays` and `reason` say so. Where OpenGL has no part in a function of CUDA tensors, as with
     backend="cuda" or torch's own operations, it is captured in a CUDA graph if it can be: it must not wait for the GPU,
-    and sample pyramids that `Pyramid.upload(backend="cuda")` made a texture before.
+    and sample pyramids that `Pyramid.upload(backend="cuda")` made a texture before (`gather_patches` samples any).
 
     Args:
         function: a verb, or a function of tensors that calls verbs.

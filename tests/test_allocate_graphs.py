@@ -83,14 +83,19 @@ def given(name: str, budget: int = 37, batch: int = 2) -> tuple[Any, dict[str, A
 
 @torch.no_grad()
 @pytest.mark.parametrize("alone", [False, True], ids=["given", "alone"])
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_nothing_waits_while_a_graph_is_captured(name: str, alone: bool, capture: Callable[[bool], None]) -> None:
+def test_nothing_waits_while_a_graph_is_captured(
+    name: str, calls: int, alone: bool, capture: Callable[[bool], None]
+) -> None:
+    """Sites are looked up from the second call on."""
     allocator, what = given(name)
     if alone and "relevance" in allocator.needs:
         del what["relevance"]
     if name == "TokenDAG":  # of fp32 a CPU reads the levels that losses are made of, and asks how many it needs
         what["image"] = what["image"].half()
-    expected = allocator(**what)
+    for _ in range(calls):
+        expected = allocator(**what)
     capture(True)
     with Watch() as watch:
         found = allocator(**what)
@@ -386,6 +391,40 @@ def test_what_a_graph_reads_is_kept_for_good(capture: Callable[[bool], None], mo
     cached.numbers((8,), torch.int64, where)  # takes its place
     assert cached.numbers((7,), torch.int64, where) is not there
     assert there is next(iter(cached._constants._captured.values()))
+
+
+def test_what_can_be_done_without_is_made_when_it_is_asked_for_again(
+    capture: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, made = torch.device("cpu"), []
+
+    def make(count: int) -> torch.Tensor:
+        made.append(count)
+        return torch.arange(count)
+
+    assert cached.known(where, make, 3) is None and not made
+    capture(True)
+    assert cached.known(where, make, 3) is None and cached.known(where, make, 4) is None and not made
+    capture(False)
+    found = cached.known(where, make, 3)
+    assert found is not None and found.tolist() == [0, 1, 2] and made == [3]
+    assert cached.known(where, make, 4) is None
+    monkeypatch.setattr(cached, "MOST_BYTES", 0)
+    capture(True)
+    assert cached.known(where, make, 3) is found and made == [3]
+    capture(False)
+    monkeypatch.setattr(cached, "_MOST_ASKED", 1)
+    assert cached.known(where, make, 5) is None and cached.known(where, make, 6) is None
+    assert cached.known(where, make, 5) is None and len(cached._constants._asked) == 1
+
+
+def test_sites_of_the_first_call_are_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
+    for name in ("GridTopK", "FoveatedPyramid", "TokenDAG", "PyramidTopK"):
+        allocator, what = given(name)
+        first, second, third = (allocator(**what) for _ in range(3))
+        assert torch.equal(first.sites, second.sites) and torch.equal(first.sites, third.sites)
+        assert not torch.equal(first.sites[0], first.sites[1])
 
 
 def test_no_constant_is_brought_while_a_graph_is_captured(capture: Callable[[bool], None]) -> None:

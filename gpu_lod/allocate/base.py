@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gpu_lod import checks, dispatch, heap, precision
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.scale import HIGHEST, summable
-from gpu_lod.cached import constant, numbers
+from gpu_lod.cached import known, numbers
 from gpu_lod.errors import GpuLodWarning, InputError, KernelError, LimitError, UnsupportedError
 from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
@@ -111,7 +111,9 @@ class Scene:
         shifted inward until flush with it, and centred if it is larger than the image.
         """
         if isinstance(level, int) and self.grid[0] * self.grid[1] <= TABLE:
-            return constant(index.device, sites_of, self.size, self.patch, (level,))[index]
+            table = known(index.device, sites_of, self.size, self.patch, (level,))
+            if table is not None:
+                return table[index]
         return _sites(self.size, self.patch, level, index)
 
 

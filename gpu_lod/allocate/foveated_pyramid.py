@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from gpu_lod import checks
@@ -83,16 +84,20 @@ def _spans(n: int, patch: int, counts: tuple[int, ...]) -> torch.Tensor:
 def _along(sizes: tuple[tuple[int, int], ...], side: int) -> torch.Tensor:
     """[N] which of those spans, along rows (0) or columns (1), each node in a row has."""
     starts = [0, *accumulate(size[side] for size in sizes)]
-    places = [start + torch.arange(size[side], device="cpu") for start, size in zip(starts, sizes, strict=False)]
-    levels = [
-        (place[:, None] if side == 0 else place).expand(1, *size) for place, size in zip(places, sizes, strict=True)
-    ]
-    return in_a_row(levels)[0]
+    found = []
+    for start, (rows, columns) in zip(starts, sizes, strict=False):
+        found.append(np.tile(np.arange(columns), rows) if side else np.repeat(np.arange(rows), columns))
+        found[-1] += start
+    return torch.from_numpy(np.concatenate(found[::-1]))
 
 
 def _covered(sizes: tuple[tuple[int, int], ...]) -> torch.Tensor:
     """[N] cells that each node in a row covers."""
-    levels = [torch.ones(1, *sizes[0], dtype=torch.float32, device="cpu")]
-    for _ in sizes[1:]:
-        levels.append(coarser(levels[-1], "sum"))
-    return in_a_row(levels)[0]
+    found = []
+    for level, (rows, columns) in enumerate(sizes):
+        down, across = (
+            np.minimum(1 << level, cells - (np.arange(count) << level))
+            for cells, count in zip(sizes[0], (rows, columns), strict=True)
+        )
+        found.append(np.multiply.outer(down, across).ravel())
+    return torch.from_numpy(np.concatenate(found[::-1]).astype(np.float32))

@@ -12,7 +12,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import TABLE, Scene, coarser, ordered, places, sites_of
-from gpu_lod.cached import constant, numbers
+from gpu_lod.cached import constant, known, numbers
 from gpu_lod.errors import InputError
 
 
@@ -207,13 +207,15 @@ def tokens_at(
     index = index.gather(1, order)
     if sites is not None:
         return torch.cat(list(sites), dim=1).gather(1, index[..., None].expand(-1, -1, 3)), scores
+    table = None
     if scene.grid[0] * scene.grid[1] <= TABLE:
-        found = constant(scene.device, sites_of, scene.size, scene.patch, tuple(level for level, _ in nodes))[index]
+        table = known(scene.device, sites_of, scene.size, scene.patch, tuple(level for level, _ in nodes))
+    if table is not None:
+        found = table[index]
     else:
         starts = [0, *accumulate(mask[0].numel() for _, mask in nodes)]
-        table = numbers((tuple(starts[:-1]), tuple(level for level, _ in nodes)), torch.int64, scene.device)
-        entry = torch.bucketize(index, table[0, 1:], right=True)
-        first, level = table[:, entry]
+        entries = numbers((tuple(starts[:-1]), tuple(level for level, _ in nodes)), torch.int64, scene.device)
+        first, level = entries[:, torch.bucketize(index, entries[0, 1:], right=True)]
         found = scene.sites(level, index - first)
     if levels is not None:
         found[..., 2] = torch.cat([level.flatten(1) for level in levels], dim=1).gather(1, index)
