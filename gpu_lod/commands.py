@@ -597,8 +597,9 @@ def allocate(
 ) -> None:
     """Draw the tokens that an allocator spends on a picture, beside the picture rebuilt from them alone.
 
-    With all, a contact sheet of every allocator: each is given what it takes of fixation, labels and query, and those
-    that miss something are skipped. --sites and --rebuilt then write a file each, the name before the extension.
+    With all, a contact sheet of every allocator: each is given what it takes of fixation, labels and query
+    (FrequencyAware one of four numbers), and those that miss something are skipped. --sites and --rebuilt then write a
+    file each, the name before the extension.
     """
     from gpu_lod import allocation, checks, token_files
 

@@ -47,7 +47,7 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         >>> polar = see(next_image, next_fixation)
 
     Raises:
-        InputError: no tensor among the arguments, or one that asks for gradients.
+        InputError: no function, no tensor among the arguments, or one that asks for gradients.
         GpuLodError: what the function raises.
     """
     return Plan(function, args, kwargs)
@@ -65,6 +65,8 @@ class Plan:
     """Why."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        if not callable(function):
+            raise InputError(f"function is a {type(function).__name__}; expected a verb, or a function of tensors.")
         self._function = function
         leaves, self._spec = _pytree.tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Pyramid))
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils import _pytree
@@ -73,6 +75,22 @@ class TokenSet:
     def budget(self) -> int:
         """K."""
         return self.sites.shape[-2]
+
+    def clone(self) -> TokenSet:
+        """The same in memory of its own: what a plan returned lasts beyond its next call so."""
+        return self._each(torch.Tensor.clone)
+
+    def detach(self) -> TokenSet:
+        """The same tensors without their gradients."""
+        return self._each(torch.Tensor.detach)
+
+    def to(self, device: torch.device | str | int) -> TokenSet:
+        """The same on a device."""
+        return self._each(lambda value: value.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenSet:
+        there: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
+        return replace(self, **{name: change(value) for name, value in there.items() if value is not None})
 
     def blend(self, features: torch.Tensor) -> torch.Tensor:
         """Features of the level-0 patches, [B, Hg Wg, D], to those of the tokens, [B, K, D], by the weights.

@@ -3,6 +3,7 @@ value, brings nothing from the host, and is what they do else. Kernels run in th
 
 from __future__ import annotations
 
+import copy
 import importlib
 import traceback
 import warnings
@@ -321,6 +322,30 @@ def test_sites_that_are_always_the_same_are_brought_once(name: str, monkeypatch:
         make.__module__ for kept in cached._constants._kept.values() for make, _ in kept
     }
     assert torch.equal(allocator(**what).sites, first.sites)
+
+
+def test_tokens_are_cloned_detached_and_moved() -> None:
+    allocator, what = given("PseudoLogPolar")
+    tokens = allocator(**what)
+    assert tokens.sites.requires_grad
+    for other in (tokens.clone(), tokens.detach(), tokens.to("cpu")):
+        assert all(map(torch.equal, _parts(other), _parts(tokens))) and other.patch == PATCH and other.features is None
+    assert tokens.clone().scores.data_ptr() != tokens.scores.data_ptr() and tokens.clone().sites.requires_grad
+    assert not tokens.detach().sites.requires_grad
+    assert copy.deepcopy(tokens.detach()).sites.equal(tokens.sites)
+    assert tokens.to("meta").patches.is_meta
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, torch.zeros(2, 5, 3), (torch.zeros(2, 5, 3), None)], ids=["none", "one", "part"]
+)
+def test_what_choose_gives_is_checked(wrong: Any) -> None:
+    class Wrong(lod.allocate.Allocator):
+        def choose(self, scene: Any) -> Any:
+            return wrong
+
+    with pytest.raises(InputError, match=r"choose\(\) of Wrong gave a \w+; expected tensors \(sites, scores\)"):
+        Wrong(5, PATCH)(relevance=torch.rand(2, ROWS, COLUMNS))
 
 
 # -- constants --------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a masked image": (lambda: lod.mipmap(np.ma.zeros((3, 4, 4), np.float32)), "image is a masked array"),  # type: ignore
     "a masked fixation": (lambda: lod.foveate(IMAGE, np.ma.zeros(2)), "fixation is a masked array"),
     "a set for a verb": (lambda: lod.explain(set()), "chooses no backend"),  # type: ignore[arg-type]
+    "no function to plan": (lambda: lod.plan(5, IMAGE), "function is a int; expected a verb"),  # type: ignore[arg-type]
     "a nested argument of a plan": (lambda: lod.plan(lambda x: x, NESTED), "plan is a nested tensor"),
     "a sparse argument of a plan": (lambda: lod.plan(lambda x: x, torch.eye(3).to_sparse()), "plan is a sparse_coo"),
 }

@@ -248,6 +248,11 @@ class Allocator(ABC):
     ) -> tuple[torch.Tensor, ...]:
         """What `choose` gives, and the patches where they are blends: while their weights are near by."""
         found = self.choose(scene)
+        if not isinstance(found, (tuple, list)) or not all(isinstance(values, torch.Tensor) for values in found):
+            raise InputError(
+                f"choose() of {type(self).__name__} gave a {type(found).__name__}; expected tensors (sites, scores)"
+                f"{', and weights' * self.blends}."
+            )
         shapes = [(scene.batch, self.budget, 3), (scene.batch, self.budget)]
         shapes += [(*shapes[1], scene.grid[0] * scene.grid[1])] * self.blends
         if [tuple(values.shape) for values in found[: len(shapes)]] != shapes:  # of an allocator of the caller's
