@@ -89,8 +89,9 @@ class TokenSet:
         return self._each(lambda value: value.to(device))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenSet:
-        there: dict[str, Any] = {name: getattr(self, name) for name in _TENSORS}
-        return replace(self, **{name: change(value) for name, value in there.items() if value is not None})
+        there = {name: getattr(self, name) for name in _TENSORS}
+        changed: dict[str, Any] = {name: change(value) for name, value in there.items() if value is not None}
+        return replace(self, **changed)
 
     def blend(self, features: torch.Tensor) -> torch.Tensor:
         """Features of the level-0 patches, [B, Hg Wg, D], to those of the tokens, [B, K, D], by the weights.
