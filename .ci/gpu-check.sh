@@ -23,7 +23,7 @@ fi
 total=$((BASH_REMATCH[1] * 60 + ${BASH_REMATCH[3]:-0} * 6))
 
 # Of the time, in percent, for each stage at the most. What one leaves the next may have: together they are more than all.
-declare -A percent=([doctor]=10 [bench]=52 [tests]=28 [bridge]=15 [shared-memory]=8 [allocators]=8)
+declare -A percent=([doctor]=10 [bench]=52 [tests]=28 [bridge]=15 [shared-memory]=8 [allocators]=16)
 read -ra wanted <<<"${STAGES:-doctor bench tests bridge shared-memory allocators}"
 whole=0
 for name in "${wanted[@]}"; do
