@@ -60,23 +60,32 @@ class Foveate(ctypes.Structure):
     )
 
 
+_SITES = (
+    ("sites", ctypes.c_void_p),
+    ("target", ctypes.c_void_p),
+    ("scale", ctypes.c_float * 4),
+    ("offset", ctypes.c_float * 4),
+)
+_LOOK = (
+    ("budget", ctypes.c_uint32),
+    ("patch", ctypes.c_int),
+    ("channels", ctypes.c_int),
+    ("border_zero", ctypes.c_int),
+)
+"""What both kernels of patches are told: where sites are read and patches written, and what these look like."""
+
+
 class Patches(ctypes.Structure):
     """The parameter of patches.cu."""
 
     _fields_ = (
         ("texture", ctypes.c_uint64),
         ("texels", ctypes.c_uint64),
-        ("sites", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("scale", ctypes.c_float * 4),
-        ("offset", ctypes.c_float * 4),
+        *_SITES,
         ("height", ctypes.c_float),
         ("width", ctypes.c_float),
         ("last", ctypes.c_float),
-        ("budget", ctypes.c_uint32),
-        ("patch", ctypes.c_int),
-        ("channels", ctypes.c_int),
-        ("border_zero", ctypes.c_int),
+        *_LOOK,
     )
 
 
@@ -85,18 +94,12 @@ class PatchesOfLevels(ctypes.Structure):
 
     _fields_ = (
         ("level", ctypes.c_void_p * MOST_LEVELS),
-        ("sites", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("scale", ctypes.c_float * 4),
-        ("offset", ctypes.c_float * 4),
+        *_SITES,
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
         ("last", ctypes.c_int),
         ("stored", ctypes.c_int),
-        ("budget", ctypes.c_uint32),
-        ("patch", ctypes.c_int),
-        ("channels", ctypes.c_int),
-        ("border_zero", ctypes.c_int),
+        *_LOOK,
     )
 
 
