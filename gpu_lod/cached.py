@@ -106,7 +106,7 @@ class _Constants:
                     return self._captured[device, key]
                 raise CaptureError(
                     "a CUDA graph is being captured, and a table of this size is not on the device. Call the function "
-                    "with tensors of these shapes just before the capture."
+                    "with tensors of these shapes, and the same arguments, just before the capture."
                 )
             with torch.inference_mode(False):  # and not under the lock: it may take others to make
                 made = make(*arguments).to(device)

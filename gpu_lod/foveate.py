@@ -54,10 +54,11 @@ def foveate(
         e0: eccentricity at which resolution has halved.
         bias: added to the level: more is blurrier.
         anisotropy: 1 to 16.
-        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL where
-            that measures faster: seldom for small pictures that are no texture yet (`Pyramid.upload`), and with
-            anisotropy on software renderers alone. All give gradients in src, "torch" also in the fixation. "cuda" does
-            not check the values of a fixation that is a CUDA tensor.
+        backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, and with
+            anisotropy, else from memory), "torch" or "auto", which takes GL where that measures faster: seldom for
+            small pictures that are no texture yet (`Pyramid.upload`), and with anisotropy on software renderers alone.
+            All give gradients in src, "torch" also in the fixation. "cuda" does not check the values of a fixation that
+            is a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
@@ -66,8 +67,8 @@ def foveate(
             GL_EXT_texture_filter_anisotropic or beyond what it has.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
-        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if src is no texture yet
-            (`Pyramid.upload`), the verb was not called before, or the fixation is on the host.
+        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if the verb was not called before, the
+            fixation is on the host, or, with anisotropy, src is no texture yet (`Pyramid.upload`).
 
     Source: Perry and Geisler, "Gaze-contingent Real-time Simulation of Arbitrary Visual Fields" (2002); Toet and Levi
         (1992) for zones that are longer along the radius; EXT_texture_filter_anisotropic.
@@ -90,7 +91,8 @@ def foveate(
     source = texture_chain.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
-        sample = partial(samplers.foveate, source.cuda_textures(), points, *rule)
+        read = source.cuda_textures() if anisotropy > 1 else source.cuda_source()
+        sample = partial(samplers.foveate, read, points, *rule)
     else:
         ctx = source.texture_context() or context_for(*source.levels)
         sample = partial(_gl, ctx, source, points, *rule, spare=built)

@@ -18,7 +18,6 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
-from gpu_lod.kernels.device import device_of
 from gpu_lod.log_polar import bilinear, converted
 from gpu_lod.mipmap import sampled
 from gpu_lod.program import MAX_GROUPS
@@ -125,13 +124,7 @@ def gather_patches(
         scale = look.scale or (1.0,) * source.channels
         offset = look.offset if look.scale else (0.0,) * source.channels
         how = points, look.patch, scale, offset, look.dtype
-        if source.is_cuda_texture:
-            sample = partial(samplers.patches, source.cuda_textures(), *how, border_zero=look.zero)
-        else:  # a texture of it would cost more than patches of a part of it
-            source.check_unchanged()
-            stored_levels = [level.detach().contiguous() for level in source.levels]
-            of_levels = partial(samplers.patches_of_levels, device_of(image), stored_levels)
-            sample = partial(of_levels, *how, border_zero=look.zero)
+        sample = partial(samplers.patches, source.cuda_source(), *how, border_zero=look.zero)
     else:
         sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, look)
     return texture_chain.run(source, sample, lambda levels: reference(levels, points, look))

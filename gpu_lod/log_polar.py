@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import Private
 from gpu_lod.bridge import gl as G
-from gpu_lod.cached import cached
+from gpu_lod.cached import cached, constant
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
@@ -75,9 +75,10 @@ def log_polar(
         e0: eccentricity at which cortical magnification has halved (spacing "cortical").
         border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
         generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
-        backend: "gl", "cuda" (texture units without OpenGL, CUDA tensors only), "torch" or "auto", which takes GL for a
-            pyramid that is a texture already (`Pyramid.upload`) where that measures faster. All give gradients in src.
-            "cuda" does not check the values of a fixation that is a CUDA tensor.
+        backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, else from
+            memory), "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`) where
+            that measures faster. All give gradients in src. "cuda" does not check the values of a fixation that is a
+            CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
@@ -85,8 +86,8 @@ def log_polar(
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device's textures.
         PyramidChangedError: a level was written to since the pyramid was built.
-        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if src is no texture yet
-            (`Pyramid.upload`), the verb was not called before with these arguments, or the fixation is on the host.
+        CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if the verb was not called before with
+            these arguments, or the fixation is on the host.
 
     Source: Weiman and Chaikin, "Logarithmic Spiral Grids for Image Processing and Display" (1979); Schwartz,
         "Computational Anatomy and Functional Architecture of Striate Cortex" (1980) for ln(1 + e / e0).
@@ -172,16 +173,34 @@ dispatch.register(log_polar, _choose, cuda=True)
 operators.register(log_polar, _like)
 
 
+class Law(NamedTuple):
+    """What rings and wedges are laid out by, checked."""
+
+    rings: int
+    wedges: int
+    r_min: float
+    r_max: float
+    e0: float | None
+    """None: the rings are logarithmic."""
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """Where the rings and wedges lie; everything that does not depend on the image. One object a set of arguments."""
 
-    rings: int
-    wedges: int
+    law: Law
     radii: tuple[float, ...]
     """Radius of each ring, in units of the longer side."""
     footprints: tuple[float, ...]
     """Side of each ring's samples, in the same units."""
+
+    @property
+    def rings(self) -> int:
+        return self.law.rings
+
+    @property
+    def wedges(self) -> int:
+        return self.law.wedges
 
     def levels(self, longer: int, last: int) -> list[float]:
         """Level of each ring, for an image whose longer side is `longer` px and whose last level is `last`."""
@@ -209,13 +228,13 @@ def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacin
             raise InputError(
                 f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side."
             )
-    if torch.compiler.is_compiling():
-        return Rule(rings, wedges, (), ())
-    return _make_rule(rings, wedges, start, r_max, scale)
+    law = Law(rings, wedges, start, r_max, scale)
+    return Rule(law, (), ()) if torch.compiler.is_compiling() else _make_rule(law)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | None) -> Rule:
+def _make_rule(law: Law) -> Rule:
+    rings, wedges, r_min, r_max, e0 = law
     radii, footprints = [], []
     for k in range(rings):
         t = (k + 0.5) / rings
@@ -227,18 +246,18 @@ def _make_rule(rings: int, wedges: int, r_min: float, r_max: float, e0: float | 
             step = (radius + e0) * math.log1p(r_max / e0) / rings
         radii.append(radius)
         footprints.append(max(2 * math.pi * radius / wedges, step))
-    return Rule(rings, wedges, tuple(radii), tuple(footprints))
+    return Rule(law, tuple(radii), tuple(footprints))
 
 
 @cached(maxsize=4)
 def _polar(rule: Rule, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Radii [rings, 1, 1] in units of the longer side, and directions [wedges, 2]."""
     radii = torch.tensor(rule.radii, dtype=torch.float64, device="cpu")[:, None, None]
-    return radii.to(device, dtype), _directions(rule).to(device, dtype)
+    return radii.to(device, dtype), _directions(rule.wedges).to(device, dtype)
 
 
-def _directions(rule: Rule) -> torch.Tensor:
-    angle = 2 * math.pi * (torch.arange(rule.wedges, dtype=torch.float64, device="cpu") + 0.5) / rule.wedges
+def _directions(wedges: int) -> torch.Tensor:
+    angle = 2 * math.pi * (torch.arange(wedges, dtype=torch.float64, device="cpu") + 0.5) / wedges
     return torch.stack([angle.cos(), angle.sin()], dim=-1)
 
 
@@ -398,29 +417,31 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
 
 
 def _cuda(pyramid: Pyramid, fixation: torch.Tensor, rule: Rule, border: str) -> torch.Tensor:
-    longer, last = max(pyramid.size), len(pyramid) - 1
-    return samplers.log_polar(
-        pyramid.cuda_textures(),
-        fixation,
-        (rule, longer, last),
-        lambda: _table_values(rule, longer, last),
-        border_zero=border == "zero",
-    )
+    rings = constant(pyramid.device, _ring_table, rule.law, max(pyramid.size), len(pyramid) - 1)
+    wedges = constant(pyramid.device, _wedge_table, rule.wedges)
+    return samplers.log_polar(pyramid.cuda_source(), fixation, rings, wedges, border_zero=border == "zero")
 
 
-def _table_values(rule: Rule, longer: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What does not depend on the image, computed in double precision: radius and level of each ring [rings, 2], cos
-    and sin of each wedge [wedges, 2]."""
+def _ring_table(law: Law, longer: int, last: int) -> torch.Tensor:
+    """[rings, 2], radius and level of each, computed in double precision; as `_wedge_table`, what does not depend on
+    the image."""
+    rule = _make_rule(law)
     values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64, device="cpu").T
-    return values.float().contiguous(), _directions(rule).float()
+    return values.float().contiguous()
+
+
+def _wedge_table(wedges: int) -> torch.Tensor:
+    """[wedges, 2], cos and sin of each."""
+    return _directions(wedges).float()
 
 
 def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, Private]:
     """The tables, kept in GL memory."""
 
     def make() -> tuple[Private, Private]:
-        rings, wedges = _table_values(rule, longer, last)
-        return ctx.private.lease(rule.rings * 8).write(rings), ctx.private.lease(rule.wedges * 8).write(wedges)
+        tables = _ring_table(rule.law, longer, last), _wedge_table(rule.wedges)
+        rings, wedges = (ctx.private.lease(table.nbytes).write(table) for table in tables)
+        return rings, wedges
 
     return ctx.constants.get(("log_polar", rule, longer, last), make)
 

@@ -30,8 +30,7 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     all verbs in the function. Where it is not, as with torch operations between verbs, backend="torch", or a verb that
     works on the host (`cull`; on software renderers `foveate` with a fixation that may change), a call of the plan
     calls the function: `replays` and `reason` say so. Where OpenGL has no part in a function of CUDA tensors, as with
-    backend="cuda" or torch's own operations, it is captured in a CUDA graph if it can be: it must not wait for the GPU,
-    and sample pyramids that `Pyramid.upload(backend="cuda")` made a texture before (`gather_patches` samples any).
+    backend="cuda" or torch's own operations, it is captured in a CUDA graph if it can be: it must not wait for the GPU.
 
     Args:
         function: a verb, or a function of tensors that calls verbs.

@@ -14,6 +14,7 @@ from gpu_lod.bridge.borrowed import Borrowed
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels.device import device_of
+from gpu_lod.kernels.memory import Memory
 from gpu_lod.kernels.textures import Source
 from gpu_lod.texture import Sampled
 from gpu_lod.transfer import Planes, planes_of
@@ -200,8 +201,9 @@ class Pyramid:
 
         Args:
             context: of OpenGL; None is the device's own.
-            backend: "gl", or "cuda" for samplers with backend="cuda". While a CUDA graph is captured none can be made,
-                so one that a graph samples is made before; the pyramid must then live as long as the graph.
+            backend: "gl", or "cuda" for samplers with backend="cuda", which else read the levels where they are. While
+                a CUDA graph is captured none can be made, so one that a graph samples is made before; the pyramid must
+                then live as long as the graph.
 
         Raises:
             InputError: an unknown backend, a context for "cuda", or a pyramid that cannot be such a texture.
@@ -274,6 +276,14 @@ class Pyramid:
             self._cache["cuda",] = (device, Source(device, self.levels))
         source: Source = self._cache["cuda",][1]
         return source
+
+    def cuda_source(self) -> Source | Memory:
+        """What kernels sample: its textures, if it was uploaded, else its levels where they are, which can be captured
+        at once."""
+        if self.is_cuda_texture:
+            return self.cuda_textures()
+        self.check_unchanged()
+        return Memory(device_of(self.levels[0]), self.levels)
 
     @staticmethod
     def _check_channels(channels: int) -> None:

@@ -16,7 +16,7 @@ from cuda_emulator import EmulatedDevice
 from lost_gpu import pytest_runtest_logfinish as pytest_runtest_logfinish
 
 import gpu_lod as lod
-from gpu_lod import calibration
+from gpu_lod import cached, calibration
 from gpu_lod.kernels import device
 
 hypothesis.settings.register_profile("gpu_lod", deadline=None, max_examples=40, derandomize=True)
@@ -139,4 +139,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     found = EmulatedDevice()
     monkeypatch.setattr(device, "KIND", "cpu")
     monkeypatch.setattr(device, "open_device", lambda _: found)
+    monkeypatch.setattr(cached, "capturing", lambda _: found.is_capturing)
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
     return found

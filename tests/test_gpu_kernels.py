@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -86,7 +87,10 @@ def test_a_thousand_chains_are_the_same() -> None:
     assert int(wrong) == 0
 
 
-@pytest.mark.parametrize("read_as", ["texture", "memory"])
+read_as = pytest.mark.parametrize("read_as", ["texture", "memory"])
+
+
+@read_as
 def test_levels_are_blended_in_proportion(read_as: str) -> None:
     levels, sites, expected = grey_levels(CUDA)
     found = lod.gather_patches(read(lod.Pyramid(levels), read_as), sites, 1, backend="cuda").flatten().cpu()
@@ -101,9 +105,10 @@ def read(pyramid: lod.Pyramid, read_as: str) -> lod.Pyramid:
 @pytest.mark.parametrize("spacing", ["log", "cortical"])
 @pytest.mark.parametrize("border", ["clamp", "zero"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_polar(dtype: torch.dtype, border: Any, spacing: Any) -> None:
+@read_as
+def test_log_polar(dtype: torch.dtype, border: Any, spacing: Any, read_as: str) -> None:
     for channels in (1, 2, 3, 4):
-        pyramid = lod.mipmap(noise(3, channels, 97, 140, dtype=dtype).to(CUDA), backend="cuda")
+        pyramid = read(lod.mipmap(noise(3, channels, 97, 140, dtype=dtype).to(CUDA), backend="cuda"), read_as)
         fixation = torch.rand(3, 2)
         how = {"spacing": spacing, "border": border}
         found = lod.log_polar(pyramid, fixation, 17, 40, backend="cuda", **how)
@@ -114,9 +119,10 @@ def test_log_polar(dtype: torch.dtype, border: Any, spacing: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_foveate(dtype: torch.dtype) -> None:
+@read_as
+def test_foveate(dtype: torch.dtype, read_as: str) -> None:
     for channels in (1, 2, 3, 4):
-        pyramid = lod.mipmap(noise(3, channels, 97, 140, dtype=dtype).to(CUDA), backend="cuda")
+        pyramid = read(lod.mipmap(noise(3, channels, 97, 140, dtype=dtype).to(CUDA), backend="cuda"), read_as)
         fixation = torch.tensor([[0.0, 0.0], [1.0, 0.4], [0.3, 0.6]])
         found = lod.foveate(pyramid, fixation, backend="cuda")
         truth = foveate_oracle(on_host(pyramid), fixation)
@@ -135,7 +141,7 @@ def test_anisotropic() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("border", ["clamp", "zero"])
-@pytest.mark.parametrize("read_as", ["texture", "memory"])
+@read_as
 def test_gather_patches(dtype: torch.dtype, border: Any, read_as: str) -> None:
     image = noise(3, 3, 96, 144, dtype=dtype).to(CUDA)
     pyramid = read(lod.mipmap(image, backend="cuda"), read_as)
@@ -156,11 +162,14 @@ def test_gather_patches(dtype: torch.dtype, border: Any, read_as: str) -> None:
         assert one.dtype == into and torch.allclose(one.float(), two.float(), atol=tolerance, rtol=tolerance)
 
 
-def test_more_images_than_layers() -> None:
-    image = torch.rand(2500, 1, 20, 30, device=CUDA)
-    whole = lod.foveate(lod.mipmap(image, backend="cuda"), (0.4, 0.6), backend="cuda")
-    tail = lod.foveate(lod.mipmap(image[-10:], backend="cuda"), (0.4, 0.6), backend="cuda")
-    assert torch.equal(whole[-10:], tail)
+@read_as
+def test_more_images_than_layers(read_as: str) -> None:
+    """Of a texture; or than a launch has blocks along a side."""
+    image = torch.rand(2500 if read_as == "texture" else 70_000, 1, 20, 30, device=CUDA)
+    for sample in (SAMPLERS["foveate"], SAMPLERS["log_polar"]):
+        at = torch.tensor([0.4, 0.6], device=CUDA)
+        whole, tail = (sample(read(lod.mipmap(x, backend="cuda"), read_as), at) for x in (image, image[-10:]))
+        assert torch.equal(whole[-10:], tail)
 
 
 def test_gradients() -> None:
@@ -190,7 +199,7 @@ SAMPLERS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 each = pytest.mark.parametrize("name", SAMPLERS)
 
 
-@pytest.fixture
+@contextmanager
 def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -200,14 +209,16 @@ def no_waiting() -> Iterator[None]:
 
 
 @each
-def test_nothing_waits_for_the_gpu(name: str, no_waiting: None) -> None:
-    """Not with points on the GPU, and not with a new image at each call."""
-    for _ in range(3):
-        image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
-        SAMPLERS[name](image, at)
-        SAMPLERS[name](lod.mipmap(image, backend="cuda").upload(backend="cuda"), at)
-        SAMPLERS[name](image, torch.tensor([0.25, 0.75]))
-        lod.hiz(image, backend="cuda")
+def test_nothing_waits_for_the_gpu(name: str) -> None:
+    """Not with points on the GPU, and not with a new image at each call; but for tables, which are brought once."""
+    SAMPLERS[name](torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA))
+    with no_waiting():
+        for _ in range(3):
+            image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
+            SAMPLERS[name](image, at)
+            SAMPLERS[name](lod.mipmap(image, backend="cuda").upload(backend="cuda"), at)
+            SAMPLERS[name](image, torch.tensor([0.25, 0.75]))
+            lod.hiz(image, backend="cuda")
 
 
 def test_places_may_begin_at_any_float() -> None:
@@ -250,6 +261,21 @@ def test_chains_in_a_graph(reduce: Any) -> None:
         graph.replay()
         for one, two in zip(pyramid.levels, lod.mipmap(image, reduce=reduce, backend="cuda"), strict=True):
             assert torch.equal(one, two)
+
+
+@each
+def test_samplers_of_an_image_in_a_graph(name: str) -> None:
+    """Which is no texture."""
+    image, at = torch.rand(2, 3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
+    SAMPLERS[name](image, at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = SAMPLERS[name](image, at)
+    for _ in range(3):
+        image.copy_(torch.rand_like(image))
+        at.copy_(torch.rand(2))
+        graph.replay()
+        assert torch.equal(found, SAMPLERS[name](image, at))
 
 
 @each
@@ -296,17 +322,17 @@ def test_plans_of_chains() -> None:
 
 def test_textures_are_refused_in_a_capture_and_no_harm_is_done() -> None:
     image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
-    expected = SAMPLERS["foveate"](image, at)
+    expected = lod.foveate(image, at, anisotropy=4.0, backend="cuda")
     x, graph = torch.zeros(4, device=CUDA), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x + 1
         with pytest.raises(CaptureError, match="upload"):
-            SAMPLERS["foveate"](image, at)
+            lod.foveate(image, at, anisotropy=4.0, backend="cuda")
         with pytest.raises(CaptureError):
             SAMPLERS["foveate"](lod.mipmap(image, backend="cuda"), torch.rand(2))
     graph.replay()
     assert float(y.sum()) == 4.0
-    assert torch.equal(SAMPLERS["foveate"](image, at), expected)
+    assert torch.equal(lod.foveate(image, at, anisotropy=4.0, backend="cuda"), expected)
 
 
 @each
@@ -325,7 +351,8 @@ def test_a_second_stream(name: str) -> None:
         del pyramid, at
         gc.collect()
         for other in (0.1, 0.9):  # the same texture, from the pool
-            SAMPLERS[name](torch.full((3, 600, 400), other, device=CUDA), torch.rand(2, device=CUDA))
+            another = lod.mipmap(torch.full((3, 600, 400), other, device=CUDA), backend="cuda")
+            SAMPLERS[name](another.upload(backend="cuda"), torch.rand(2, device=CUDA))
         torch.cuda.synchronize()
         assert (found - value).abs().max() < 0.01  # other pictures are 0.15 away, the filter's rounding far less
 
@@ -340,7 +367,7 @@ def test_textures_do_not_pile_up() -> None:
 
     at = torch.rand(2, device=CUDA)
     for count in range(200):
-        SAMPLERS["foveate"](torch.rand(3, 512, 512, device=CUDA), at)
+        SAMPLERS["foveate"](lod.mipmap(torch.rand(3, 512, 512, device=CUDA)).upload(backend="cuda"), at)
         if count == 20:
             before = used()
     assert used() - before < 2**25

@@ -26,7 +26,7 @@ from gpu_lod.errors import (
 from gpu_lod.kernels import compiler, device, driver, sources
 from gpu_lod.kernels.device import TextureKey
 from gpu_lod.kernels.driver import CudaDevice
-from gpu_lod.kernels.samplers import LogPolar
+from gpu_lod.kernels.samplers import LogPolar, Rings
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -172,12 +172,12 @@ def test_the_parameter_is_passed_by_address(cu: StandIn, monkeypatch: pytest.Mon
     def launch(*arguments: Any) -> Any:
         pointer = ctypes.c_void_p.from_address(arguments[9]).value
         assert pointer is not None
-        seen.append(LogPolar.from_address(pointer).ring_count)
+        seen.append(LogPolar.from_address(pointer).rings.ring_count)
         return (0,)
 
     gpu.launch(KERNEL, (1, 1, 1), 32, LogPolar())
     cu.cuLaunchKernel = launch
-    gpu.launch(KERNEL, (1, 1, 1), 32, LogPolar(ring_count=77))
+    gpu.launch(KERNEL, (1, 1, 1), 32, LogPolar(rings=Rings(ring_count=77)))
     assert seen == [77]
 
 
@@ -196,7 +196,7 @@ def test_damaged_code_is_compiled_again(cu: StandIn) -> None:
 def test_nothing_is_loaded_during_a_capture(cu: StandIn) -> None:
     gpu = CudaDevice(0)
     cu.capturing = 1
-    with pytest.raises(CaptureError, match=r"'log_polar' \(FLOAT32\) is not loaded yet.*once before"):
+    with pytest.raises(CaptureError, match=r"'log_polar' \(FLOAT32\) is not loaded yet.*the same arguments before"):
         gpu.launch(KERNEL, (1, 1, 1), 32, LogPolar())
     cu.capturing = 0
     gpu.launch(KERNEL, (1, 1, 1), 32, LogPolar())

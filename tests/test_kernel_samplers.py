@@ -19,6 +19,7 @@ from test_gather_patches import grid_sites, random_sites, unfolded
 from test_log_polar import border_distance
 
 import gpu_lod as lod
+from gpu_lod import cached
 from gpu_lod.errors import (
     CaptureError,
     InputError,
@@ -49,6 +50,17 @@ def matches(found: torch.Tensor, pyramid: lod.Pyramid, truth: tuple[torch.Tensor
     assert_matches(found if pyramid.batched else found[None], expected, "trilinear", slack=slack)
 
 
+read_as = pytest.mark.parametrize("read_as", ["texture", "memory"])
+
+
+def uploaded(pyramid: lod.Pyramid, read_as: str) -> lod.Pyramid:
+    return pyramid.upload(backend="cuda") if read_as == "texture" else pyramid
+
+
+def launched(device: EmulatedDevice) -> set[str]:
+    return {call[1].name for call in device.named("launch")}
+
+
 # -- log_polar --------------------------------------------------------------------------------------------------------
 
 
@@ -63,25 +75,40 @@ def check_polar(pyramid: lod.Pyramid, fixation: torch.Tensor, rings: int, wedges
     matches(found, pyramid, truth, more)
 
 
+@read_as
 @pytest.mark.parametrize("border", ["clamp", "zero"])
 @pytest.mark.parametrize("spacing", ["log", "cortical"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_polar(emulated: EmulatedDevice, dtype: torch.dtype, spacing: str, border: str) -> None:
+def test_log_polar(emulated: EmulatedDevice, dtype: torch.dtype, spacing: str, border: str, read_as: str) -> None:
     for shape in SHAPES:
-        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        pyramid = uploaded(lod.mipmap(noise(*shape, dtype=dtype)), read_as)
         for rings, wedges in ((16, 32), (7, 9), (1, 1)):
             check_polar(pyramid, torch.rand(pyramid.batch, 2), rings, wedges, spacing=spacing, border=border)
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    check_polar(lod.mipmap(noise(4, 3, 40, 60, dtype=dtype)), corners, 12, 20, r_max=3.0, border=border)
+    check_polar(
+        uploaded(lod.mipmap(noise(4, 3, 40, 60, dtype=dtype)), read_as), corners, 12, 20, r_max=3.0, border=border
+    )
+    assert launched(emulated) == ({"fill", "log_polar"} if read_as == "texture" else {"log_polar_of_levels"})
+
+
+def test_weights_of_maps_from_memory_are_exact(emulated: EmulatedDevice) -> None:
+    for shape in SHAPES:
+        pyramid = lod.mipmap(noise(*shape))
+        points = torch.rand(pyramid.batch, 2)
+        found = lod.log_polar(pyramid, points, 16, 32, backend="cuda")
+        expected, texels, _ = polar_oracle(levels_of(pyramid), points, 16, 32)
+        close = 2e-6 + max(pyramid.size) * 2.0**-22 * texels  # of fp32 places
+        assert bool(((found.view_as(expected) - expected).abs() <= close).all())
 
 
 # -- foveate ----------------------------------------------------------------------------------------------------------
 
 
+@read_as
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_foveate(emulated: EmulatedDevice, dtype: torch.dtype) -> None:
+def test_foveate(emulated: EmulatedDevice, dtype: torch.dtype, read_as: str) -> None:
     for shape in (*SHAPES, (2, 2, 130, 3), (5, 3, 41, 61)):
-        pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+        pyramid = uploaded(lod.mipmap(noise(*shape, dtype=dtype)), read_as)
         points = torch.rand(pyramid.batch, 2)
         if pyramid.batch == 5:
             points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.5]])
@@ -89,6 +116,17 @@ def test_foveate(emulated: EmulatedDevice, dtype: torch.dtype) -> None:
             found = lod.foveate(pyramid, points, backend="cuda", **options)
             assert found.dtype == dtype and found.shape == pyramid[0].shape
             matches(found, pyramid, foveate_oracle(levels_of(pyramid), points, **options))
+    assert launched(emulated) == ({"fill", "foveate"} if read_as == "texture" else {"foveate_of_levels"})
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 1, 5, 8193), (1, 1, 8191, 7)], ids=str)
+def test_weights_of_pictures_from_memory_are_exact(emulated: EmulatedDevice, shape: tuple[int, ...]) -> None:
+    """Of pixels' centres, that is, however large the picture is: fp32's own rounding is in the level alone."""
+    pyramid = lod.mipmap(noise(*shape))
+    points = torch.rand(pyramid.batch, 2)
+    found = lod.foveate(pyramid, points, backend="cuda")
+    expected, _, blend = foveate_oracle(levels_of(pyramid), points)
+    assert bool(((found.view_as(expected) - expected).abs() <= 2e-6 + 2e-6 * blend).all())
 
 
 def test_anisotropic_footprints_are_long_along_the_radius(emulated: EmulatedDevice) -> None:
@@ -103,8 +141,9 @@ def test_anisotropic_footprints_are_long_along_the_radius(emulated: EmulatedDevi
         assert (found - expected).abs().max() < 0.05 < (plain - expected).abs().max()
 
 
-def test_extreme_arguments(emulated: EmulatedDevice) -> None:
-    pyramid = lod.mipmap(noise(3, 33, 50))
+@read_as
+def test_extreme_arguments(emulated: EmulatedDevice, read_as: str) -> None:
+    pyramid = uploaded(lod.mipmap(noise(3, 33, 50)), read_as)
     blurred = pyramid[-1].expand(3, 33, 50)
     for options in ({"bias": 3e9}, {"bias": 1e300}, {"e0": 1e-30}):
         found = lod.foveate(pyramid, (0.01, 0.02), backend="cuda", **options)
@@ -114,9 +153,6 @@ def test_extreme_arguments(emulated: EmulatedDevice) -> None:
 
 
 # -- gather_patches ---------------------------------------------------------------------------------------------------
-
-
-read_as = pytest.mark.parametrize("read_as", ["texture", "memory"])
 
 
 @read_as
@@ -137,13 +173,7 @@ def test_gather_patches(emulated: EmulatedDevice, dtype: torch.dtype, border: An
             near = [torch.minimum(at.abs(), (at - n).abs()) < 1e-6 * n + 1e-5 for at, n in ((x, width), (y, height))]
             more = more + expected.abs() * (near[0][..., None, :] | near[1][..., :, None])[:, :, None]
         matches(found, pyramid, (expected, texels, blend), more)
-    assert {call[1].name for call in emulated.named("launch")} == (
-        {"fill", "patches"} if read_as == "texture" else {"patches_of_levels"}
-    )
-
-
-def uploaded(pyramid: lod.Pyramid, read_as: str) -> lod.Pyramid:
-    return pyramid.upload(backend="cuda") if read_as == "texture" else pyramid
+    assert launched(emulated) == ({"fill", "patches"} if read_as == "texture" else {"patches_of_levels"})
 
 
 @pytest.mark.parametrize("border", ["clamp", "zero"])
@@ -315,7 +345,7 @@ def test_a_second_stream_waits_until_the_texture_is_filled(emulated: EmulatedDev
     assert not emulated.named("wait")
     emulated.stream_now = 9
     SAMPLERS["log_polar"](pyramid, backend="cuda")
-    assert [call[2] for call in emulated.named("wait")] == [9, 9]  # for the tables, and for the texture
+    assert [call[2] for call in emulated.named("wait")] == [9]
 
 
 def test_out_of_memory_gives_back_what_is_idle(emulated: EmulatedDevice) -> None:
@@ -331,25 +361,30 @@ def test_out_of_memory_gives_back_what_is_idle(emulated: EmulatedDevice) -> None
 
 @each
 def test_capture(emulated: EmulatedDevice, name: str) -> None:
-    """What was made before can be captured; nothing is made meanwhile, and no event is waited for."""
+    """What was made before can be captured; nothing is made meanwhile, and no event is waited for. What is no texture
+    needs none."""
     pyramid = lod.mipmap(noise(3, 24, 30), backend="cuda").upload(backend="cuda")
     expected = SAMPLERS[name](pyramid, backend="cuda")
     emulated.is_capturing, emulated.stream_now = True, 11
     emulated.calls.clear()
     assert torch.equal(SAMPLERS[name](pyramid, backend="cuda"), expected)
+    for src in (pyramid[0], lod.mipmap(pyramid[0], backend="cuda")):
+        assert torch.allclose(SAMPLERS[name](src, backend="cuda"), expected, atol=0.02)
     assert {call[0] for call in emulated.calls} == {"launch"}
-    if name == "gather_patches":  # it needs no texture
-        found = SAMPLERS[name](pyramid[0], backend="cuda")
-        assert torch.allclose(found, expected, atol=0.02) and {call[0] for call in emulated.calls} == {"launch"}
-    else:
-        with pytest.raises(CaptureError, match="upload"):
-            SAMPLERS[name](noise(3, 24, 30), backend="cuda")
     with pytest.raises(CaptureError, match="upload"):
         lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
 
 
+def test_capture_of_texture_units_needs_a_texture(emulated: EmulatedDevice) -> None:
+    image = noise(3, 24, 30)
+    emulated.is_capturing = True
+    with pytest.raises(CaptureError, match="upload"):
+        lod.foveate(image, (0.5, 0.5), anisotropy=4.0, backend="cuda")
+
+
 def test_capture_of_new_rings_is_refused(emulated: EmulatedDevice) -> None:
     pyramid = lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
+    lod.log_polar(pyramid, (0.5, 0.5), 9, 13, backend="cuda")
     emulated.is_capturing = True
     with pytest.raises(CaptureError, match="same arguments"):
         lod.log_polar(pyramid, (0.5, 0.5), 9, 13, r_max=0.61, backend="cuda")
@@ -361,16 +396,16 @@ def test_capture_of_points_on_the_host_is_refused(emulated: EmulatedDevice) -> N
         samplers.placed(emulated, torch.rand(1, 2), torch.device("cuda:0"))
 
 
-def test_tables_that_a_graph_reads_are_kept(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samplers, "_KEPT_TABLES", 1)
-    pyramid = lod.mipmap(noise(3, 24, 30)).upload(backend="cuda")
-    lod.log_polar(pyramid, (0.5, 0.5), 9, 13, backend="cuda")
-    emulated.is_capturing = True
-    lod.log_polar(pyramid, (0.5, 0.5), 9, 13, backend="cuda")
-    emulated.is_capturing = False
-    lod.log_polar(pyramid, (0.5, 0.5), 10, 13, backend="cuda")
-    tables = samplers._tables_of(emulated)
-    assert len(tables._kept) == 1 and [len(kept[0]) for kept in tables._captured] == [9]
+def test_tables_of_equal_maps_are_the_same(emulated: EmulatedDevice) -> None:
+    """Whatever became of the object that laid them out."""
+    pyramid = lod.mipmap(noise(3, 24, 30))
+    kept = cached._constants._kept[torch.device("cpu")]
+    for _ in range(2):
+        lod.log_polar(pyramid, (0.5, 0.5), 9, 13, backend="cuda")
+        sys.modules["gpu_lod.log_polar"]._make_rule.cache_clear()
+    assert sorted(len(tensor) for tensor, _ in kept.values()) == [9, 13]
+    lod.log_polar(pyramid, (0.5, 0.5), 9, 13, spacing="cortical", backend="cuda")
+    assert sorted(len(tensor) for tensor, _ in kept.values()) == [9, 9, 13]
 
 
 @each
@@ -501,7 +536,10 @@ def test_what_no_kernel_takes(emulated: EmulatedDevice, monkeypatch: pytest.Monk
         lod.mipmap(image).upload(lod.Context(), backend="cuda")
     emulated.texture_side = 29
     with pytest.raises(LimitError, match="textures end at 29"):
-        lod.foveate(image, (0.5, 0.5), backend="cuda")
+        lod.mipmap(image).upload(backend="cuda")
+    assert lod.foveate(image, (0.5, 0.5), backend="cuda").shape == image.shape  # which takes none
+    with pytest.raises(LimitError, match="524280 rows"):
+        lod.foveate(torch.zeros(1, 524281, 1), (0.5, 0.5), backend="cuda")
     with pytest.raises(LimitError, match="2\\^31 - 1"):
         lod.log_polar(lod.mipmap(noise(1, 4, 4)), (0.5, 0.5), 2**16, 2**15, backend="cuda")
 

@@ -29,8 +29,8 @@ from gpu_lod.kernels.device import Grid, TextureKey
 from gpu_lod.kernels.sources import Kernel
 
 WARM_UP = (
-    "Call the verb once before the capture, and sample a pyramid that pyramid.upload(backend='cuda') made a texture, "
-    "at fixations or sites that are CUDA tensors."
+    "Call the verb once with the same arguments before the capture, at fixations or sites that are CUDA tensors; with "
+    "anisotropy, sample a pyramid that pyramid.upload(backend='cuda') made a texture."
 )
 _REMEDIES: dict[type[GpuLodError], str] = {
     OutOfMemoryError: "Use a smaller image or batch, or drop pyramids and results that are no longer needed.",

@@ -1,4 +1,5 @@
-"""The samplers: memory and launches of log_polar.cu, foveate.cu, patches.cu and patches_of_levels.cu.
+"""The samplers: memory and launches of log_polar.cu, foveate.cu and patches.cu, which read textures, and of their likes
+that read levels in memory (`_of_levels`).
 
 Fixations and sites are read by the kernels, in device memory, so nothing waits for them.
 """
@@ -6,30 +7,27 @@ Fixations and sites are read by the kernels, in device memory, so nothing waits 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from gpu_lod.errors import CaptureError, LimitError
-from gpu_lod.kernels.chain import MOST_LEVELS
-from gpu_lod.kernels.device import Device, per_device
-from gpu_lod.kernels.sources import ELEMENTS, sampling
+from gpu_lod.kernels.device import Device, DeviceTexture, Grid
+from gpu_lod.kernels.memory import Levels, Memory
+from gpu_lod.kernels.sources import sampling
 from gpu_lod.kernels.textures import Source
 
 THREADS = 256
 MOST_ROWS = 65535
 """Of blocks of a grid."""
-_KEPT_TABLES = 64
+_ROWS = THREADS // 32
+"""That a block of foveation makes."""
 
 
-class LogPolar(ctypes.Structure):
-    """The parameter of log_polar.cu."""
+class Rings(ctypes.Structure):
+    """Where the samples of a log-polar map are: rings.cuh."""
 
     _fields_ = (
-        ("texture", ctypes.c_uint64),
         ("rings", ctypes.c_void_p),
         ("wedges", ctypes.c_void_p),
         ("fixations", ctypes.c_void_p),
@@ -39,40 +37,64 @@ class LogPolar(ctypes.Structure):
         ("ring_count", ctypes.c_uint32),
         ("wedge_count", ctypes.c_uint32),
         ("channels", ctypes.c_int),
+        ("layers", ctypes.c_int),
         ("border_zero", ctypes.c_int),
+    )
+
+
+class LogPolar(ctypes.Structure):
+    """The parameter of log_polar.cu."""
+
+    _fields_ = (("texture", ctypes.c_uint64), ("rings", Rings))
+
+
+class LogPolarOfLevels(ctypes.Structure):
+    """The parameter of log_polar_of_levels.cu."""
+
+    _fields_ = (("levels", Levels), ("rings", Rings))
+
+
+class Gaze(ctypes.Structure):
+    """Where the pixels of a foveated picture are read: gaze.cuh."""
+
+    _fields_ = (
+        ("fixations", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("box_x", ctypes.c_float),
+        ("box_y", ctypes.c_float),
+        ("bias", ctypes.c_float),
+        ("height", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("layers", ctypes.c_int),
     )
 
 
 class Foveate(ctypes.Structure):
     """The parameter of foveate.cu."""
 
+    _fields_ = (("texture", ctypes.c_uint64), ("gaze", Gaze), ("anisotropy", ctypes.c_float))
+
+
+class FoveateOfLevels(ctypes.Structure):
+    """The parameter of foveate_of_levels.cu."""
+
+    _fields_ = (("levels", Levels), ("gaze", Gaze))
+
+
+class Wanted(ctypes.Structure):
+    """Where sites are read and patches written, and what these look like: sites.cuh."""
+
     _fields_ = (
-        ("texture", ctypes.c_uint64),
-        ("fixations", ctypes.c_void_p),
+        ("sites", ctypes.c_void_p),
         ("target", ctypes.c_void_p),
-        ("box_x", ctypes.c_float),
-        ("box_y", ctypes.c_float),
-        ("bias", ctypes.c_float),
-        ("anisotropy", ctypes.c_float),
-        ("height", ctypes.c_int),
-        ("width", ctypes.c_int),
+        ("scale", ctypes.c_float * 4),
+        ("offset", ctypes.c_float * 4),
+        ("budget", ctypes.c_uint32),
+        ("patch", ctypes.c_int),
         ("channels", ctypes.c_int),
+        ("border_zero", ctypes.c_int),
     )
-
-
-_SITES = (
-    ("sites", ctypes.c_void_p),
-    ("target", ctypes.c_void_p),
-    ("scale", ctypes.c_float * 4),
-    ("offset", ctypes.c_float * 4),
-)
-_LOOK = (
-    ("budget", ctypes.c_uint32),
-    ("patch", ctypes.c_int),
-    ("channels", ctypes.c_int),
-    ("border_zero", ctypes.c_int),
-)
-"""What both kernels of patches are told: where sites are read and patches written, and what these look like."""
 
 
 class Patches(ctypes.Structure):
@@ -81,33 +103,24 @@ class Patches(ctypes.Structure):
     _fields_ = (
         ("texture", ctypes.c_uint64),
         ("texels", ctypes.c_uint64),
-        *_SITES,
         ("height", ctypes.c_float),
         ("width", ctypes.c_float),
         ("last", ctypes.c_float),
-        *_LOOK,
+        ("wanted", Wanted),
     )
 
 
 class PatchesOfLevels(ctypes.Structure):
     """The parameter of patches_of_levels.cu."""
 
-    _fields_ = (
-        ("level", ctypes.c_void_p * MOST_LEVELS),
-        *_SITES,
-        ("height", ctypes.c_int),
-        ("width", ctypes.c_int),
-        ("last", ctypes.c_int),
-        ("stored", ctypes.c_int),
-        *_LOOK,
-    )
+    _fields_ = (("levels", Levels), ("wanted", Wanted))
 
 
 def log_polar(
-    source: Source,
+    source: Source | Memory,
     fixation: torch.Tensor,
-    key: Hashable,
-    tables: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    rings: torch.Tensor,
+    wedges: torch.Tensor,
     *,
     border_zero: bool,
 ) -> torch.Tensor:
@@ -115,62 +128,75 @@ def log_polar(
 
     Args:
         fixation: [B, 2].
-        key: of the tables, which are kept.
-        tables: gives fp32 (radius / longer side, level) [rings, 2] and (cos, sin) [wedges, 2].
+        rings: fp32 [rings, 2], radius / longer side and level.
+        wedges: fp32 [wedges, 2], cos and sin.
     """
-    rings, wedges = _tables_of(source.device).get(("log_polar", key), tables, source.where)
     samples = len(rings) * len(wedges)
     if samples >= 2**31:
         raise LimitError(f"{len(rings)} rings of {len(wedges)} wedges are {samples} samples; a map may have 2^31 - 1.")
     target = source_like(source, source.channels, len(rings), len(wedges))
     points = placed(source.device, fixation, source.where)
-    source.ready()
     longer = max(source.height, source.width)
-    for part in source.parts:
-        parameters = LogPolar(
-            texture=part.texture.filtered,
+    for first, count, read in _parts(source):
+        where = Rings(
             rings=rings.data_ptr(),
             wedges=wedges.data_ptr(),
-            fixations=points[part.first].data_ptr(),
-            target=target[part.first].data_ptr(),
+            fixations=points[first].data_ptr(),
+            target=target[first].data_ptr(),
             aspect_x=longer / source.width,
             aspect_y=longer / source.height,
             ring_count=len(rings),
             wedge_count=len(wedges),
             channels=source.channels,
+            layers=count,
             border_zero=border_zero,
         )
-        grid = (-(-samples // THREADS), part.count, 1)
-        source.device.launch(sampling("log_polar", source.dtype), grid, THREADS, parameters)
+        grid = (-(-samples // THREADS), min(count, MOST_ROWS), 1)
+        if isinstance(read, Levels):
+            _launch(source, "log_polar_of_levels", grid, LogPolarOfLevels(read, where))
+        else:
+            _launch(source, "log_polar", grid, LogPolar(read.filtered, where))
     return target if source.batched else target[0]
 
 
-def foveate(source: Source, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float) -> torch.Tensor:
-    """A tensor like level 0. `fixation` is [B, 2]."""
-    target = source_like(source, source.channels, source.height, source.width)
+def foveate(
+    source: Source | Memory, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float = 1.0
+) -> torch.Tensor:
+    """A tensor like level 0.
+
+    Args:
+        fixation: [B, 2].
+        anisotropy: of texture units alone.
+    """
+    height, width = source.height, source.width
+    if height > MOST_ROWS * _ROWS:
+        raise LimitError(f"the image is {width} x {height}, and a CUDA launch ends at {MOST_ROWS * _ROWS} rows.")
+    target = source_like(source, source.channels, height, width)
     points = placed(source.device, fixation, source.where)
-    source.ready()
-    longer = max(source.height, source.width)
-    for part in source.parts:
-        parameters = Foveate(
-            texture=part.texture.anisotropic if anisotropy > 1 else part.texture.filtered,
-            fixations=points[part.first].data_ptr(),
-            target=target[part.first].data_ptr(),
-            box_x=source.width / longer / e0,
-            box_y=source.height / longer / e0,
+    longer = max(height, width)
+    for first, count, read in _parts(source):
+        gaze = Gaze(
+            fixations=points[first].data_ptr(),
+            target=target[first].data_ptr(),
+            box_x=width / longer / e0,
+            box_y=height / longer / e0,
             bias=bias,
-            anisotropy=anisotropy,
-            height=source.height,
-            width=source.width,
+            height=height,
+            width=width,
             channels=source.channels,
+            layers=count,
         )
-        grid = (-(-source.width // 32), -(-source.height // (THREADS // 32)), part.count)
-        source.device.launch(sampling("foveate", source.dtype), grid, THREADS, parameters)
+        grid = (-(-width // 32), -(-height // _ROWS), min(count, MOST_ROWS))
+        if isinstance(read, Levels):
+            _launch(source, "foveate_of_levels", grid, FoveateOfLevels(read, gaze))
+        else:
+            unit = read.anisotropic if anisotropy > 1 else read.filtered
+            _launch(source, "foveate", grid, Foveate(unit, gaze, anisotropy))
     return target if source.batched else target[0]
 
 
 def patches(
-    source: Source,
+    source: Source | Memory,
     sites: torch.Tensor,
     patch: int,
     scale: Sequence[float],
@@ -187,79 +213,54 @@ def patches(
     budget, area = sites.shape[1], patch * patch
     target = source_like(source, budget, source.channels, patch, patch, dtype=dtype)
     points = placed(source.device, sites.expand(source.batch, -1, -1), source.where)
-    # A texture's 1 is 255 counts, in the source and, if that is counts too, in the result.
-    unit = 255.0 if source.dtype == torch.uint8 else 1.0
     threads = min(THREADS, -(-area // 32) * 32)
-    source.ready()
-    for part in source.parts:
-        if part.count * budget >= 2**31:
-            raise LimitError(f"{part.count} x {budget} sites are more than a CUDA launch covers. Pass fewer at once.")
-        parameters = Patches(
-            texture=part.texture.filtered,
-            texels=part.texture.nearest,
-            sites=points[part.first].data_ptr(),
-            target=target[part.first].data_ptr(),
+    for first, count, read in _parts(source):
+        if count * budget >= 2**31:
+            raise LimitError(f"{count} x {budget} sites are more than a CUDA launch covers. Pass fewer at once.")
+        # A texture's 1 is 255 counts, in the source and, if that is counts too, in the result.
+        unit = 255.0 if not isinstance(read, Levels) and source.dtype == torch.uint8 else 1.0
+        wanted = Wanted(
+            sites=points[first].data_ptr(),
+            target=target[first].data_ptr(),
             scale=(ctypes.c_float * 4)(*(unit * value for value in scale)),
             offset=(ctypes.c_float * 4)(*offset),
-            height=source.height,
-            width=source.width,
-            last=source.levels - 1,
             budget=budget,
             patch=patch,
             channels=source.channels,
             border_zero=border_zero,
         )
-        grid = (part.count * budget, min(-(-area // threads), MOST_ROWS), 1)
-        source.device.launch(sampling("patches", dtype), grid, threads, parameters)
+        grid = (count * budget, min(-(-area // threads), MOST_ROWS), 1)
+        if isinstance(read, Levels):
+            _launch(source, "patches_of_levels", grid, PatchesOfLevels(read, wanted), dtype, threads)
+        else:
+            size = float(source.height), float(source.width), float(source.levels - 1)
+            parameters = Patches(read.filtered, read.nearest, *size, wanted)
+            _launch(source, "patches", grid, parameters, dtype, threads)
     return target if source.batched else target[0]
 
 
-def patches_of_levels(
-    device: Device,
-    levels: Sequence[torch.Tensor],
-    sites: torch.Tensor,
-    patch: int,
-    scale: Sequence[float],
-    offset: Sequence[float],
-    dtype: torch.dtype,
-    *,
-    border_zero: bool,
-) -> torch.Tensor:
-    """The same from levels that are no texture, with weights of fp32: [B, C, h, w] or [C, h, w] each, contiguous. What
-    lies beyond the last is read from it.
-
-    Args:
-        sites: [B, K, 3] or [1, K, 3].
-    """
-    top = levels[0]
-    batch, (channels, height, width) = top.shape[0] if top.ndim == 4 else 1, top.shape[-3:]
-    budget, area = sites.shape[1], patch * patch
-    if batch * budget >= 2**31:
-        raise LimitError(f"{batch} x {budget} sites are more than a CUDA launch covers. Pass fewer at once.")
-    target = torch.empty((batch, budget, channels, patch, patch), dtype=dtype, device=top.device)
-    points = placed(device, sites.expand(batch, -1, -1), top.device)
-    parameters = PatchesOfLevels(
-        level=(ctypes.c_void_p * MOST_LEVELS)(*(level.data_ptr() for level in levels)),
-        sites=points.data_ptr(),
-        target=target.data_ptr(),
-        scale=(ctypes.c_float * 4)(*scale),
-        offset=(ctypes.c_float * 4)(*offset),
-        height=height,
-        width=width,
-        last=len(levels) - 1,
-        stored=list(ELEMENTS).index(top.dtype),
-        budget=budget,
-        patch=patch,
-        channels=channels,
-        border_zero=border_zero,
-    )
-    threads = min(THREADS, -(-area // 32) * 32)
-    grid = (batch * budget, min(-(-area // threads), MOST_ROWS), 1)
-    device.launch(sampling("patches_of_levels", dtype), grid, threads, parameters)
-    return target if top.ndim == 4 else target[0]
+def _parts(source: Source | Memory) -> Iterator[tuple[int, int, DeviceTexture | Levels]]:
+    """Images that a launch makes: the first, how many, and where they are read."""
+    if isinstance(source, Memory):
+        yield 0, source.batch, source.addresses
+        return
+    source.ready()
+    for part in source.parts:
+        yield part.first, part.count, part.texture
 
 
-def source_like(source: Source, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _launch(
+    source: Source | Memory,
+    name: str,
+    grid: Grid,
+    parameters: ctypes.Structure,
+    dtype: torch.dtype | None = None,
+    threads: int = THREADS,
+) -> None:
+    source.device.launch(sampling(name, dtype or source.dtype), grid, threads, parameters)
+
+
+def source_like(source: Source | Memory, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Uninitialised, for each image of the batch."""
     return torch.empty((source.batch, *shape), dtype=dtype or source.dtype, device=source.where)
 
@@ -279,42 +280,3 @@ def placed(device: Device, points: torch.Tensor, where: torch.device) -> torch.T
     if points.device != where and points.is_pinned():  # read when the GPU comes to it, and written to meanwhile
         points = points.clone()
     return points.to(where, torch.float32, non_blocking=True).contiguous()
-
-
-class _Tables:
-    """Small constant tables on a device, kept while they are used now and then."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, tuple[tuple[torch.Tensor, ...], int, Any]] = OrderedDict()
-        self._captured: list[Any] = []  # graphs read them as long as the process lives
-
-    def get(
-        self, key: Hashable, make: Callable[[], tuple[torch.Tensor, ...]], where: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        capturing = self._device.capturing()
-        with self._lock:
-            if key not in self._kept:
-                if capturing:
-                    raise CaptureError(
-                        "a CUDA graph is being captured, and the tables of these rings and wedges are not on the "
-                        "device yet. Call the verb once with the same arguments before the capture."
-                    )
-                tables = tuple(table.to(where, non_blocking=True) for table in make())
-                self._kept[key] = tables, self._device.stream(), self._device.record()
-                while len(self._kept) > _KEPT_TABLES:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
-            tables, stream, made = self._kept[key]
-        if capturing:
-            self._captured.append(tables)
-        elif stream != self._device.stream():
-            self._device.wait(made)
-            for table in tables:
-                if table.is_cuda:
-                    table.record_stream(torch.cuda.current_stream(where))
-        return tables
-
-
-_tables_of = per_device(_Tables)

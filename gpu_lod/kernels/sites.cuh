@@ -15,6 +15,15 @@ __device__ __forceinline__ float on_pixels(float at, float side) {
     return fabsf(pixel - near) <= side * ROUNDING ? near : pixel;
 }
 
+struct Wanted {
+    const float* sites;         // x, y, level; [layers, budget, 3]
+    element* target;            // [layers, budget, channels, patch, patch]
+    float scale[4], offset[4];  // a result is what is read * scale + offset, by channel
+    unsigned budget;
+    int patch, channels;
+    int border_zero;  // positions outside the image give 0; else they are clamped to the edge
+};
+
 struct Site {
     float centre_x, centre_y, level, stride;  // in pixels
     float begin_x, begin_y, side_x, side_y;   // in texels of the level: where the patch begins, and the picture's sides

@@ -41,7 +41,7 @@ def sampling(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-SAMPLERS = "fill", "log_polar", "foveate", "patches", "patches_of_levels"
+SAMPLERS = "fill", *(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
 
 
 def variants() -> list[Kernel]:

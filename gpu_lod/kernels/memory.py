@@ -1,0 +1,51 @@
+"""Pyramids as they are in memory, for kernels that need no texture of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from gpu_lod.kernels.chain import MOST_LEVELS
+from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.sources import ELEMENTS
+
+
+class Levels(ctypes.Structure):
+    """Where levels are and how large: levels.cuh."""
+
+    _fields_ = (
+        ("level", ctypes.c_void_p * MOST_LEVELS),
+        ("height", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("last", ctypes.c_int),
+        ("stored", ctypes.c_int),
+    )
+
+
+class Memory:
+    """A mean pyramid to be read with weights of fp32; what lies beyond the last level is read from it.
+
+    Args:
+        levels: [B, C, h, w] or [C, h, w] each, finest first, C 1 to 4.
+    """
+
+    def __init__(self, device: Device, levels: Sequence[torch.Tensor]) -> None:
+        top = levels[0]
+        self.device = device
+        self.dtype, self.where, self.batched = top.dtype, top.device, top.ndim == 4
+        self.batch = top.shape[0] if self.batched else 1
+        self.channels, self.height, self.width = top.shape[-3:]
+        self.levels = len(levels)
+        self._levels = [level.detach().contiguous() for level in levels]
+
+    @property
+    def addresses(self) -> Levels:
+        return Levels(
+            level=(ctypes.c_void_p * MOST_LEVELS)(*(level.data_ptr() for level in self._levels)),
+            height=self.height,
+            width=self.width,
+            last=self.levels - 1,
+            stored=list(ELEMENTS).index(self.dtype),
+        )
