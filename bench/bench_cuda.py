@@ -347,6 +347,8 @@ class Run:
             self.add_gl(sides, f"gl {generator}", partial(job, way, pyramids))
         self.add_kernels(sides, partial(at, partial(ours, backend="cuda")), pyramids, graph=False)
         if self.device.type == "cuda":
+            memory = partial(at, bench_samplers.from_memory(ours))
+            sides.add(bench_samplers.FROM_MEMORY, partial(job, memory, pyramids))
 
             def kernels(pyramid: lod.Pyramid) -> object:
                 return ours(pyramid, here, backend="cuda")
@@ -457,6 +459,7 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     parts = partial(bench_parts.rows, [size[0] for size in main[:2]], run.seconds, run.ctx, device)
     jobs.append(("parts", parts if run.ctx is not None else list))  # in its place on every device
     add_rows("foveate once", bench_samplers.foveate_once, [first], f32)
+    add_rows("others once", bench_samplers.others_once, [first], f32)
     add_rows("features", bench_features.rows, [(first[0] // 2, first[1] // 2, batch)])
     if first[0] >= 224:
         add_rows("batches", bench_samplers.batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -10,7 +11,7 @@ from typing import Any
 import eight_texels
 import torch
 import torch.nn.functional as F
-from bench_log_polar import READY
+from bench_log_polar import READY, RINGS, WEDGES
 from inputs import ANEW, PLANNED, inputs_for, job, picture, planned, uploaded
 from rows import Row
 from timer import Race, able, race
@@ -62,6 +63,20 @@ def _kernels(verb: Callable[..., object], device: str) -> list[tuple[str, Callab
     return [("cuda kernels", partial(verb, backend="cuda"))] if torch.device(device).type == "cuda" else []
 
 
+FROM_MEMORY = "cuda kernels from memory"
+"""A side whose pyramid is a texture that it does not read."""
+
+
+def from_memory(verb: Callable[..., object]) -> Callable[..., object]:
+    """A verb of a pyramid, by kernels that read its levels where they are."""
+    return lambda pyramid, at: verb(lod.Pyramid(pyramid.levels), at, backend="cuda")
+
+
+def _both(verb: Callable[..., object], device: str) -> list[tuple[str, Callable[..., object]]]:
+    kernels = _kernels(verb, device)
+    return kernels + [(FROM_MEMORY, from_memory(verb))] * bool(kernels)
+
+
 def foveate(
     sizes: list[Size],
     dtypes: list[torch.dtype],
@@ -80,7 +95,7 @@ def foveate(
                 for name, way in (
                     ("auto", lod.foveate),
                     ("gl compute", partial(lod.foveate, backend="gl")),
-                    *_kernels(lod.foveate, device),
+                    *_both(lod.foveate, device),
                     ("torch coarse to fine, boxes", partial(lod.foveate, backend="torch")),
                     ("torch every level", _foveate_every_level),
                 )
@@ -99,29 +114,78 @@ def foveate_once(
     sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str = "cpu", race: Race = race
 ) -> Iterator[Row]:
     """Of a source that is sampled once: OpenGL makes it a texture first, of an image also its chain."""
-    for height, width, batch in sizes:
+    for size in sizes:
         for dtype in dtypes:
-            image = picture(height, width, batch=batch, dtype=dtype).to(device)
-            levels = lod.mipmap(image).levels
-            points = cycle(torch.rand(64, batch, 2).unbind())
-            for note, source in ((ANEW, partial(lod.Pyramid, levels)), (IMAGE, partial(torch.Tensor.detach, image))):
+            points = cycle(torch.rand(64, size[2], 2).unbind())
+            moved = 2 * 3 * math.prod(size) * dtype.itemsize
+            yield from _once(
+                lod.foveate, "torch coarse to fine, boxes", size, dtype, points, moved, "", seconds, device, race
+            )
 
-                def once(way: Callable[..., object], source: Any = source, points: Any = points) -> object:
-                    return way(source(), next(points))
 
-                sides: dict[str, Callable[[], object]] = {
-                    name: partial(once, way)
-                    for name, way in (
-                        ("auto", lod.foveate),
-                        ("gl compute", partial(lod.foveate, backend="gl")),
-                        *_kernels(lod.foveate, device),
-                        ("torch coarse to fine, boxes", partial(lod.foveate, backend="torch")),
-                    )
-                }
-                yield Row(
-                    "foveate", "end to end", height, width, batch, 3, str(dtype)[6:], "warm", 2 * image.nbytes,
-                    race(sides, seconds=seconds), note=note,
-                )  # fmt: skip
+def others_once(
+    sizes: list[Size], dtypes: list[torch.dtype], seconds: float, device: str, race: Race = race
+) -> Iterator[Row]:
+    """The same of the other samplers, which on a CPU torch does fastest."""
+    for size in sizes:
+        height, width, batch = size
+        for dtype in dtypes:
+            fixations = torch.rand(64, batch, 2).unbind()
+            mapped = partial(lod.log_polar, rings=RINGS, wedges=WEDGES)
+            moved = 2 * 3 * batch * RINGS * WEDGES * dtype.itemsize
+            yield from _once(
+                mapped, "torch two levels a ring", size, dtype, cycle(fixations), moved, "", seconds, device, race
+            )
+            patched, moved = lod.gather_patches, 2 * 3 * batch * BUDGET * 14**2 * dtype.itemsize
+            for words, sites in (
+                ("cortical sites", [lod.cortical_sites(at, BUDGET, (height, width)) for at in fixations[:16]]),
+                ("sites on the grid", [_grid_sites(height, width, batch, 14, BUDGET) for _ in range(16)]),
+            ):
+                words, own = f"{BUDGET} x 14 x 14, {words}; ", "torch sites of a level together"
+                yield from _once(patched, own, size, dtype, cycle(sites), moved, words, seconds, device, race)
+
+
+def _once(
+    verb: Callable[..., object],
+    own: str,
+    size: Size,
+    dtype: torch.dtype,
+    points: Iterator[torch.Tensor],
+    moved: int,
+    words: str,
+    seconds: float,
+    device: str,
+    race: Race,
+) -> Iterator[Row]:
+    """A row from a pyramid that is no texture, and one from an image.
+
+    Args:
+        own: what the verb does in torch.
+        moved: bytes.
+        words: before the note.
+    """
+    height, width, batch = size
+    image = picture(height, width, batch=batch, dtype=dtype).to(device)
+    levels = lod.mipmap(image).levels
+    for note, source in ((ANEW, partial(lod.Pyramid, levels)), (IMAGE, partial(torch.Tensor.detach, image))):
+
+        def once(way: Callable[..., object], source: Any = source) -> object:
+            return way(source(), next(points))
+
+        sides: dict[str, Callable[[], object]] = {
+            name: partial(once, way)
+            for name, way in (
+                ("auto", verb),
+                ("gl compute", partial(verb, backend="gl")),
+                *_kernels(verb, device),
+                (own, partial(verb, backend="torch")),
+            )
+        }
+        name = getattr(verb, "func", verb).__name__
+        yield Row(
+            name, "end to end", height, width, batch, 3, str(dtype)[6:], "warm", moved,
+            race(sides, seconds=seconds), note=words + note,
+        )  # fmt: skip
 
 
 def foveate_at_one_place(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
@@ -273,7 +337,7 @@ def gather_patches(
                     for name, way in (
                         ("auto", lod.gather_patches),
                         ("gl compute", partial(lod.gather_patches, backend="gl")),
-                        *_kernels(lod.gather_patches, device),
+                        *_both(lod.gather_patches, device),
                         ("torch sites of a level together", partial(lod.gather_patches, backend="torch")),
                         ("torch every level", _patches_every_level),
                     )

@@ -23,6 +23,7 @@ from rows import slug
 
 from gpu_lod import dispatch
 from gpu_lod.foveate import state as foveated
+from gpu_lod.gather_patches import WHOLE
 from gpu_lod.gaussian import EIGHTS, RAGGED
 from gpu_lod.region import BOX
 from gpu_lod.report.files import load
@@ -177,11 +178,12 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
         probes = int(ANISOTROPIC.split()[-1]) if note.endswith(ANISOTROPIC) else 1
         how = foveated(texture=not note.endswith(ANEW), whole_words=whole_words, anisotropic=probes > 1)
         return sampler(area * probes, how)
+    there = not note.endswith(ANEW)
     if verb == "log_polar" and not note.startswith("from an image"):
-        return sampler(math.prod(_polar(row)))
-    if verb == "gather_patches":
+        return sampler(math.prod(_polar(row)), dispatch.textured(there))
+    if verb == "gather_patches" and not note.endswith(IMAGE):
         count, side = _patches(row)
-        return sampler(count * side**2, "whole levels" if "sites on the grid" in note else "")
+        return sampler(count * side**2, dispatch.textured(there, WHOLE if "sites on the grid" in note else ""))
     return []
 
 

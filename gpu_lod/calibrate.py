@@ -82,6 +82,7 @@ def calibrate(
     if devices is None:
         devices = ["cpu", *([torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else [])]
     todo = [(job, torch.device(device)) for job in jobs(verbs, quick=quick) for device in devices]
+    todo = [(job, device) for job, device in todo if device.type in job.tensors]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > BUSY * cores:
         report.busy = f"a load of {load:.1f} on {cores} cores"

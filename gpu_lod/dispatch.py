@@ -25,6 +25,7 @@ from gpu_lod.errors import (
     ShaderError,
     UnsupportedError,
 )
+from gpu_lod.kernels import device as kernels
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.tables import GL, Question
 
@@ -240,14 +241,16 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = 
     GL could not gain; None where the times decide.
 
     Args:
-        once: they do so also for what is no texture yet; without it, for pyramids that are one alone.
+        once: they do so also for what is no texture yet; without it, for pyramids that are one alone, and where kernels
+            run, which need none.
     """
-    found = barred(src.levels[0] if isinstance(src, Pyramid) else src, place)
+    top = src.levels[0] if isinstance(src, Pyramid) else src
+    found = barred(top, place)
     if found is not None:
         return found
     if isinstance(place, torch.Tensor) and place.requires_grad:
         return Choice("torch", f"gradients are asked for in the {name}")
-    if once:
+    if once or (top.device.type == kernels.KIND and kernels.usable(top.device)):
         return barred_texture(src)
     if not isinstance(src, Pyramid):
         return Choice("torch", "an image is no texture yet, and to make one seldom pays for one sampling")
@@ -257,7 +260,12 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = 
 
 
 NO_TEXTURE = "no texture yet"
-"""State of a source that is to become a texture first."""
+"""State of a source that OpenGL makes a texture first."""
+
+
+def textured(there: bool, *states: str) -> str:
+    """What the times of a sampler depend on beside sizes: whether its source is a texture, and other states."""
+    return ", ".join(filter(None, (*states, "" if there else NO_TEXTURE)))
 
 
 def measured(

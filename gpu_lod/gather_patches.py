@@ -170,16 +170,22 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, ba
     chosen = dispatch.sampler(src, sites, "sites")
     if chosen is not None:
         return chosen
-    assert isinstance(src, Pyramid)
+    batch = image.shape[0] if image.ndim == 4 else 1
+    there = isinstance(src, Pyramid) and src.is_texture
+    whole = checks.readable(sites) and _whole_levels(sites)
     return dispatch.measured(
         "gather_patches",
         image,
-        src.batch * sites.shape[1] * patch**2,
-        state="whole levels" if _whole_levels(sites) else "",  # mostly slices, which torch copies fast
-        channels=src.channels,
-        batch=src.batch,
-        context=src.texture_context(),
+        batch * sites.shape[1] * patch**2,
+        state=dispatch.textured(there, WHOLE if whole else ""),
+        channels=image.shape[-3],
+        batch=batch,
+        context=src.texture_context() if isinstance(src, Pyramid) else None,
     )
+
+
+WHOLE = "whole levels"
+"""State of sites whose patches are mostly slices, which torch copies fast."""
 
 
 def _whole_levels(sites: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import cull
+from gpu_lod.dispatch import NO_TEXTURE
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import feature_maps
 from gpu_lod.foveate import foveate
@@ -37,6 +38,8 @@ class Job:
     verb: Callable[..., Any]
     at: str
     prepare: Callable[[torch.device], Arguments]
+    tensors: tuple[str, ...] = ("cpu", "cuda")
+    """Types of the devices for whose tensors times decide it."""
 
 
 PROBES = 4
@@ -69,7 +72,9 @@ def _common(side: int, batch: int) -> Iterator[Job]:
     shape, maps = (batch, 3, side, side), (batch, 1, side, side)
     for dtype in (torch.float32, torch.uint8):
         yield from _samplers(shape, dtype)
-        yield _job(foveate, shape, dtype, _seen_once, "no texture yet")
+        yield _job(foveate, shape, dtype, _seen_once, NO_TEXTURE)
+        for job in _samplers(shape, dtype, once=True):
+            yield replace(job, tensors=("cuda",))
     yield _job(foveate, shape, torch.float32, _by_probes, f"anisotropy {PROBES}")
     yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
     yield _job(cull, maps, torch.float32, _sparse, "20% kept")
@@ -94,7 +99,7 @@ def _rare(side: int, batch: int) -> Iterator[Job]:
     for dtype in (torch.uint8, torch.float16):
         yield _job(mipmap, shape, dtype, _image, "")
     yield _job(foveate, ragged, torch.uint8, _seen, "")
-    yield _job(region_max, (batch, 1, side, side), torch.float32, _boxes_once, "4096 boxes, no texture yet")
+    yield _job(region_max, (batch, 1, side, side), torch.float32, _boxes_once, f"4096 boxes, {NO_TEXTURE}")
     if batch * side**2 <= 2**20:
         yield _features_as(ragged, torch.float32)
 
@@ -103,14 +108,21 @@ def _features_as(shape: tuple[int, ...], dtype: torch.dtype) -> Job:
     return _job(feature_maps, shape, torch.float32, partial(_features, dtype), f"40 channels of {str(dtype)[6:]}")
 
 
-def _samplers(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Job]:
-    yield _job(foveate, shape, dtype, _seen, "")
+def _samplers(shape: tuple[int, ...], dtype: torch.dtype, *, once: bool = False) -> Iterator[Job]:
+    """
+    Args:
+        once: from a pyramid that is no texture yet, and of `foveate` none.
+    """
+    words, seen = (f", {NO_TEXTURE}", _seen_once) if once else ("", _seen)
     side = shape[-1]
+    if not once:
+        yield _job(foveate, shape, dtype, _seen, "")
     rings = 256 if side >= 1024 else 64 if side < 512 else 128
-    yield _job(log_polar, shape, dtype, partial(_seen, rings, 2 * rings), f"{rings} x {2 * rings} samples")
+    yield _job(log_polar, shape, dtype, partial(seen, rings, 2 * rings), f"{rings} x {2 * rings} samples{words}")
     budget = 273 if side >= 512 else 64
     for whole in (False, True):
-        yield _job(gather_patches, shape, dtype, partial(_sites, budget, whole), f"{budget} x 14 x 14 samples")
+        sites = partial(_sites, budget, whole, once)
+        yield _job(gather_patches, shape, dtype, sites, f"{budget} x 14 x 14 samples{words}")
 
 
 def _job(
@@ -169,13 +181,15 @@ def _by_probes(image: torch.Tensor) -> Arguments:
     return lambda: (*seen(), 0.05, 0.0, float(PROBES))
 
 
-def _seen_once(image: torch.Tensor) -> Arguments:
+def _seen_once(*numbers: Any) -> Arguments:
+    *sizes, image = numbers
     levels, points = mipmap(image, backend="torch").levels, _points(image)
-    return lambda: (Pyramid(levels), next(points))
+    return lambda: (Pyramid(levels), next(points), *sizes)
 
 
-def _sites(budget: int, whole: bool, image: torch.Tensor) -> Arguments:
-    pyramid = mipmap(image, backend="torch").upload()
+def _sites(budget: int, whole: bool, once: bool, image: torch.Tensor) -> Arguments:
+    levels = mipmap(image, backend="torch").levels
+    pyramid = Pyramid(levels) if once else Pyramid(levels).upload()
     batch, _, height, width = image.shape
     several = []
     for _ in range(8):
@@ -187,7 +201,7 @@ def _sites(budget: int, whole: bool, image: torch.Tensor) -> Arguments:
         else:
             several.append(cortical_sites(torch.rand(batch, 2), budget, (height, width)))
     sites = cycle([one.to(image.device) for one in several])
-    return lambda: (pyramid, next(sites))
+    return lambda: (Pyramid(levels) if once else pyramid, next(sites))
 
 
 def _boxes(image: torch.Tensor) -> Arguments:

@@ -152,14 +152,16 @@ def _choose_for(
     chosen = dispatch.sampler(src, fixation, "fixation")
     if chosen is not None:
         return chosen
-    assert isinstance(src, Pyramid)
+    batch = image.shape[0] if image.ndim == 4 else 1
+    there = isinstance(src, Pyramid) and src.is_texture
     return dispatch.measured(
         "log_polar",
         image,
-        src.batch * rule.rings * rule.wedges,
-        channels=src.channels,
-        batch=src.batch,
-        context=src.texture_context(),
+        batch * rule.rings * rule.wedges,
+        state=dispatch.textured(there),
+        channels=image.shape[-3],
+        batch=batch,
+        context=src.texture_context() if isinstance(src, Pyramid) else None,
     )
 
 

@@ -739,13 +739,16 @@ def no_gl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lod.Context, "__new__", refuse)
 
 
-@pytest.mark.parametrize("name", ["foveate", "foveate once", "gather_patches", "batches", "readers", "whole calls"])
+@pytest.mark.parametrize(
+    "name", ["foveate", "foveate once", "others once", "gather_patches", "batches", "readers", "whole calls"]
+)
 def test_without_opengl_rows_drop_its_sides_and_say_so(name: str, no_gl: None, one_thread: None) -> None:
     run = run_on_host(ctx=None)
     size, f32 = [(64, 64, 1)], [torch.float32]
     jobs: dict[str, Any] = {
         "foveate": partial(bench_samplers.foveate, size, f32),
         "foveate once": partial(bench_samplers.foveate_once, size, f32),
+        "others once": partial(bench_samplers.others_once, size, f32),
         "gather_patches": partial(bench_samplers.gather_patches, size, f32, budget=16),
         "batches": partial(bench_samplers.batches, batch=2, side=64),
         "readers": partial(bench_hiz.readers, side=64),

@@ -23,6 +23,7 @@ import jsonschema
 import pytest
 import scripts
 import torch
+from cuda_emulator import EmulatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from images import noise
@@ -41,6 +42,7 @@ from gpu_lod.errors import (
     ShaderError,
 )
 from gpu_lod.jobs import Job, jobs
+from gpu_lod.kernels import device as kernels
 from gpu_lod.tables import Entry, Machine, Question, Table, Timed
 from gpu_lod.timing import race
 
@@ -708,6 +710,46 @@ def test_unknown_verbs(cache: Path) -> None:
 def test_the_kernels_are_a_way_for_cuda_tensors_alone() -> None:
     assert "cuda" in dispatch.ways("mipmap", cuda=True) and "cuda" not in dispatch.ways("mipmap")
     assert "cuda" not in dispatch.ways("gaussian", cuda=True)
+
+
+def test_kernels_sample_what_is_no_texture(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So times decide it, as the benchmark's rows say them; without kernels nothing is asked."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    image, fixation = noise(1, 3, 1024, 1024), (0.4, 0.6)
+    sites = lod.cortical_sites(fixation, 273, (1024, 1024))
+    calls: tuple[tuple[Any, ...], ...] = (
+        (lod.log_polar, fixation, 256, 512),
+        (lod.gather_patches, sites),
+        (lod.gather_patches, sites.floor()),
+    )
+    words = "", "273 x 14 x 14, cortical sites; ", "273 x 14 x 14, sites on the grid; "
+    row = {"batch": 1, "channels": 3, "dtype": "float32", "size": [1024, 1024]}
+    kernels.usable.cache_clear()
+    for (verb, *arguments), note in zip(calls, words, strict=True):
+        named = row | {"verb": verb.__name__}
+        for source in (image, lod.mipmap(image, backend="torch")):
+            [question] = seeds._questions(named | {"note": note + "from a pyramid that is no texture yet"})
+            assert asked(verb, source, *arguments) == question and question.state.endswith("no texture yet")
+            assert not seeds._questions(named | {"note": note + "from an image"})
+    kernels.usable.cache_clear()
+    monkeypatch.setattr(kernels, "KIND", "cuda")
+    for verb, *arguments in calls:
+        with calibration.hearing() as questions:
+            assert lod.explain(verb, image, *arguments).backend == "torch"
+        assert not questions
+
+
+def test_jobs_of_cuda_tensors_are_left_out_on_a_cpu(cache: Path) -> None:
+    found = [job for job in jobs(["log_polar", "gather_patches"], quick=True) if job.tensors == ("cuda",)]
+    assert len(found) == 6 and all(job.at.endswith("no texture yet") for job in found)
+    report = calibrate(1, ["log_polar"], quick=True)
+    assert not report.left_out
+    assert not [one for entries in report.entries.values() for one in entries if "no texture" in one.question.state]
+    for job in found:  # they are samplers' jobs, here too
+        source, *_ = job.prepare(torch.device("cpu"))()
+        assert isinstance(source, lod.Pyramid) and not source.is_texture
 
 
 def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
