@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpu_lod import checks, operators
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 from gpu_lod.quiet import MKL, SEARCHES, quietly
 
@@ -73,7 +74,7 @@ def sites_about(
     box = box_of(points, size)
     with torch.no_grad():
         index, enters, _ = first_to_enter(
-            points, box, budget, e0 if isinstance(e0, torch.Tensor) else points.new_full((1, 1), e0)
+            points, size, budget, e0 if isinstance(e0, torch.Tensor) else points.new_full((1, 1), e0)
         )
         order = index.gather(1, enters[:, 0].argsort(dim=1, stable=True)[:, : budget + 1])
     # Between the last site that is let in and the next. Only these two carry a gradient.
@@ -88,7 +89,7 @@ def sites_about(
 
 
 def first_to_enter(
-    points: torch.Tensor, box: torch.Tensor, budget: int, e0: torch.Tensor, limit: torch.Tensor | None = None
+    points: torch.Tensor, size: tuple[int, int], budget: int, e0: torch.Tensor, limit: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sites among which, for each e0 [B or 1, T], are the K + 1 that are inside the image from the least densities on:
     indices [B, N], the densities [B, T, N], and that of the K-th and of the one after it, [B, T, 2].
@@ -98,7 +99,13 @@ def first_to_enter(
     Args:
         limit: [B, T] about what the last of the densities are, where the caller knows.
     """
-    e0 = e0.expand(len(points), -1)
+    e0, box = e0.expand(len(points), -1), box_of(points, size)
+    if not checks.on_host(points):
+        count = _most_candidates(size, budget)
+        if e0.numel() * count <= _AT_ONCE or not checks.readable(points):
+            index = torch.arange(count, dtype=box.dtype, device=box.device)
+            enters, last = _entering(index, reach(points, direction_of(index)[None], box), budget, e0)
+            return index.expand(len(points), -1), enters, last
     if limit is None:
         # What an even spread would need, and some sites more.
         turn, weight = _turns(box)
@@ -110,9 +117,7 @@ def first_to_enter(
         # next ones.
         enough = torch.full_like(limit, math.inf)
         if index.shape[1] > budget:
-            enters = (index[:, None] + 0.5) / magnified(edge[:, None], e0[..., None])
-            least = enters.topk(budget + 1, largest=False, sorted=False).values
-            last = least.topk(2).values.flip(-1)
+            enters, last = _entering(index, edge, budget, e0)
             enough = last[..., 1]
             if bool((enough <= limit).all()):
                 return index, enters, last
@@ -123,6 +128,28 @@ def first_to_enter(
 
 
 _ATTEMPTS, _BLOCK, _MOST = 16, 2**15, 2**29
+_AT_ONCE = 2**26
+"""Densities of candidates that a GPU computes rather than to wait for how many are needed."""
+
+
+def _entering(
+    index: torch.Tensor, edge: torch.Tensor, budget: int, e0: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The densities [B, T, N] from which on sites are inside, by how far it is to the edge where they stand; and of
+    these the K-th and the next, [B, T, 2]."""
+    enters = (index + 0.5)[..., None, :] / magnified(edge[:, None], e0[..., None])
+    least = enters.topk(budget + 1, largest=False, sorted=False).values
+    return enters, least.topk(2).values.flip(-1)
+
+
+def _most_candidates(size: tuple[int, int], budget: int) -> int:
+    """As many sites of the spiral as hold the K + 1 in any case, wherever the fixation is and whatever e0.
+
+    N(e) / e^2 falls with e. So in the mean over all directions N at the edge is at least N(diagonal) times the mean of
+    e^2 over diagonal^2; and that mean is the image's area / pi. The golden angle keeps to the mean but for a few sites.
+    """
+    height, width = size
+    return math.ceil((1.01 * budget + 16) * math.pi * (width / height + height / width))
 
 
 def _turns(box: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,8 +210,8 @@ def direction_of(index: torch.Tensor) -> torch.Tensor:
 
 
 def box_of(points: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """(width, height) of the image in units of its longer side."""
-    return points.new_tensor([size[1] / max(size), size[0] / max(size)])
+    """(width, height) of the image in units of its longer side: a `constant`."""
+    return numbers((size[1] / max(size), size[0] / max(size)), points.dtype, points.device)
 
 
 def reach(points: torch.Tensor, direction: torch.Tensor, box: torch.Tensor) -> torch.Tensor:

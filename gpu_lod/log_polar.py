@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gpu_lod import checks, dispatch, operators, texture_chain
 from gpu_lod.bridge import Private
 from gpu_lod.bridge import gl as G
-from gpu_lod.cached import cached, constant
+from gpu_lod.cached import constant
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
@@ -251,16 +251,15 @@ def _make_rule(law: Law) -> Rule:
     return Rule(law, tuple(radii), tuple(footprints))
 
 
-@cached(maxsize=4)
-def _polar(rule: Rule, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Radii [rings, 1, 1] in units of the longer side, and directions [wedges, 2]."""
-    radii = torch.tensor(rule.radii, dtype=torch.float64, device="cpu")[:, None, None]
-    return radii.to(device, dtype), _directions(rule.wedges).to(device, dtype)
+def _radii(law: Law, dtype: torch.dtype) -> torch.Tensor:
+    """[rings, 1, 1] in units of the longer side."""
+    return torch.tensor(_make_rule(law).radii, dtype=torch.float64, device="cpu")[:, None, None].to(dtype)
 
 
-def _directions(wedges: int) -> torch.Tensor:
+def _directions(wedges: int, dtype: torch.dtype) -> torch.Tensor:
+    """[wedges, 2], cos and sin of each."""
     angle = 2 * math.pi * (torch.arange(wedges, dtype=torch.float64, device="cpu") + 0.5) / wedges
-    return torch.stack([angle.cos(), angle.sin()], dim=-1)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).to(dtype)
 
 
 def reference(
@@ -283,7 +282,8 @@ def reference(
     # grid_sample counts from -1 to 1
     aspect = torch.tensor([2 * longer / width, 2 * longer / height], dtype=work, device=top.device)
     centre = (2 * fixation.to(top.device, work) - 1)[:, None, None, :]
-    radii, directions = _polar(rule, work, top.device)
+    radii = constant(top.device, _radii, rule.law, work)
+    directions = constant(top.device, _directions, rule.wedges, work)
     directions = directions * aspect
     ring_levels = rule.levels(longer, len(levels) - 1)
     in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
@@ -420,28 +420,23 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
 
 def _cuda(pyramid: Pyramid, fixation: torch.Tensor, rule: Rule, border: str) -> torch.Tensor:
     rings = constant(pyramid.device, _ring_table, rule.law, max(pyramid.size), len(pyramid) - 1)
-    wedges = constant(pyramid.device, _wedge_table, rule.wedges)
+    wedges = constant(pyramid.device, _directions, rule.wedges, torch.float32)
     return samplers.log_polar(pyramid.cuda_source(), fixation, rings, wedges, border_zero=border == "zero")
 
 
 def _ring_table(law: Law, longer: int, last: int) -> torch.Tensor:
-    """[rings, 2], radius and level of each, computed in double precision; as `_wedge_table`, what does not depend on
-    the image."""
+    """[rings, 2], radius and level of each, computed in double precision; as `_directions`, what does not depend on the
+    image."""
     rule = _make_rule(law)
     values = torch.tensor([rule.radii, rule.levels(longer, last)], dtype=torch.float64, device="cpu").T
     return values.float().contiguous()
-
-
-def _wedge_table(wedges: int) -> torch.Tensor:
-    """[wedges, 2], cos and sin of each."""
-    return _directions(wedges).float()
 
 
 def _tables(ctx: Context, rule: Rule, longer: int, last: int) -> tuple[Private, Private]:
     """The tables, kept in GL memory."""
 
     def make() -> tuple[Private, Private]:
-        tables = _ring_table(rule.law, longer, last), _wedge_table(rule.wedges)
+        tables = _ring_table(rule.law, longer, last), _directions(rule.wedges, torch.float32)
         rings, wedges = (ctx.private.lease(table.nbytes).write(table) for table in tables)
         return rings, wedges
 

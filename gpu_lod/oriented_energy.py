@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators, precision
 from gpu_lod.bridge import gl as G
-from gpu_lod.cached import cached
+from gpu_lod.cached import constant
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.gaussian import choose, mirrored, reduce, reduce_level
@@ -273,7 +273,8 @@ def _windows(planes: torch.Tensor) -> Callable[[int, int, int, int], torch.Tenso
 
 def _by_convolution(x: torch.Tensor, orientations: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """G2 and H2 [n, orientations, rows / block, block, w] of [n, rows + 8, w + 8], rows a multiple of the block."""
-    both = F.conv2d(x[:, None], _kernels_of(orientations, block, x.dtype, x.device), stride=(block, 1))
+    kernels = constant(x.device, _kernels, orientations, block, x.dtype)
+    both = F.conv2d(x[:, None], kernels, stride=(block, 1))
     even, odd = both.unflatten(1, (2, orientations, block)).transpose(3, 4).unbind(1)
     return even, odd
 
@@ -283,7 +284,7 @@ def _by_products(x: torch.Tensor, orientations: int, block: int) -> tuple[torch.
     blocks of rows: no copy."""
     width = x.shape[-1] - 2 * REACH
     blocks = _filtered_rows(x, width).unfold(1, 4 * (block + 2 * REACH), 4 * block).transpose(-1, -2)
-    columns = _block_of_columns(orientations, block, x.dtype, x.device)
+    columns = constant(x.device, _block_of_columns, orientations, block, x.dtype)
     both = torch.matmul(precision.factor(columns), precision.factor(blocks)).to(x.dtype)
     even, odd = both.unflatten(2, (2, orientations, block)).transpose(1, 2).transpose(2, 3).unbind(1)
     return even, odd
@@ -311,22 +312,20 @@ def _filtered_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack(filtered, dim=2).flatten(1, 2)
 
 
-@cached(maxsize=16)
-def _kernels_of(orientations: int, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _kernels(orientations: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     """[2 * orientations * block, 1, block + 8, 9]: from a window to a block of rows of G2 of each angle, then of H2."""
     parts = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations)]
     angles = [torch.einsum("ob,byx->oyx", part, f) for part, f in zip(parts, basis().split((3, 4)), strict=True)]
-    return _in_blocks(torch.cat(angles), block).flatten(0, 1)[:, None].to(device, dtype)
+    return _in_blocks(torch.cat(angles), block).flatten(0, 1)[:, None].to(dtype)
 
 
-@cached(maxsize=16)
-def _block_of_columns(orientations: int, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _block_of_columns(orientations: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     """[2 * orientations * block, 4 * (block + 8)]: from rows of four planes to a block of rows of G2 and of H2."""
     second, third = (torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations))
     columns = _columns()
     parts = (second, columns[:3]), (third, columns[3:])
     steered = torch.cat([torch.einsum("ob,bpk->okp", angles, filters) for angles, filters in parts])
-    return _in_blocks(steered, block).flatten(2).flatten(0, 1).to(device, dtype)
+    return _in_blocks(steered, block).flatten(2).flatten(0, 1).to(dtype)
 
 
 def _in_blocks(filters: torch.Tensor, block: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import gpu_lod as lod
 from gpu_lod.allocate import node_losses
 from gpu_lod.allocate.base import Scene, cells_of
 from gpu_lod.allocate.energy import ROUNDING, relevances
-from gpu_lod.allocate.frequency_aware import energies, given_away
+from gpu_lod.allocate.frequency_aware import energies, given_away, served
 from gpu_lod.allocate.hybrid_atlas import majority, runs, squares
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.wavelet import band_energies
@@ -249,6 +249,7 @@ def test_patches_are_given_away_by_the_best_pair(bands: int, patches: int, ties:
     anything = torch.full((2, bands), patches)
     counts = shared_out(torch.rand(2, bands).double(), anything, total, least=0)
     taken = given_away(worth, counts, int(counts.sum(1).max()))
+    assert torch.equal(served(worth, counts), taken)
     for image in range(2):
         pairs = sorted((-float(worth[image, b, p]), b, p) for b in range(bands) for p in range(patches))
         left: list[int] = counts[image].tolist()

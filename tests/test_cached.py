@@ -10,7 +10,6 @@ from images import noise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpu_lod as lod
-from gpu_lod.cached import cached
 
 # Arguments that no other test has: what is made for them is made here.
 CALLS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -41,18 +40,3 @@ def test_values_after_a_call_without_values(name: str) -> None:
             fake = error
     found = call(image, 1)
     assert bool(torch.isfinite(found).all()), fake
-
-
-def test_made_once() -> None:
-    made = []
-
-    @cached(maxsize=2)
-    def make(n: int) -> torch.Tensor:
-        made.append(n)
-        return torch.arange(n)
-
-    with torch.inference_mode():
-        first = make(3)
-    assert make(3) is first
-    assert not first.is_inference()
-    assert made == [3]

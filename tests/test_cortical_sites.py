@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_lod as lod
-from gpu_lod.cortical_sites import box_of, eccentricity, first_to_enter, magnified
+from gpu_lod import checks
+from gpu_lod.cortical_sites import _most_candidates, box_of, eccentricity, first_to_enter, magnified, sites_about
 from gpu_lod.errors import InputError
 
 unit = st.floats(0, 1)
@@ -151,10 +153,38 @@ def test_the_first_to_enter_of_all_sites(size: tuple[int, int], budget: int, e0:
 @pytest.mark.parametrize("share", [1e-3, 0.5, 0.95, 3.0])
 def test_a_wrong_guess_of_the_density_is_found_out(share: float) -> None:
     points = torch.rand(5, 2, dtype=torch.float64)
-    box, e0 = box_of(points, (3, 700)), torch.tensor([[0.01, 0.1, 1.0]], dtype=torch.float64)
-    _, _, expected = first_to_enter(points, box, 50, e0)
-    _, _, found = first_to_enter(points, box, 50, e0, share * expected[..., 1])
+    e0 = torch.tensor([[0.01, 0.1, 1.0]], dtype=torch.float64)
+    _, _, expected = first_to_enter(points, (3, 700), 50, e0)
+    _, _, found = first_to_enter(points, (3, 700), 50, e0, share * expected[..., 1])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (480, 640), (40, 90), (900, 30), (3, 500), (48, 16384)])
+@pytest.mark.parametrize("budget", [1, 3, 5, 17, 64, 273, 1000])
+def test_the_most_candidates_are_enough(size: tuple[int, int], budget: int) -> None:
+    """At corners, edges and anywhere; the larger e0, the more there are."""
+    points = torch.cat([torch.rand(24, 2).round(), torch.rand(24, 2), torch.rand(24, 2).round(decimals=1)]).double()
+    points[:8, 0] = 0.5
+    box = box_of(points, size)
+    farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1)[:, None]
+    for e0 in (1e-3, 0.05, 1.0, 300.0):
+        each = torch.full((1, 1), e0, dtype=torch.float64)
+        _, _, last = first_to_enter(points, size, budget, each)
+        assert float((last[:, 0, 1:] * magnified(farthest, e0)).max()) < _most_candidates(size, budget)
+
+
+@pytest.mark.parametrize(("size", "budget"), [((480, 640), 273), ((30, 900), 9), ((64, 64), 1)])
+def test_a_gpu_is_not_waited_for(size: tuple[int, int], budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All candidates at once there; the sites are the same."""
+    points = torch.cat([torch.rand(4, 2), torch.rand(4, 2).round()]).double()
+    expected = sites_about(points, budget, size, 14, 0.05)
+    module = sys.modules["gpu_lod.cortical_sites"]
+    monkeypatch.setattr(checks, "on_host", lambda value: False)
+    monkeypatch.setattr(module, "_candidates", lambda *_: pytest.fail("asked how many are needed"))
+    assert torch.allclose(sites_about(points, budget, size, 14, 0.05), expected, rtol=0, atol=1e-12)
+    monkeypatch.setattr(module, "_AT_ONCE", 0)
+    with pytest.raises(pytest.fail.Exception):  # too many at once
+        sites_about(points, budget, size, 14, 0.05)
 
 
 def test_the_inverse() -> None:

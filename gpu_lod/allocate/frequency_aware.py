@@ -116,6 +116,8 @@ def given_away(worth: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Te
         most: at least as many as they are together. A band is turned down where another one is served, so it wishes for
             no more.
     """
+    if not checks.on_host(worth):
+        return served(worth, counts)
     order = ordered(worth, most)[1]
     open_ = torch.ones_like(order, dtype=torch.bool)  # who was not turned down, in the order of the band's wishes
     while True:
@@ -127,3 +129,24 @@ def given_away(worth: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Te
         if not bool(refused.any()):
             return offers.any(1)
         open_ = open_ & ~refused.gather(2, order)
+
+
+def served(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The same for a GPU, which is not to be waited for: pairs in their order up to where a band is full, once for each
+    band."""
+    bands, patches = worth.shape[1:]
+    order = torch.sort(worth.flatten(1), dim=1, descending=True, stable=True).indices
+    pairs = torch.arange(bands * patches, device=worth.device)
+    rank = torch.empty_like(order).scatter(1, order, pairs.expand_as(order)).view_as(worth)
+    band = order // patches == torch.arange(bands, device=worth.device)[:, None, None]  # [S, B, S * N]
+    free, left = torch.ones_like(worth[:, 0], dtype=torch.bool), counts
+    for _ in range(bands):
+        open_ = left > 0
+        wanted = torch.where(open_[..., None] & free[:, None], rank, len(pairs))
+        best = (wanted == wanted.amin(1, keepdim=True)) & (wanted < len(pairs))
+        asked = (band & best.flatten(1).gather(1, order)).cumsum(2).transpose(0, 1)
+        full = open_[..., None] & (asked == left[..., None])
+        last = torch.where(full, pairs, len(pairs)).amin((1, 2))
+        given = best & (rank <= last[:, None, None])
+        free, left = free & ~given.any(1), left - given.sum(2)
+    return ~free

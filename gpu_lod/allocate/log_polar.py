@@ -9,6 +9,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
+from gpu_lod.cached import numbers
 from gpu_lod.cortical_sites import box_of, first_to_enter, magnified, sites_about
 from gpu_lod.errors import InputError
 
@@ -81,24 +82,24 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
     Convention: with e0 the density changes continuously, so that sites enter and leave the fovea one by one: where one
         end of the range has fewer than wanted, and the other as many or more, there is an e0 between with the number.
     """
-    box = box_of(points, size)
-    border = points.new_tensor(radius)
-    tried = points.new_tensor([math.log(end * radius) for end in E0_RANGE]).expand(len(points), 2)
+    border = numbers(radius, points.dtype, points.device)
+    ends = tuple(math.log(end * radius) for end in E0_RANGE)
+    tried = numbers(ends, points.dtype, points.device).expand(len(points), 2)
     part = torch.linspace(0, 1, _TRIED, dtype=points.dtype, device=points.device)
     limit = None
     for _ in range(_ROUNDS):
         tried = torch.lerp(tried[:, :1], tried[:, -1:], part)
-        index, enters, last = first_to_enter(points, box, budget, tried.exp(), limit)
+        index, enters, last = first_to_enter(points, size, budget, tried.exp(), limit)
         density = last.mean(-1, keepdim=True)
         near = index[:, None] + 0.5 <= density * magnified(border, tried.exp()[..., None])
         within = ((enters <= density) & near).sum(-1)
-        ends = [(within > count).sum(1) - 1, _TRIED - (within < count).sum(1)]
+        about = [(within > count).sum(1) - 1, _TRIED - (within < count).sum(1)]
         error = (within - count).abs()
         best = error == error.amin(1, keepdim=True)
         # The middle of those that do, so that no site is at the border itself.
         middle = (best.cumsum(1) >= (best.sum(1, keepdim=True) + 1) // 2).byte().argmax(1, keepdim=True)
         found = tried.gather(1, middle)
-        between = torch.stack(ends, dim=1).clamp(0, _TRIED - 1)
+        between = torch.stack(about, dim=1).clamp(0, _TRIED - 1)
         tried, limits = tried.gather(1, between), last[..., 1].log().gather(1, between)
         limit = torch.lerp(limits[:, :1], limits[:, -1:], part).exp()
     return found.exp()

@@ -12,7 +12,7 @@ from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, registe
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
-from gpu_lod.cached import numbers
+from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError, UnsupportedError
 
 
@@ -99,7 +99,8 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
     values = F.pad(luma(scene), (0, right, 0, bottom), mode="replicate")
     if not precision.exact("conv", values.device):  # what it is made of
         values = values.double()
-    _, *details = wavedec2(values[:, 0], wavelet, mode="constant", level=levels)
+    filters = constant(values.device, _filters, wavelet, values.dtype).unbind()
+    _, *details = wavedec2(values[:, 0], filters, mode="constant", level=levels)
     found = []
     for level, bands in enumerate(reversed(details)):
         energy = checked(torch.stack(bands).square().sum(0))
@@ -111,6 +112,13 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
         means = over_patches(energy, scene, level, step, (there[0] * step, there[1] * step))
         found.append(means * (scene.patch / 2) ** 2)
     return found
+
+
+def _filters(wavelet: str, dtype: torch.dtype) -> torch.Tensor:
+    """[4, taps]: what decomposes, low and high, and what composes."""
+    import pywt
+
+    return torch.tensor(pywt.Wavelet(wavelet).filter_bank, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def inside(scene: Scene, level: int) -> torch.Tensor:
