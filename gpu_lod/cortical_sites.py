@@ -67,15 +67,27 @@ def _like(fixation: torch.Tensor, budget: int = 273, *_: Any) -> torch.Tensor:
 operators.register(cortical_sites, _like)
 
 
+Candidates = tuple[torch.Tensor, torch.Tensor]
+"""Indices [N] of sites of the spiral, and [B, N] how far it is to the edge in the direction of each."""
+
+
 def sites_about(
-    points: torch.Tensor, budget: int, size: tuple[int, int], patch: int, e0: float | torch.Tensor
+    points: torch.Tensor,
+    budget: int,
+    size: tuple[int, int],
+    patch: int,
+    e0: float | torch.Tensor,
+    among: Candidates | None = None,
 ) -> torch.Tensor:
-    """[B, K, 3] in float64; points [B, 2] are too, and e0 may be [B, 1]."""
+    """[B, K, 3] in float64; points [B, 2] are too, and e0 may be [B, 1].
+
+    Args:
+        among: as of `first_to_enter`.
+    """
     box = box_of(points, size)
     with torch.no_grad():
-        index, enters, _ = first_to_enter(
-            points, size, budget, e0 if isinstance(e0, torch.Tensor) else points.new_full((1, 1), e0)
-        )
+        each = e0 if isinstance(e0, torch.Tensor) else points.new_full((1, 1), e0)
+        index, enters, _ = first_to_enter(points, size, budget, each, among=among)
         order = index.gather(1, enters[:, 0].argsort(dim=1, stable=True)[:, : budget + 1])
     # Between the last site that is let in and the next. Only these two carry a gradient.
     edge = order[:, budget - 1 :]
@@ -89,7 +101,12 @@ def sites_about(
 
 
 def first_to_enter(
-    points: torch.Tensor, size: tuple[int, int], budget: int, e0: torch.Tensor, limit: torch.Tensor | None = None
+    points: torch.Tensor,
+    size: tuple[int, int],
+    budget: int,
+    e0: torch.Tensor,
+    limit: torch.Tensor | None = None,
+    among: Candidates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sites among which, for each e0 [B or 1, T], are the K + 1 that are inside the image from the least densities on:
     indices [B, N], the densities [B, T, N], and that of the K-th and of the one after it, [B, T, 2].
@@ -98,14 +115,13 @@ def first_to_enter(
 
     Args:
         limit: [B, T] about what the last of the densities are, where the caller knows.
+        among: what `every_candidate` gave, where the caller has asked before.
     """
     e0, box = e0.expand(len(points), -1), box_of(points, size)
-    if not checks.on_host(points):
-        count = _most_candidates(size, budget)
-        if e0.numel() * count <= _AT_ONCE or not checks.readable(points):
-            index = torch.arange(count, dtype=box.dtype, device=box.device)
-            enters, last = _entering(index, reach(points, direction_of(index)[None], box), budget, e0)
-            return index.expand(len(points), -1), enters, last
+    among = among or every_candidate(points, size, budget, e0.numel())
+    if among is not None:
+        enters, last = _entering(*among, budget, e0)
+        return among[0].expand(len(points), -1), enters, last
     if limit is None:
         # What an even spread would need, and some sites more.
         turn, weight = _turns(box)
@@ -140,6 +156,17 @@ def _entering(
     enters = (index + 0.5)[..., None, :] / magnified(edge[:, None], e0[..., None])
     least = enters.topk(budget + 1, largest=False, sorted=False).values
     return enters, least.topk(2).values.flip(-1)
+
+
+def every_candidate(points: torch.Tensor, size: tuple[int, int], budget: int, tries: int) -> Candidates | None:
+    """All sites that could be among the first, where a GPU would else be waited for to know how many are needed; None
+    on a CPU, or if that many of them times `tries` is too much."""
+    count = _most_candidates(size, budget)
+    if checks.on_host(points) or (checks.readable(points) and tries * count > _AT_ONCE):
+        return None
+    index = torch.arange(count, dtype=points.dtype, device=points.device)
+    with torch.no_grad():
+        return index, reach(points, direction_of(index)[None], box_of(points, size))
 
 
 def _most_candidates(size: tuple[int, int], budget: int) -> int:

@@ -273,7 +273,7 @@ def _windows(planes: torch.Tensor) -> Callable[[int, int, int, int], torch.Tenso
 
 def _by_convolution(x: torch.Tensor, orientations: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """G2 and H2 [n, orientations, rows / block, block, w] of [n, rows + 8, w + 8], rows a multiple of the block."""
-    kernels = constant(x.device, _kernels, orientations, block, x.dtype)
+    kernels = constant(x.device, _blocks_of_filters, orientations, block, x.dtype)
     both = F.conv2d(x[:, None], kernels, stride=(block, 1))
     even, odd = both.unflatten(1, (2, orientations, block)).transpose(3, 4).unbind(1)
     return even, odd
@@ -312,7 +312,7 @@ def _filtered_rows(x: torch.Tensor, width: int) -> torch.Tensor:
     return torch.stack(filtered, dim=2).flatten(1, 2)
 
 
-def _kernels(orientations: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+def _blocks_of_filters(orientations: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     """[2 * orientations * block, 1, block + 8, 9]: from a window to a block of rows of G2 of each angle, then of H2."""
     parts = [torch.tensor(part, dtype=torch.float64, device="cpu") for part in steering(orientations)]
     angles = [torch.einsum("ob,byx->oyx", part, f) for part, f in zip(parts, basis().split((3, 4)), strict=True)]

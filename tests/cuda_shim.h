@@ -49,6 +49,11 @@ inline unsigned __float_as_uint(float value) {
     return bits;
 }
 
+// Rounded one by one, which no compiler contracts here.
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+
 inline float half_to_float(unsigned short bits) {
     int exponent = bits >> 10 & 31, fraction = bits & 1023;
     float size = exponent == 31  ? (fraction ? NAN : INFINITY)

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
 from gpu_lod import cached, checks, salient_cells
-from gpu_lod.allocate import base
-from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.allocate import by_kernel
 from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
 from gpu_lod.kernels import device
 
@@ -61,7 +60,7 @@ def capture(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterat
     def set_to(value: bool) -> None:
         emulated.is_capturing = value
 
-    for module in (cached, checks):
+    for module in (cached, checks, by_kernel):
         monkeypatch.setattr(module, "capturing", lambda where: emulated.is_capturing)
     monkeypatch.setattr(checks, "on_host", lambda value: False)
     monkeypatch.setattr(salient_cells, "_LEAST", 2**30)  # as on a GPU
@@ -103,6 +102,23 @@ def test_nothing_waits_while_a_graph_is_captured(
     assert not watch.waits
     assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
     assert torch.equal(found.patches, expected.patches)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", lod.allocate.names())
+def test_kernels_choose_what_plain_torch_does(name: str, capture: Callable[[bool], None]) -> None:
+    """With all that is done otherwise on a GPU."""
+    if name in ("Wavelet", "HybridAtlas"):
+        pytest.importorskip({"Wavelet": "ptwt", "HybridAtlas": "skimage"}[name])
+    allocator, what = given(name)
+    found = allocator(**what)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "on_host", lambda value: True)
+        patch.setattr(device, "KIND", "cuda")
+        expected = allocator(**what)
+    assert torch.allclose(found.sites, expected.sites, atol=1e-6)
+    assert torch.allclose(found.scores, expected.scores, atol=1e-6)
+    assert torch.allclose(found.patches, expected.patches, atol=1e-5)
 
 
 @torch.no_grad()
@@ -158,9 +174,9 @@ def test_patches_are_read_by_one_launch(
     what["image"] = (image * 255).round().byte() if dtype == torch.uint8 else image.to(dtype)
     device.usable.cache_clear()
     tokens = allocator(**what)
-    assert [call[1].name for call in emulated.named("launch")] == (["reduce"] if name == "FoveatedPyramid" else []) + [
-        "patches_of_levels"
-    ]
+    launched = [call[1].name for call in emulated.named("launch")]
+    before = {"FoveatedPyramid": ["amounts", "peaks", "reduce"], "SoftVortex": ["amounts"]}.get(name, [])
+    assert launched == [*before, "patches_of_levels"]
     emulated.calls.clear()
     expected = lod.gather_patches(what["image"], tokens.sites, PATCH, backend="torch")
     if name != "SoftVortex":  # whose tokens are blends
@@ -175,7 +191,7 @@ def test_patches_are_read_by_torch_where_kernels_fail(
     capture: Callable[[bool], None], emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is told once."""
-    monkeypatch.setattr(base, "_no_kernels", set())
+    monkeypatch.setattr(by_kernel, "_failed", set())
     allocator, what = given("GridTopK")
     emulated.fail["launch"] = LimitError("too large")
     expected = allocator(**what)  # no word of that: the next one may be smaller
@@ -186,7 +202,7 @@ def test_patches_are_read_by_torch_where_kernels_fail(
         allocator(**what)
     capture(False)
     emulated.fail["launch"] = KernelError("no such kernel")
-    with pytest.warns(GpuLodWarning, match="in plain torch for tensors on cpu; backend='cuda' failed: no such kernel"):
+    with pytest.warns(GpuLodWarning, match="in plain torch for tensors on cpu; their kernels failed: no such kernel"):
         assert torch.equal(allocator(**what).patches, expected.patches)
     emulated.calls.clear()
     with warnings.catch_warnings():
@@ -241,31 +257,6 @@ def test_huge_relevance_of_pixels_chooses_the_same_in_a_graph(capture: Callable[
     capture(True)
     found = allocator(relevance=relevance)
     assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
-
-
-def test_shares_in_a_graph_are_those_of_a_call(capture: Callable[[bool], None]) -> None:
-    """Without asking who is full."""
-    generator = torch.Generator().manual_seed(2)
-
-    def below(most: int, *shape: int) -> torch.Tensor:
-        return torch.randint(0, most, shape, generator=generator)
-
-    for turn in range(600):
-        batch, strata = int(below(4, 1)) + 1, int(below(30, 1)) + 1
-        room = below((2, 5, 40)[turn % 3], batch, strata)
-        weight = torch.rand(batch, strata, dtype=torch.float64, generator=generator)
-        some = weight * below(2, batch, strata)
-        weight = [weight, weight**8, weight.round(), weight * 0, weight * 0 + 1, some][turn % 6]
-        most = int(room.sum(1).min())
-        if most:
-            total, least = int(below(most, 1)) + 1, int(below(2, 1))
-            capture(False)
-            expected = shared_out(weight, room, total, least)
-            capture(True)
-            with Watch() as watch:
-                found = shared_out(weight, room, total, least)
-            assert torch.equal(found, expected) and not watch.waits, (weight, room, total, least)
-            assert bool((found.sum(1) == total).all())
 
 
 def test_gradients_pass_through_patches_of_kernels(emulated: EmulatedDevice) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, heap, precision
-from gpu_lod.allocate.fixations import find_fixations
-from gpu_lod.allocate.scale import HIGHEST, summable
+from gpu_lod.allocate import by_kernel
+from gpu_lod.allocate.fixations import peaks_of
+from gpu_lod.allocate.scale import HIGHEST, Summable
 from gpu_lod.cached import known, numbers
-from gpu_lod.errors import GpuLodWarning, InputError, KernelError, LimitError, UnsupportedError
+from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.kernels import device as kernels
@@ -81,15 +82,16 @@ class Scene:
     def amounts(self) -> torch.Tensor:
         """Relevance that can be summed: finite, not negative (the least is 0 if it was; -inf is the least there is, and
         moves nothing else), and not all 0. Very large and very small relevance is scaled, each image by itself."""
-        values, none = summable(self.relevance)
-        values = values - values.where(~none, 0.0).amin((1, 2), keepdim=True).clamp(max=0)
-        values = torch.where(none, 0.0, values)
-        return torch.where(values.amax((1, 2), keepdim=True) > 0, values, torch.ones_like(values))
+        return self._summable.amounts
+
+    @cached_property
+    def _summable(self) -> Summable:
+        return Summable(self.relevance)
 
     def fixations(self, count: int = 1, **how: float) -> torch.Tensor:
         """Peaks of relevance, [B, count, 2], in parts of the picture, which the grid may reach over; arguments as in
         `find_fixations`."""
-        points = find_fixations(self.relevance, count, **how)
+        points = peaks_of(self._summable.finite, count, **how)
         sides = numbers((self.size[1], self.size[0]), points.dtype, points.device)
         cells = numbers((self.grid[1], self.grid[0]), points.dtype, points.device)
         half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
@@ -116,9 +118,6 @@ class Scene:
                 return table[index]
         return _sites(self.size, self.patch, level, index)
 
-
-_no_kernels: set[torch.device] = set()
-"""Where kernels of patches failed."""
 
 TABLE = 2**18
 """Cells of a grid of which the sites of all nodes are kept, so that a site is looked up and not computed."""
@@ -305,28 +304,16 @@ class Allocator(ABC):
             return gather_patches(image, sites, self.patch, **how)
         if not type(self).choose.__module__.startswith(__package__) and checks.readable(sites):
             checks.highest_level(sites)  # which the kernel does not look at
-        try:
-            source = Pyramid((image,)) if finest and not isinstance(image, Pyramid) else image
-            return gather_patches(source, sites, self.patch, backend="cuda", **how)
-        except (KernelError, LimitError, UnsupportedError) as error:
-            if not checks.readable(sites):  # torch could not do it either
-                raise
-            if not isinstance(error, LimitError):  # the next call would fail alike
-                _no_kernels.add(sites.device)
-                warnings.warn(
-                    f"allocators read patches in plain torch for tensors on {sites.device}; backend='cuda' failed: "
-                    f"{error}",
-                    GpuLodWarning,
-                    stacklevel=2,
-                )
-        return gather_patches(image, sites, self.patch, **how)
+        source = Pyramid((image,)) if finest and not isinstance(image, Pyramid) else image
+        found = by_kernel.attempt(
+            sites.device, lambda: gather_patches(source, sites, self.patch, backend="cuda", **how)
+        )
+        return gather_patches(image, sites, self.patch, **how) if found is None else found
 
     @staticmethod
     def _by_kernel(image: Any, sites: torch.Tensor) -> bool:
-        where, top = sites.device, image.levels[0] if isinstance(image, Pyramid) else image
-        if where.type != kernels.KIND or where in _no_kernels or dispatch.needs_grad(sites):
-            return False
-        return dispatch.barred(top, sites) is None and kernels.usable(where)
+        top = image.levels[0] if isinstance(image, Pyramid) else image
+        return not dispatch.needs_grad(sites) and by_kernel.usable(sites, top)
 
     # -- what it is given -------------------------------------------------------------------------------------------
 

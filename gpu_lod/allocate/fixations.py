@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
-from gpu_lod.allocate.scale import summable
+from gpu_lod.allocate import by_kernel
+from gpu_lod.allocate.scale import Summable
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
+from gpu_lod.kernels import choosing
+from gpu_lod.kernels import device as kernels
 
 COARSE = 16
 """Cells of the coarse pass along the longer side."""
@@ -47,16 +50,27 @@ def find_fixations(
             f"radius is {radius} and inhibition {inhibition}; expected a part of the longer side from 0 on, and a "
             "number from 0 to 1."
         )
-    height, width = relevance.shape[-2:]
+    return peaks_of(Summable(relevance.detach().float()).finite, count, radius=radius, inhibition=inhibition)
+
+
+def peaks_of(finite: torch.Tensor, count: int, *, radius: float = 0.15, inhibition: float = 1.0) -> torch.Tensor:
+    """The same of numbers that are finite, as their sums are."""
+    height, width = finite.shape[-2:]
     scale = min(1.0, COARSE / max(height, width))
     size = max(1, round(height * scale)), max(1, round(width * scale))
-    values, none = summable(relevance.detach().float())
-    finite = torch.where(none, values.where(~none, math.inf).amin((1, 2), keepdim=True), values)
-    finite = finite.where(torch.isfinite(finite), 0.0)
     coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
     y, x, central = (constant(coarse.device, part, size) for part in (_down, _across, _central))
+    if by_kernel.usable(coarse):
+        found = by_kernel.attempt(
+            coarse.device,
+            lambda: choosing.peaks(
+                kernels.device_of(coarse), coarse, (y, x, central), count, (height, width), radius, inhibition
+            ),
+        )
+        if found is not None:
+            return found
     free = torch.ones_like(coarse, dtype=torch.bool)
     sides = numbers((size[1], size[0]), coarse.dtype, coarse.device)
     points = []

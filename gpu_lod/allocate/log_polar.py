@@ -10,7 +10,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
 from gpu_lod.cached import numbers
-from gpu_lod.cortical_sites import box_of, first_to_enter, magnified, sites_about
+from gpu_lod.cortical_sites import Candidates, box_of, every_candidate, first_to_enter, magnified, sites_about
 from gpu_lod.errors import InputError
 
 E0_RANGE = 1e-3, 1e3
@@ -68,15 +68,24 @@ class LogPolar(Allocator):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         points = fixation.double()
-        e0 = foveal_e0(points.detach(), scene.size, self.budget, round(self.fovea * self.budget), self.radius)
-        sites = sites_about(points, self.budget, scene.size, self.patch, e0)
+        among = every_candidate(points, scene.size, self.budget, _TRIED * len(points))
+        count = round(self.fovea * self.budget)
+        e0 = foveal_e0(points.detach(), scene.size, self.budget, count, self.radius, among)
+        sites = sites_about(points, self.budget, scene.size, self.patch, e0, among)
         away = ((sites[..., :2] - points[:, None]) * box_of(points, scene.size)).norm(dim=-1)
         relevance = at_sites(scene, scene.amounts(), sites)
         scores, order = ordered(relevance * (e0 / (away + e0)).float(), self.budget)
         return sites.gather(1, order[..., None].expand(-1, -1, 3)).float(), scores
 
 
-def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: int, radius: float) -> torch.Tensor:
+def foveal_e0(
+    points: torch.Tensor,
+    size: tuple[int, int],
+    budget: int,
+    count: int,
+    radius: float,
+    among: Candidates | None = None,
+) -> torch.Tensor:
     """[B, 1] the e0 at which `count` of the sites about points [B, 2], in float64, are within the radius.
 
     Convention: with e0 the density changes continuously, so that sites enter and leave the fovea one by one: where one
@@ -89,7 +98,7 @@ def foveal_e0(points: torch.Tensor, size: tuple[int, int], budget: int, count: i
     limit = None
     for _ in range(_ROUNDS):
         tried = torch.lerp(tried[:, :1], tried[:, -1:], part)
-        index, enters, last = first_to_enter(points, size, budget, tried.exp(), limit)
+        index, enters, last = first_to_enter(points, size, budget, tried.exp(), limit, among)
         density = last.mean(-1, keepdim=True)
         near = index[:, None] + 0.5 <= density * magnified(border, tried.exp()[..., None])
         within = ((enters <= density) & near).sum(-1)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from gpu_lod import checks
+from gpu_lod.allocate import by_kernel
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
+from gpu_lod.kernels import choosing
+from gpu_lod.kernels import device as kernels
 
 
 @register
@@ -105,15 +108,18 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tens
         least: 1, or 0 for shares by weight alone.
     """
     strata = weight.shape[1]
+    if by_kernel.usable(weight, room):
+        device = kernels.device_of(weight)
+        counts = by_kernel.attempt(weight.device, lambda: choosing.shares(device, weight, room, total, least))
+        if counts is not None:
+            return counts
     if isinstance(total, int):
         total = torch.full((1,), total, device=weight.device)
     wanted = total.expand(len(weight))[:, None]
     heaviest = torch.sort(weight.where(room > 0, -1.0), dim=1, descending=True, stable=True).indices
     first = (torch.arange(strata, device=weight.device) < wanted).long() * least
     counts = torch.zeros_like(room).scatter(1, heaviest, first).minimum(room)
-    if not checks.readable(counts):  # all that turns would fill, which a graph cannot ask for
-        counts = counts + _filled(weight, room - counts, wanted - counts.sum(1, keepdim=True))
-    for turn in range(strata):  # each fills a stratum, or is the last
+    for _ in range(strata):  # each fills a stratum, or is the last
         rest = wanted - counts.sum(1, keepdim=True)
         left = room - counts
         open_ = left > 0
@@ -131,28 +137,6 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tens
             1, rank, ((torch.arange(strata, device=weight.device) < over) & (remainder.gather(1, rank) >= 0)).long()
         )
         counts = counts + given + torch.where(full, 0, extra)
-        # In a graph one is enough, and a second where rounding decided who is full.
-        if not bool((counts.sum(1, keepdim=True) < wanted).any()) if checks.readable(counts) else turn:
+        if not bool((counts.sum(1, keepdim=True) < wanted).any()):
             break
     return counts
-
-
-def _filled(weight: torch.Tensor, left: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """[B, S], what strata get that would get more than there is room for, `left`, of `rest` [B, 1]."""
-    full = _overfull(weight, left, rest)
-    # What weighs nothing shares when all that does is full.
-    waits = ((weight > 0) & (left > 0) & ~full).any(1, keepdim=True)
-    rest = torch.where(waits, 0, rest - (left * full).sum(1, keepdim=True))
-    return left * (full | _overfull((weight <= 0).double(), left, rest))
-
-
-def _overfull(weight: torch.Tensor, left: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """[B, S], which strata are filled where `rest` [B, 1] is shared by weight and what one has no room for goes to the
-    others: in the order of room over weight, each that would get more than its room of what those before it leave."""
-    weight = weight * (left > 0)
-    order = torch.where(weight > 0, left / weight, torch.inf).argsort(dim=1, stable=True)
-    room, share = left.gather(1, order), weight.gather(1, order)
-    taken = room.cumsum(1) - room
-    shares = share.flip(1).cumsum(1).flip(1)
-    over = (rest - taken) * share / shares.clamp(min=1e-300) > room
-    return torch.zeros_like(over).scatter(1, order, over.long().cumprod(1) > 0)

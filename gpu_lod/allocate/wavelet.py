@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,10 @@ class Wavelet(Allocator):
         bands = band_energies(scene, top + 1, self.wavelet)
         worth = [share * (energy + rounding) for share, energy in zip(relevance, bands, strict=True)]
         # Patches at the far edges overlap: a band counts once there too.
-        once = [(values * inside(scene, level)).double().sum((1, 2)) for level, values in enumerate(worth)]
+        once = [
+            (values * constant(scene.device, _inside, scene.size, self.patch, level)).double().sum((1, 2))
+            for level, values in enumerate(worth)
+        ]
         weight = torch.stack(once, dim=1)
         room = numbers(tuple(there), torch.int64, scene.device).expand_as(weight)
         counts = shared_out(weight, room, self.budget, least=0)
@@ -99,7 +102,7 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
     values = F.pad(luma(scene), (0, right, 0, bottom), mode="replicate")
     if not precision.exact("conv", values.device):  # what it is made of
         values = values.double()
-    filters = constant(values.device, _filters, wavelet, values.dtype).unbind()
+    filters: Any = constant(values.device, _filters, wavelet, values.dtype).unbind()
     _, *details = wavedec2(values[:, 0], filters, mode="constant", level=levels)
     found = []
     for level, bands in enumerate(reversed(details)):
@@ -121,11 +124,11 @@ def _filters(wavelet: str, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(pywt.Wavelet(wavelet).filter_bank, dtype=torch.float64, device="cpu").to(dtype)
 
 
-def inside(scene: Scene, level: int) -> torch.Tensor:
+def _inside(size: tuple[int, int], patch: int, level: int) -> torch.Tensor:
     """[h_l, w_l], how much of each node is picture: 1 but at the far edges."""
-    side = scene.patch * 2**level
+    side = patch * 2**level
     shares = []
-    for n, cells in zip(scene.size, scene.grid, strict=True):
-        begin = torch.arange(-(-cells // 2**level), dtype=torch.float32, device=scene.device) * side
+    for n in size:
+        begin = torch.arange(-(-n // side), dtype=torch.float32, device="cpu") * side
         shares.append((n - begin).clamp(max=side) / side)
     return shares[0][:, None] * shares[1]

@@ -41,13 +41,17 @@ def sampling(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
+CHOOSING = AMOUNTS, PEAKS, SHARES = tuple(Kernel(name, ()) for name in ("amounts", "peaks", "shares"))
+
 SAMPLERS = "fill", *(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
 
 
 def variants() -> list[Kernel]:
     """Every kernel that can be asked for."""
-    return [reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS] + [
-        sampling(name, dtype) for name in SAMPLERS for dtype in ELEMENTS
+    return [
+        *(reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS),
+        *(sampling(name, dtype) for name in SAMPLERS for dtype in ELEMENTS),
+        *CHOOSING,
     ]
 
 

@@ -1,0 +1,51 @@
+"""Where allocators use kernels, and what they do where these fail."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from gpu_lod import dispatch
+from gpu_lod.cached import capturing
+from gpu_lod.errors import GpuLodWarning, KernelError, LimitError, UnsupportedError
+from gpu_lod.kernels import device as kernels
+
+T = TypeVar("T")
+
+_failed: set[torch.device] = set()
+"""Where kernels of allocators did."""
+
+
+def usable(*tensors: torch.Tensor) -> bool:
+    """Whether kernels take these tensors, which are on one device."""
+    where = tensors[0].device
+    return (
+        where.type == kernels.KIND
+        and where not in _failed
+        and dispatch.barred(*tensors) is None
+        and kernels.usable(where)
+    )
+
+
+def attempt(where: torch.device, run: Callable[[], T]) -> T | None:
+    """What kernels make; or None if they cannot, and plain torch is to: which is told once where it is for good.
+
+    Raises:
+        GpuLodError: they cannot, and a CUDA graph is being captured: torch could not do it either.
+    """
+    try:
+        return run()
+    except (KernelError, LimitError, UnsupportedError) as error:
+        if capturing(where):
+            raise
+        if not isinstance(error, LimitError):  # the next call would fail alike
+            _failed.add(where)
+            warnings.warn(
+                f"allocators go on in plain torch for tensors on {where}; their kernels failed: {error}",
+                GpuLodWarning,
+                stacklevel=2,
+            )
+    return None

@@ -1,0 +1,154 @@
+"""What allocators repeat until it is done, which a GPU would be waited for or given many small launches for: memory and
+launches of amounts.cu, peaks.cu and shares.cu."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from gpu_lod.errors import LimitError
+from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SHARES
+
+THREADS = 256
+
+
+MOST_CELLS = 2**16
+"""Of a map, for which a block is not too slow."""
+
+
+class Amounts(ctypes.Structure):
+    """The parameter of amounts.cu."""
+
+    _fields_ = (
+        ("relevance", ctypes.c_void_p),
+        ("amounts", ctypes.c_void_p),
+        ("finite", ctypes.c_void_p),
+        ("cells", ctypes.c_int),
+        ("highest", ctypes.c_int),
+        ("lowest", ctypes.c_int),
+    )
+
+
+class Peaks(ctypes.Structure):
+    """The parameter of peaks.cu."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("across", ctypes.c_void_p),
+        ("central", ctypes.c_void_p),
+        ("points", ctypes.c_void_p),
+        ("height", ctypes.c_float),
+        ("width", ctypes.c_float),
+        ("longer", ctypes.c_float),
+        ("reach", ctypes.c_float),
+        ("keep", ctypes.c_float),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("count", ctypes.c_int),
+    )
+
+
+class Shares(ctypes.Structure):
+    """The parameter of shares.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
+        ("totals", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("total", ctypes.c_longlong),
+        ("strata", ctypes.c_int),
+        ("least", ctypes.c_int),
+    )
+
+
+def amounts(device: Device, relevance: torch.Tensor, *, highest: int, lowest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps [B, h, w], fp32, as amounts and as finite numbers: as `Summable` has it.
+
+    Raises:
+        LimitError: larger maps than a block is to go through.
+    """
+    maps, cells = len(relevance), relevance[0].numel()
+    if cells > MOST_CELLS:
+        raise LimitError(f"a map of {cells} cells is more than a block takes ({MOST_CELLS}).")
+    relevance = relevance.detach().contiguous()
+    found, finite = torch.empty_like(relevance), torch.empty_like(relevance)
+    parameters = Amounts(
+        relevance=relevance.data_ptr(),
+        amounts=found.data_ptr(),
+        finite=finite.data_ptr(),
+        cells=cells,
+        highest=highest,
+        lowest=lowest,
+    )
+    device.launch(AMOUNTS, (maps, 1, 1), THREADS, parameters)
+    return found, finite
+
+
+def peaks(
+    device: Device,
+    values: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    count: int,
+    size: tuple[int, int],
+    radius: float,
+    inhibition: float,
+) -> torch.Tensor:
+    """[B, count, 2] the highest cells of maps [B, h, w], fp32 and not negative: as `find_fixations` has it.
+
+    Args:
+        tables: [h] and [w], the cells' centres in parts of the sides, and [h, w], by which equal cells are ordered.
+        size: (height, width), in proportion to the sides of what the map shows.
+
+    Raises:
+        LimitError: a map of more cells than a block has threads.
+    """
+    maps, rows, columns = values.shape
+    if rows * columns > THREADS:
+        raise LimitError(f"a map of {rows} x {columns} cells is more than a block takes ({THREADS}).")
+    values = values.contiguous()
+    points = torch.empty((maps, count, 2), dtype=torch.float32, device=values.device)
+    down, across, central = tables
+    parameters = Peaks(
+        values=values.data_ptr(),
+        down=down.data_ptr(),
+        across=across.data_ptr(),
+        central=central.data_ptr(),
+        points=points.data_ptr(),
+        height=size[0],
+        width=size[1],
+        longer=max(size),
+        reach=radius**2,
+        keep=1 - inhibition,
+        rows=rows,
+        columns=columns,
+        count=count,
+    )
+    device.launch(PEAKS, (maps, 1, 1), THREADS, parameters)
+    return points
+
+
+def shares(
+    device: Device, weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tensor, least: int
+) -> torch.Tensor:
+    """[B, S] whole shares of `total`, a number or [B], by weight [B, S] and room [B, S], int64: as `shared_out` has
+    it."""
+    weight, room = weight.detach().double().contiguous(), room.contiguous()
+    totals = total.expand(len(weight)).contiguous() if isinstance(total, torch.Tensor) else None
+    counts, scratch = torch.empty_like(room), weight.new_empty(2 * weight.numel())
+    parameters = Shares(
+        weight=weight.data_ptr(),
+        room=room.data_ptr(),
+        totals=None if totals is None else totals.data_ptr(),
+        counts=counts.data_ptr(),
+        scratch=scratch.data_ptr(),
+        total=0 if isinstance(total, torch.Tensor) else total,
+        strata=weight.shape[1],
+        least=least,
+    )
+    device.launch(SHARES, (len(weight), 1, 1), THREADS, parameters)
+    return counts

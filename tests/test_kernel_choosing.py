@@ -1,0 +1,120 @@
+"""Peaks and shares by kernels, on the emulator, against plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
+
+import gpu_lod as lod
+from gpu_lod.allocate.fixations import peaks_of
+from gpu_lod.allocate.scale import Summable
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.errors import LimitError
+from gpu_lod.kernels import choosing, device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the emulator")
+
+ORDERS = pytest.mark.parametrize("order", [0, DESCENDING, SHUFFLED], ids=["ascending", "descending", "shuffled"])
+
+
+@pytest.fixture(autouse=True)
+def usable() -> None:
+    device.usable.cache_clear()
+
+
+def both(run: Callable[[], torch.Tensor], emulated: EmulatedDevice, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the kernel, and in plain torch."""
+    emulated.calls.clear()
+    found = run()
+    assert [call[1].name for call in emulated.named("launch")][-1] == kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "KIND", "cuda")
+        return found, run()
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "any": lambda x: x,
+    "ties": lambda x: (x * 3).round(),
+    "zeros": torch.zeros_like,
+    "negative": lambda x: x - 2,
+    "one hot": lambda x: (x == x.amax((1, 2), keepdim=True)).float(),
+    "infinite": lambda x: torch.where(x > 0.9, torch.inf, torch.where(x < 0.2, -torch.inf, x)),
+}
+
+
+@ORDERS
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(16, 16), (64, 64), (5, 31), (1, 40), (40, 1), (1, 1), (2, 2), (11, 14)], ids=str)
+def test_peaks(emulated: EmulatedDevice, size: tuple[int, int], kind: str, order: int) -> None:
+    emulated.order, emulated.seed = order, 5
+    relevance = KINDS[kind](torch.rand(3, *size))
+    for count, more in ((1, {}), (4, {"radius": 0.3}), (9, {"inhibition": 0.6}), (70, {"radius": 0.0})):
+        find = partial(lod.allocate.find_fixations, relevance, count, **more)
+        found, expected = both(find, emulated, "peaks")
+        assert torch.equal(found, expected)
+
+
+def test_a_map_larger_than_a_block(emulated: EmulatedDevice) -> None:
+    tables = torch.zeros(17), torch.zeros(16), torch.zeros(17, 16)
+    with pytest.raises(LimitError, match="17 x 16 cells"):
+        choosing.peaks(device.device_of(tables[0]), torch.rand(1, 17, 16), tables, 1, (17, 16), 0.1, 1.0)
+
+
+@ORDERS
+@pytest.mark.parametrize("scale", [1.0, 2e-38, 1e-25, 1e10, 3e31, 3e38], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "lowest", "highest"])
+def test_amounts(emulated: EmulatedDevice, kind: str, scale: float, order: int) -> None:
+    emulated.order = order
+    if kind in KINDS:
+        relevance = KINDS[kind](torch.rand(3, 17, 31)) * scale
+    else:
+        relevance = torch.full((3, 17, 31), -math.inf if kind == "lowest" else math.inf)
+        relevance[1, 3, 5] = scale
+    for part in ("amounts", "finite"):
+        found, expected = both(lambda part=part: getattr(Summable(relevance), part), emulated, "amounts")  # type: ignore[misc]
+        assert torch.equal(found, expected)
+
+
+def test_maps_of_pixels_are_left_to_torch(emulated: EmulatedDevice) -> None:
+    relevance = torch.rand(1, 257, 256)
+    assert torch.equal(Summable(relevance).amounts, relevance) and not emulated.named("launch")
+
+
+@ORDERS
+def test_shares(emulated: EmulatedDevice, order: int) -> None:
+    emulated.order, emulated.seed = order, 3
+    generator = torch.Generator().manual_seed(2)
+
+    def below(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator)
+
+    for turn in range(300):
+        batch, strata = int(below(4, 1)) + 1, int(below((30, 600)[turn % 20 == 0], 1)) + 1
+        room = below((2, 5, 40)[turn % 3], batch, strata)
+        weight = torch.rand(batch, strata, dtype=torch.float64, generator=generator)
+        some = weight * below(2, batch, strata)
+        weight = [weight, weight**8, weight.round(), weight * 0, weight * 0 + 1, some][turn % 6]
+        most = int(room.sum(1).min())
+        if most:
+            total: Any = int(below(most, 1)) + 1
+            if turn % 2:
+                total = below(most, batch) + 1
+            least = int(below(2, 1))
+            found, expected = both(partial(shared_out, weight, room, total, least), emulated, "shares")
+            assert torch.equal(found, expected), (weight, room, total, least)
+            assert bool((found.sum(1) == torch.as_tensor(total)).all())
+
+
+def test_a_missing_barrier_is_noticed(emulated: EmulatedDevice) -> None:
+    """By the orders above: the last thread reads where the peak is before the first has written it."""
+    finite = torch.rand(1, 16, 16)
+    emulated.order = DESCENDING
+    emulated.changes = (("        __syncthreads();\n        float dx", "        float dx"),)
+    found, expected = both(lambda: peaks_of(finite, 3), emulated, "peaks")
+    assert not torch.equal(found, expected)
