@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, precision
+from gpu_lod import by_kernel, checks, precision
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, saliency_map
 from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_chain
+from gpu_lod.kernels import device as kernels
+from gpu_lod.kernels import saliency
+from gpu_lod.kernels.sources import ELEMENTS
 from gpu_lod.patch_grid import Pool, along, pooled
 from gpu_lod.pyramid import burt_sizes
 
@@ -31,23 +34,34 @@ _COARSEST = 1 << max(centre for centre, _ in PAIRS) >> 1
 
 @precision.in_full
 def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> torch.Tensor:
-    """[B, ceil(H / P), ceil(W / P)] of images [B, C, H, W], fp32, in plain torch; differentiable.
+    """[B, ceil(H / P), ceil(W / P)] of images [B, C, H, W], fp32; differentiable.
 
-    On a CPU in bands of some rows of patches, but for small pictures and where a graph is kept: what is made on the way
-    stays small, and its memory is used again. What lies between samples is read at every other pixel by products with
-    small matrices of weights, in less time than by sums of strided views, and at the others as means of these. Products
-    multiply by 0 too, so what is not finite spreads further there. A pass over all pixels costs more than what it
-    computes, so absolute values are made with the differences that they are of.
+    By kernels where they run and no graph is kept, else in plain torch: on a CPU in bands of some rows of patches, but
+    for small pictures and where a graph is kept: what is made on the way stays small, and its memory is used again.
+    What lies between samples is read at every other pixel by products with small matrices of weights, in less time than
+    by sums of strided views, and at the others as means of these. Products multiply by 0 too, so what is not finite
+    spreads further there. A pass over all pixels costs more than what it computes, so absolute values are made with the
+    differences that they are of.
     """
     count, _, height, width = images.shape
-    small = min(height, width) < _LEAST or len(burt_sizes(height, width)) < LEVELS
+    deep = len(burt_sizes(height, width)) >= LEVELS
     graph = needs_grad(images) or checks.transformed(images)
-    plain = small or graph or not precision.exact("matmul", images.device)
+    plain = min(height, width) < _LEAST or not deep or graph or not precision.exact("matmul", images.device)
+    if deep and not graph and images.dtype in ELEMENTS and by_kernel.usable(images):
+        weights = LUMA if images.shape[1] > 2 else (1.0,)
+        unit = 1 / 255 if images.dtype == torch.uint8 else 1.0
+        sizes, device = burt_sizes(height, width, LEVELS)[1:], kernels.device_of(images)
+        weights = tuple(unit * weight for weight in weights)
+        found = by_kernel.attempt(
+            images.device, lambda: saliency.cells(device, images, sizes, weights, patch, most=pool == "max")
+        )
+        if found is not None:
+            return found
     if images.device.type != "cpu" or images.dtype == torch.float64 or plain:
         return pooled(saliency_map(images)[:, None].float(), patch, pool)[:, 0]
     together = max(1, AT_ONCE // (height * width))
-    found = [_cells(images[first : first + together], patch, pool) for first in range(0, count, together)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    parts = [_cells(images[first : first + together], patch, pool) for first in range(0, count, together)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:

@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
-from gpu_lod import cached, checks, salient_cells
-from gpu_lod.allocate import by_kernel
+from gpu_lod import by_kernel, cached, checks
 from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
 from gpu_lod.kernels import device
 
@@ -63,7 +62,6 @@ def capture(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for module in (cached, checks, by_kernel):
         monkeypatch.setattr(module, "capturing", lambda where: emulated.is_capturing)
     monkeypatch.setattr(checks, "on_host", lambda value: False)
-    monkeypatch.setattr(salient_cells, "_LEAST", 2**30)  # as on a GPU
     monkeypatch.setattr(cached, "_constants", cached._Constants())
     device.usable.cache_clear()
     yield set_to
@@ -202,7 +200,7 @@ def test_patches_are_read_by_torch_where_kernels_fail(
         allocator(**what)
     capture(False)
     emulated.fail["launch"] = KernelError("no such kernel")
-    with pytest.warns(GpuLodWarning, match="in plain torch for tensors on cpu; their kernels failed: no such kernel"):
+    with pytest.warns(GpuLodWarning, match="in plain torch for tensors on cpu; its kernels failed: no such kernel"):
         assert torch.equal(allocator(**what).patches, expected.patches)
     emulated.calls.clear()
     with warnings.catch_warnings():

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch, heap, precision
-from gpu_lod.allocate import by_kernel
+from gpu_lod import by_kernel, checks, dispatch, heap, precision
 from gpu_lod.allocate.fixations import peaks_of
 from gpu_lod.allocate.scale import HIGHEST, Summable
 from gpu_lod.cached import known, numbers

@@ -7,8 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
-from gpu_lod.allocate import by_kernel
+from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError

@@ -7,8 +7,7 @@ from functools import cached_property
 
 import torch
 
-from gpu_lod import dispatch
-from gpu_lod.allocate import by_kernel
+from gpu_lod import by_kernel, dispatch
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 

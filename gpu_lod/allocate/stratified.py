@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_lod import checks
-from gpu_lod.allocate import by_kernel
+from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers

@@ -41,7 +41,13 @@ def sampling(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-CHOOSING = AMOUNTS, PEAKS, SHARES = tuple(Kernel(name, ()) for name in ("amounts", "peaks", "shares"))
+ALONE = AMOUNTS, PEAKS, SALIENT, SHARES = tuple(Kernel(name, ()) for name in ("amounts", "peaks", "salient", "shares"))
+"""Those that know fp32 alone."""
+
+
+def binomial(dtype: torch.dtype) -> Kernel:
+    return Kernel("binomial", (ELEMENTS[dtype],))
+
 
 SAMPLERS = "fill", *(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
 
@@ -51,7 +57,8 @@ def variants() -> list[Kernel]:
     return [
         *(reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS),
         *(sampling(name, dtype) for name in SAMPLERS for dtype in ELEMENTS),
-        *CHOOSING,
+        *map(binomial, ELEMENTS),
+        *ALONE,
     ]
 
 

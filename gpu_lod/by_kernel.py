@@ -1,4 +1,4 @@
-"""Where allocators use kernels, and what they do where these fail."""
+"""Where kernels stand in for many operations of torch, and what goes on where they fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpu_lod.kernels import device as kernels
 T = TypeVar("T")
 
 _failed: set[torch.device] = set()
-"""Where kernels of allocators did."""
+"""Where they did."""
 
 
 def usable(*tensors: torch.Tensor) -> bool:
@@ -44,7 +44,7 @@ def attempt(where: torch.device, run: Callable[[], T]) -> T | None:
         if not isinstance(error, LimitError):  # the next call would fail alike
             _failed.add(where)
             warnings.warn(
-                f"allocators go on in plain torch for tensors on {where}; their kernels failed: {error}",
+                f"allocation goes on in plain torch for tensors on {where}; its kernels failed: {error}",
                 GpuLodWarning,
                 stacklevel=2,
             )

@@ -1,0 +1,108 @@
+"""The saliency of pictures on the grid of their patches: memory and launches of binomial.cu and salient.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+
+import torch
+
+from gpu_lod.errors import LimitError
+from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.sources import SALIENT, binomial
+
+THREADS = 256
+MOST_ROWS = 65535
+"""Of blocks of a grid."""
+LEVELS = 5
+"""Below the picture."""
+
+
+class Binomial(ctypes.Structure):
+    """The parameter of binomial.cu."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("target", ctypes.c_void_p),
+        ("weights", ctypes.c_float * 3),
+        ("height", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("layers", ctypes.c_int),
+        ("stored", ctypes.c_int),
+        ("weighed", ctypes.c_int),
+    )
+
+
+class Salient(ctypes.Structure):
+    """The parameter of salient.cu."""
+
+    _fields_ = (
+        ("level", ctypes.c_void_p * LEVELS),
+        ("target", ctypes.c_void_p),
+        ("height", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("patch", ctypes.c_int),
+        ("most", ctypes.c_int),
+    )
+
+
+def cells(
+    device: Device,
+    images: torch.Tensor,
+    sizes: Sequence[tuple[int, int]],
+    weights: Sequence[float],
+    patch: int,
+    *,
+    most: bool,
+) -> torch.Tensor:
+    """[B, ceil(H / P), ceil(W / P)], fp32, of images [B, C, H, W]: as `saliency_cells` has it.
+
+    Args:
+        sizes: of levels 1 to 5 of the Gaussian pyramid.
+        weights: of the first channels in the luma of what is stored.
+        most: of the pixels of a patch; else their mean.
+
+    Raises:
+        LimitError: more than a launch covers.
+    """
+    batch, height, width = images.shape[0], images.shape[-2], images.shape[-1]
+    rows, columns = -(-height // patch), -(-width // patch)
+    if batch * rows * columns >= 2**31 or height > MOST_ROWS * THREADS // 32:
+        raise LimitError(
+            f"{batch} images of {width} x {height} in patches of {patch} are more than a CUDA launch covers. Use a "
+            "smaller batch."
+        )
+    images = images.detach().contiguous()
+    memory = images.new_empty(batch * sum(math.prod(size) for size in sizes), dtype=torch.float32)
+    levels = memory.split([batch * math.prod(size) for size in sizes])
+    source, weighing, above = images, weights, (height, width)
+    for level, size in zip(levels, sizes, strict=True):
+        parameters = Binomial(
+            source=source.data_ptr(),
+            target=level.data_ptr(),
+            weights=(ctypes.c_float * 3)(*weighing),
+            height=above[0],
+            width=above[1],
+            layers=batch,
+            stored=images.shape[1] if source is images else 1,
+            weighed=len(weighing),
+        )
+        grid = (-(-size[1] // 32), -(-size[0] // (THREADS // 32)), min(batch, MOST_ROWS))
+        device.launch(binomial(source.dtype), grid, THREADS, parameters)
+        source, weighing, above = level, (1.0,), size
+    target = images.new_empty((batch, rows, columns), dtype=torch.float32)
+    salient = Salient(
+        level=(ctypes.c_void_p * LEVELS)(*(level.data_ptr() for level in levels)),
+        target=target.data_ptr(),
+        height=height,
+        width=width,
+        rows=rows,
+        columns=columns,
+        patch=patch,
+        most=most,
+    )
+    device.launch(SALIENT, (batch * rows * columns, 1, 1), THREADS, salient)
+    return target
