@@ -48,10 +48,9 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
     graph = needs_grad(images) or checks.transformed(images)
     plain = min(height, width) < _LEAST or not deep or graph or not precision.exact("matmul", images.device)
     if deep and not graph and images.dtype in ELEMENTS and by_kernel.usable(images):
-        weights = LUMA if images.shape[1] > 2 else (1.0,)
         unit = 1 / 255 if images.dtype == torch.uint8 else 1.0
         sizes, device = burt_sizes(height, width, LEVELS)[1:], kernels.device_of(images)
-        weights = tuple(unit * weight for weight in weights)
+        weights = tuple(unit * weight for weight in (LUMA if images.shape[1] > 2 else (1.0,)))
         found = by_kernel.attempt(
             images.device, lambda: saliency.cells(device, images, sizes, weights, patch, most=pool == "max")
         )

@@ -18,7 +18,7 @@ from gpu_lod.kernels import compiler, cubins, sources
 from gpu_lod.kernels.sources import Kernel
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-SMALLEST = sources.sampling("log_polar", torch.float32)
+SMALLEST = sources.of_dtype("log_polar", torch.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_every_variant_compiles_without_a_warning(arch: str, kernel: Kernel) -> 
 
 def test_pythons_own_bytes_stay_what_they_are() -> None:
     """An empty log is one byte, and Python has one object for all bytes objects that hold a space alone."""
-    code, log = compiler.build(sources.sampling("log_polar", torch.float32), "sm_90")
+    code, log = compiler.build(sources.of_dtype("log_polar", torch.float32), "sm_90")
     assert code and not log
     assert bytes([32])[0] == 32
 
@@ -65,7 +65,7 @@ def test_pythons_own_bytes_stay_what_they_are() -> None:
 def test_variants_are_all_that_can_be_asked_for() -> None:
     files = {name.removesuffix(".cu") for name in sources.texts() if name.endswith(".cu")}
     assert {kernel.name for kernel in sources.variants()} == files
-    assert len(sources.variants()) == len(set(sources.variants())) == 4 * 3 + 4 * 8 + 4
+    assert len(sources.variants()) == len(set(sources.variants())) == 4 * 3 + 4 * 9 + 4
 
 
 def test_a_warning_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_the_name_holds_all_that_the_code_depends_on(monkeypatch: pytest.MonkeyP
     names = {
         before,
         compiler._key(SMALLEST, "sm_80"),
-        compiler._key(sources.sampling("log_polar", torch.uint8), "sm_90"),
+        compiler._key(sources.of_dtype("log_polar", torch.uint8), "sm_90"),
     }
     with monkeypatch.context() as here:
         here.setattr(compiler, "version", lambda: "13.99")
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_warns_once(fresh: Path, builds: list[Ke
     """A file stands where the folder should be: that stops root too."""
     fresh.parent.write_text("in the way")
     with pytest.warns(UserWarning, match="GPU_LOD_CACHE") as seen:
-        for kernel in (SMALLEST, sources.sampling("fill", torch.float32)):
+        for kernel in (SMALLEST, sources.of_dtype("fill", torch.float32)):
             assert again(kernel)
     assert len(seen) == 1 and len(builds) == 2
 
@@ -234,7 +234,7 @@ def test_two_processes_at_once(fresh: Path, tmp_path: Path) -> None:
         import sys, threading
         from gpu_lod.kernels import compiler, cubins, sources
         import torch
-        names = [sources.sampling(name, torch.float32) for name in ("log_polar", "fill", "foveate", "patches")]
+        names = [sources.of_dtype(name, torch.float32) for name in ("log_polar", "fill", "foveate", "patches")]
         for _ in range(3):
             compiler._made.clear()
             for kernel in names:

@@ -30,7 +30,7 @@ from gpu_lod.kernels.samplers import LogPolar, Rings
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
-KERNEL = sources.sampling("log_polar", torch.float32)
+KERNEL = sources.of_dtype("log_polar", torch.float32)
 KEY = TextureKey(20, 30, 3, 4, "float16", 3)
 _ATTRIBUTES = {"CAPABILITY_MAJOR": 9, "CAPABILITY_MINOR": 0, "LAYERS": 2048, "SURFACE2D_LAYERED_WIDTH": 30000}
 

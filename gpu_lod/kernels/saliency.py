@@ -10,7 +10,7 @@ import torch
 
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels.device import Device
-from gpu_lod.kernels.sources import SALIENT, binomial
+from gpu_lod.kernels.sources import SALIENT, of_dtype
 
 THREADS = 256
 MOST_ROWS = 65535
@@ -91,7 +91,7 @@ def cells(
             weighed=len(weighing),
         )
         grid = (-(-size[1] // 32), -(-size[0] // (THREADS // 32)), min(batch, MOST_ROWS))
-        device.launch(binomial(source.dtype), grid, THREADS, parameters)
+        device.launch(of_dtype("binomial", source.dtype), grid, THREADS, parameters)
         source, weighing, above = level, (1.0,), size
     target = images.new_empty((batch, rows, columns), dtype=torch.float32)
     salient = Salient(

@@ -14,7 +14,7 @@ import torch
 from gpu_lod.errors import CaptureError, LimitError
 from gpu_lod.kernels.device import Device, DeviceTexture, Grid
 from gpu_lod.kernels.memory import Levels, Memory
-from gpu_lod.kernels.sources import sampling
+from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.kernels.textures import Source
 
 THREADS = 256
@@ -257,7 +257,7 @@ def _launch(
     dtype: torch.dtype | None = None,
     threads: int = THREADS,
 ) -> None:
-    source.device.launch(sampling(name, dtype or source.dtype), grid, threads, parameters)
+    source.device.launch(of_dtype(name, dtype or source.dtype), grid, threads, parameters)
 
 
 def source_like(source: Source | Memory, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

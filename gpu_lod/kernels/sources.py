@@ -36,28 +36,23 @@ def reduction(dtype: torch.dtype, reduce: str) -> Kernel:
     return Kernel("reduce", (ELEMENTS[dtype], REDUCTIONS[reduce]))
 
 
-def sampling(name: str, dtype: torch.dtype) -> Kernel:
-    """One of `SAMPLERS`."""
+def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
+    """One of `OF_DTYPES`."""
     return Kernel(name, (ELEMENTS[dtype],))
 
 
 ALONE = AMOUNTS, PEAKS, SALIENT, SHARES = tuple(Kernel(name, ()) for name in ("amounts", "peaks", "salient", "shares"))
 """Those that know fp32 alone."""
 
-
-def binomial(dtype: torch.dtype) -> Kernel:
-    return Kernel("binomial", (ELEMENTS[dtype],))
-
-
-SAMPLERS = "fill", *(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
+SAMPLERS = tuple(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
+OF_DTYPES = "binomial", "fill", "losses", *SAMPLERS
 
 
 def variants() -> list[Kernel]:
     """Every kernel that can be asked for."""
     return [
         *(reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS),
-        *(sampling(name, dtype) for name in SAMPLERS for dtype in ELEMENTS),
-        *map(binomial, ELEMENTS),
+        *(of_dtype(name, dtype) for name in OF_DTYPES for dtype in ELEMENTS),
         *ALONE,
     ]
 

@@ -16,7 +16,7 @@ import torch
 from gpu_lod.bridge import Lease, Pool
 from gpu_lod.errors import CaptureError, LimitError, OutOfMemoryError
 from gpu_lod.kernels.device import Device, DeviceTexture, Storage, TextureKey, per_device
-from gpu_lod.kernels.sources import sampling
+from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.shield import Shield
 
 STORAGE: dict[torch.dtype, Storage] = {
@@ -171,7 +171,7 @@ class Source:
                 f"{part.count} images of {self.width} x {self.height} are more than a CUDA launch covers. Use a "
                 "smaller batch."
             )
-        self.device.launch(sampling("fill", self.dtype), (blocks, 1, 1), THREADS, fill)
+        self.device.launch(of_dtype("fill", self.dtype), (blocks, 1, 1), THREADS, fill)
 
     def ready(self) -> None:
         """The current stream may read it. A capture begins after what it reads was made, which is the caller's part:
