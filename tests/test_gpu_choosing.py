@@ -1,0 +1,69 @@
+"""Kernels of allocators on a GPU, each against plain torch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from images import DTYPES, noise
+
+import gpu_lod as lod
+from gpu_lod import by_kernel
+from gpu_lod.allocate.scale import Summable
+from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.salient_cells import saliency_cells
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed() -> None:
+    assert by_kernel.usable(torch.zeros(1, device="cuda"))
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "any": lambda x: x,
+    "ties": lambda x: (x * 3).round(),
+    "zeros": torch.zeros_like,
+    "negative": lambda x: x - 2,
+    "infinite": lambda x: torch.where(x > 0.9, torch.inf, torch.where(x < 0.2, -torch.inf, x)),
+    "huge": lambda x: x * 3e38,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(16, 16), (64, 64), (5, 31), (1, 40), (1, 1)], ids=str)
+def test_amounts_and_peaks(size: tuple[int, int], kind: str) -> None:
+    relevance = KINDS[kind](torch.rand(3, *size))
+    there = relevance.cuda()
+    for part in ("amounts", "finite"):
+        assert torch.equal(getattr(Summable(there), part).cpu(), getattr(Summable(relevance), part))
+    for count in (1, 4):
+        found = lod.allocate.find_fixations(there, count).cpu()
+        assert torch.allclose(found, lod.allocate.find_fixations(relevance, count), atol=1e-5)
+
+
+@pytest.mark.parametrize("strata", [1, 16, 64, 600])
+def test_shares(strata: int) -> None:
+    for least in (0, 1):
+        weight, room = torch.rand(5, strata, dtype=torch.float64) ** 4, torch.randint(1, 9, (5, strata))
+        total = 2 * strata // 3 + 1
+        found = shared_out(weight.cuda(), room.cuda(), total, least).cpu()
+        assert torch.equal(found, shared_out(weight, room, total, least))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saliency_and_losses(dtype: torch.dtype) -> None:
+    for shape, patch in (((2, 3, 256, 384), 16), ((3, 1, 131, 97), 14), ((1, 4, 61, 300), 7)):
+        images = noise(*shape, dtype=dtype)
+        found = saliency_cells(images.cuda(), patch).cpu()
+        torch.testing.assert_close(found, saliency_cells(images, patch), rtol=0, atol=3e-6)
+        allocator = lod.allocate.TokenDAG(1, patch)
+        for one, two in zip(allocator.errors(images.cuda()), allocator.errors(images), strict=True):
+            torch.testing.assert_close(one.cpu(), two, rtol=3e-5, atol=1e-6)
+
+
+def test_nothing_failed_above() -> None:
+    """Else plain torch was compared with itself."""
+    assert not by_kernel._failed
