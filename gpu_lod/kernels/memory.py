@@ -24,8 +24,8 @@ class Levels(ctypes.Structure):
     )
 
 
-class Memory:
-    """A mean pyramid to be read with weights of fp32; what lies beyond the last level is read from it.
+class Stack:
+    """A mean pyramid that kernels sample, wherever they read it.
 
     Args:
         levels: [B, C, h, w] or [C, h, w] each, finest first, C 1 to 4.
@@ -38,6 +38,13 @@ class Memory:
         self.batch = top.shape[0] if self.batched else 1
         self.channels, self.height, self.width = top.shape[-3:]
         self.levels = len(levels)
+
+
+class Memory(Stack):
+    """One to be read where it is, with weights of fp32; what lies beyond the last level is read from it."""
+
+    def __init__(self, device: Device, levels: Sequence[torch.Tensor]) -> None:
+        super().__init__(device, levels)
         self._levels = [level.detach().contiguous() for level in levels]
 
     @property

@@ -16,6 +16,7 @@ import torch
 from gpu_lod.bridge import Lease, Pool
 from gpu_lod.errors import CaptureError, LimitError, OutOfMemoryError
 from gpu_lod.kernels.device import Device, DeviceTexture, Storage, TextureKey, per_device
+from gpu_lod.kernels.memory import Stack
 from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.shield import Shield
 
@@ -118,11 +119,8 @@ class Part:
         return self.lease.item.texture
 
 
-class Source:
-    """A mean pyramid as textures, more than one for huge batches.
-
-    Args:
-        levels: [B, C, h, w] or [C, h, w] each, finest first, C 1 to 4.
+class Source(Stack):
+    """One as textures, more than one for huge batches.
 
     Raises:
         CaptureError: a CUDA graph is being captured.
@@ -130,12 +128,7 @@ class Source:
     """
 
     def __init__(self, device: Device, levels: Sequence[torch.Tensor]) -> None:
-        top = levels[0]
-        self.device = device
-        self.dtype, self.where, self.batched = top.dtype, top.device, top.ndim == 4
-        self.batch = top.shape[0] if self.batched else 1
-        self.channels, self.height, self.width = top.shape[-3:]
-        self.levels = len(levels)
+        super().__init__(device, levels)
         if device.capturing():
             raise CaptureError(
                 "a CUDA graph is being captured, and textures cannot be made meanwhile. Make it before, with "
