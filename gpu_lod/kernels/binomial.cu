@@ -36,10 +36,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) binomial(const Binomial p)
             const element* from = p.source + (unsigned long long)layer * p.stored * area +
                                   (unsigned long long)mirrored(2 * row + k - 2, p.height) * p.width;
             float sum = 0.0f;
-            for (int channel = 0; channel < p.weighed; ++channel, from += area) {
+#pragma unroll
+            for (int channel = 0; channel < 3; ++channel) {
+                if (channel >= p.weighed) break;
                 float along = 0.0f;
 #pragma unroll
-                for (int j = 0; j < 5; ++j) along += taps[j] * to_float(from[x[j]]);
+                for (int j = 0; j < 5; ++j) along += taps[j] * to_float(from[channel * area + x[j]]);
                 sum += p.weights[channel] * along;
             }
             total += taps[k] * sum;

@@ -1,5 +1,5 @@
 // Levels as they are in memory, planar, read with weights of fp32: for pictures that are read once, which textures are
-// not made of.
+// not made of. STORED_ALIKE: they are of the result's dtype.
 #pragma once
 #include "sampling.cuh"
 
@@ -12,10 +12,14 @@ struct Levels {
 };
 
 __device__ __forceinline__ float loaded(const void* from, unsigned long long index, int stored) {
+#ifdef STORED_ALIKE
+    return to_float(((const element*)from)[index]);
+#else
     if (stored == 0) return (float)((const unsigned char*)from)[index];
     if (stored == 1) return half_to_float(((const unsigned short*)from)[index]);
     if (stored == 2) return __uint_as_float((unsigned)((const unsigned short*)from)[index] << 16);
     return ((const float*)from)[index];
+#endif
 }
 
 // Along one side of a level: the two texels about a place, and how far it is from the first.

@@ -1,5 +1,6 @@
 // The same from levels as they are in memory.
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
+#define STORED_ALIKE
 #include "levels.cuh"
 #include "rings.cuh"
 
