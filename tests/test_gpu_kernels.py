@@ -303,6 +303,16 @@ def test_plans_of_samplers(name: str) -> None:
         assert torch.equal(planned(at), SAMPLERS[name](pyramid, at))
 
 
+@each
+def test_plans_from_an_image(name: str) -> None:
+    image, at = torch.rand(2, 3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
+    planned = lod.plan(SAMPLERS[name], image, at)
+    assert planned.replays and "CUDA graph" in planned.reason, planned.reason
+    for _ in range(3):
+        image, at = torch.rand_like(image), torch.rand_like(at)
+        assert torch.equal(planned(image, at), SAMPLERS[name](image, at))
+
+
 def test_a_plan_with_an_input_on_the_host_is_no_graph() -> None:
     """The host reads its values, which a graph would keep."""
     planned = lod.plan(lambda x, gain: x * float(gain), torch.rand(9, device=CUDA), torch.tensor(2.0))

@@ -19,7 +19,7 @@ from test_gather_patches import grid_sites, random_sites, unfolded
 from test_log_polar import border_distance
 
 import gpu_lod as lod
-from gpu_lod import cached
+from gpu_lod import cached, checks
 from gpu_lod.errors import (
     CaptureError,
     InputError,
@@ -595,6 +595,21 @@ def test_a_plan_of_kernels_is_a_graph(graphs: list[str], name: str) -> None:
     pyramid.levels[1].add_(1)
     with pytest.raises(PyramidChangedError, match="Plan again"):
         planned(points[1])
+
+
+@each
+def test_a_plan_from_an_image_is_a_graph(graphs: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chain and the sampler, of new pictures."""
+    monkeypatch.setattr(checks, "on_host", lambda value: False)  # as if they were on a GPU
+
+    def sample(image: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return SAMPLERS[name](image, at, backend="cuda")
+
+    planned = lod.plan(sample, noise(3, 24, 30), torch.tensor([0.3, 0.6]))
+    assert planned.replays and graphs == ["captured"], planned.reason
+    for _ in range(2):
+        image, at = noise(3, 24, 30), torch.rand(2)
+        assert torch.equal(planned(image, at), sample(image, at))
 
 
 def test_a_plan_of_a_chain_of_kernels(graphs: list[str]) -> None:
