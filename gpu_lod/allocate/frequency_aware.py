@@ -13,6 +13,7 @@ from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relev
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
+from gpu_lod.dispatch import Backend
 from gpu_lod.errors import InputError
 from gpu_lod.gaussian import gaussian
 from gpu_lod.oriented_energy import oriented_energy
@@ -103,8 +104,10 @@ class FrequencyAware(Allocator):
 def energies(scene: Scene) -> torch.Tensor:
     """Mean oriented energy of each patch, [B, 4, Hg, Wg], at 0, 45, 90 and 135 degrees."""
     values = luma(scene)
-    half = gaussian(values, 2 if max(scene.size) > 1 else 1).levels[-1]
-    [found] = oriented_energy(half, 1)
+    # A CUDA graph holds nothing of OpenGL, and is to choose what a call does.
+    backend: Backend = "auto" if checks.on_host(values) else "torch"
+    half = gaussian(values, 2 if max(scene.size) > 1 else 1, backend=backend).levels[-1]
+    [found] = oriented_energy(half, 1, backend=backend)
     return over_patches(checked(found[:, 0]), scene, 0, 2, scene.size)
 
 
