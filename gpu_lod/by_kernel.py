@@ -30,16 +30,19 @@ def usable(*tensors: torch.Tensor) -> bool:
     )
 
 
-def attempt(where: torch.device, run: Callable[[], T]) -> T | None:
+def attempt(where: torch.device, run: Callable[[], T], *, waits: bool = False) -> T | None:
     """What kernels make; or None if they cannot, and plain torch is to: which is told once where it is for good.
 
+    Args:
+        waits: plain torch would wait for the GPU.
+
     Raises:
-        GpuLodError: they cannot, and a CUDA graph is being captured: torch could not do it either.
+        GpuLodError: they cannot, and a CUDA graph is being captured, in which torch could not do it either.
     """
     try:
         return run()
     except (KernelError, LimitError, UnsupportedError) as error:
-        if capturing(where):
+        if waits and capturing(where):
             raise
         if not isinstance(error, LimitError):  # the next call would fail alike
             _failed.add(where)

@@ -9,7 +9,7 @@ import torch
 
 from gpu_lod import checks, operators
 from gpu_lod.cached import numbers
-from gpu_lod.errors import InputError
+from gpu_lod.errors import CaptureError, InputError
 from gpu_lod.quiet import MKL, SEARCHES, quietly
 
 GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
@@ -144,8 +144,8 @@ def first_to_enter(
 
 
 _ATTEMPTS, _BLOCK, _MOST = 16, 2**15, 2**29
-_AT_ONCE = 2**26
-"""Densities of candidates that a GPU computes rather than to wait for how many are needed."""
+_AT_ONCE = 2**23
+"""Densities of candidates that a GPU computes rather than to wait for how many are needed; some tensors of them."""
 
 
 def _entering(
@@ -160,10 +160,21 @@ def _entering(
 
 def every_candidate(points: torch.Tensor, size: tuple[int, int], budget: int, tries: int) -> Candidates | None:
     """All sites that could be among the first, where a GPU would else be waited for to know how many are needed; None
-    on a CPU, or if that many of them times `tries` is too much."""
+    on a CPU, or if that many of them times `tries` is too much.
+
+    Raises:
+        CaptureError: it is, and a CUDA graph is being captured.
+    """
     count = _most_candidates(size, budget)
-    if checks.on_host(points) or (checks.readable(points) and tries * count > _AT_ONCE):
+    if checks.on_host(points):
         return None
+    if tries * count > _AT_ONCE:
+        if checks.readable(points):
+            return None
+        raise CaptureError(
+            f"a CUDA graph is being captured, and of an image of {size[0]} x {size[1]} there are {count} sites to "
+            f"choose from, {tries} times, which is too much without waiting. Call it outside the graph."
+        )
     index = torch.arange(count, dtype=points.dtype, device=points.device)
     with torch.no_grad():
         return index, reach(points, direction_of(index)[None], box_of(points, size))

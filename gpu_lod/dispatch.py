@@ -250,7 +250,9 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = 
         return found
     if isinstance(place, torch.Tensor) and place.requires_grad:
         return Choice("torch", f"gradients are asked for in the {name}")
-    if once or (top.device.type == kernels.KIND and kernels.usable(top.device)):
+    if top.device.type == kernels.KIND and kernels.usable(top.device):
+        return None
+    if once:
         return barred_texture(src)
     if not isinstance(src, Pyramid):
         return Choice("torch", "an image is no texture yet, and to make one seldom pays for one sampling")

@@ -19,7 +19,7 @@ from gpu_lod.errors import InputError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
 from gpu_lod.log_polar import bilinear, converted
-from gpu_lod.mipmap import sampled
+from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture_chain import Source
@@ -76,9 +76,9 @@ def gather_patches(
         mean, std: a number a channel; the result is (value - mean) / std. Image processors of encoders hold them.
         dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
         backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, else from
-            memory), "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`) where
-            that measures faster. All give gradients in src, "torch" also in the sites; where samples are texels, those
-            of one side. "cuda" does not check the values of sites that are a CUDA tensor.
+            memory), "torch" or "auto", by what measures fastest, on a CPU of pyramids that are a texture already
+            (`Pyramid.upload`), else torch. All give gradients in src, "torch" also in the sites; where samples are
+            texels, those of one side. "cuda" does not check the values of sites that are a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
@@ -118,6 +118,8 @@ def gather_patches(
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, look), most)
     batch = image.shape[0] if image.ndim == 4 else 1
     result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
+    if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
+        src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
     source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
@@ -172,7 +174,7 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, ba
         return chosen
     batch = image.shape[0] if image.ndim == 4 else 1
     there = isinstance(src, Pyramid) and src.is_texture
-    whole = checks.readable(sites) and _whole_levels(sites)
+    whole = checks.on_host(sites) and _whole_levels(sites)  # a GPU would be waited for
     return dispatch.measured(
         "gather_patches",
         image,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -13,7 +14,7 @@ import torch
 from gpu_lod.cortical_sites import cortical_sites
 from gpu_lod.cull import cull
 from gpu_lod.dispatch import NO_TEXTURE
-from gpu_lod.errors import InputError
+from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.feature_maps import feature_maps
 from gpu_lod.foveate import foveate
 from gpu_lod.gather_patches import gather_patches
@@ -172,8 +173,18 @@ def _polar(image: torch.Tensor) -> Arguments:
 
 def _seen(*numbers: Any) -> Arguments:
     *sizes, image = numbers
-    pyramid, points = mipmap(image, backend="torch").upload(), _points(image)
+    pyramid, points = _uploaded(mipmap(image, backend="torch")), _points(image)
     return lambda: (pyramid, next(points), *sizes)
+
+
+def _uploaded(pyramid: Pyramid) -> Pyramid:
+    """A texture of all that its device has."""
+    if pyramid.device.type == "cuda":
+        pyramid.upload(backend="cuda")
+        with suppress(GpuLodError):  # there may be no OpenGL
+            pyramid.upload()
+        return pyramid
+    return pyramid.upload()
 
 
 def _by_probes(image: torch.Tensor) -> Arguments:
@@ -189,7 +200,7 @@ def _seen_once(*numbers: Any) -> Arguments:
 
 def _sites(budget: int, whole: bool, once: bool, image: torch.Tensor) -> Arguments:
     levels = mipmap(image, backend="torch").levels
-    pyramid = Pyramid(levels) if once else Pyramid(levels).upload()
+    pyramid = Pyramid(levels) if once else _uploaded(Pyramid(levels))
     batch, _, height, width = image.shape
     several = []
     for _ in range(8):
@@ -200,7 +211,7 @@ def _sites(budget: int, whole: bool, once: bool, image: torch.Tensor) -> Argumen
             several.append(torch.stack([x, y, torch.zeros_like(x)], dim=-1))
         else:
             several.append(cortical_sites(torch.rand(batch, 2), budget, (height, width)))
-    sites = cycle([one.to(image.device) for one in several])
+    sites = cycle(several)  # on the host, where it shows that all levels are whole
     return lambda: (Pyramid(levels) if once else pyramid, next(sites))
 
 

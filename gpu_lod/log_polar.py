@@ -19,7 +19,7 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
-from gpu_lod.mipmap import sampled
+from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import Planes, bind_table, chunks, layer_groups, make_words, new_planes, texture_to_planes
@@ -76,9 +76,9 @@ def log_polar(
         border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
         generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
         backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, else from
-            memory), "torch" or "auto", which takes GL for a pyramid that is a texture already (`Pyramid.upload`) where
-            that measures faster. All give gradients in src. "cuda" does not check the values of a fixation that is a
-            CUDA tensor.
+            memory), "torch" or "auto", by what measures fastest, on a CPU of pyramids that are a texture already
+            (`Pyramid.upload`), else torch. All give gradients in src. "cuda" does not check the values of a fixation
+            that is a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
@@ -103,6 +103,8 @@ def log_polar(
     result_bytes = batch * image.shape[-3] * rule.rings * rule.wedges * image.itemsize
     if chosen.generator == "fragment":
         result_bytes //= 4  # what is drawn stands in a texture first, which takes its room
+    if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
+        src = mipmap(src)  # by whatever makes chains fastest, which need not be what samples them
     source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and chosen.backend == "cuda":

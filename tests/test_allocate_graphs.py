@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,8 +92,6 @@ def test_nothing_waits_while_a_graph_is_captured(
     allocator, what = given(name)
     if alone and "relevance" in allocator.needs:
         del what["relevance"]
-    if name == "TokenDAG":  # of fp32 a CPU reads the levels that losses are made of, and asks how many it needs
-        what["image"] = what["image"].half()
     for _ in range(calls):
         expected = allocator(**what)
     capture(True)
@@ -100,6 +100,51 @@ def test_nothing_waits_while_a_graph_is_captured(
     assert not watch.waits
     assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
     assert torch.equal(found.patches, expected.patches)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["FoveatedPyramid", "PyramidTopK", "Stratified", "Voronoi"])
+def test_grids_of_more_cells_than_a_block_takes_are_captured_too(name: str, capture: Callable[[bool], None]) -> None:
+    """Relevance is scaled by torch then, which waits for nothing."""
+    allocator, relevance = lod.allocate.make(name, 37, PATCH), torch.rand(1, 300, 300)
+    for _ in range(2):
+        expected = allocator(relevance=relevance)
+    capture(True)
+    with Watch() as watch:
+        found = allocator(relevance=relevance)
+    assert not watch.waits
+    assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
+
+
+@torch.no_grad()
+def test_what_only_kernels_do_without_waiting_is_named(
+    capture: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strata, cells = lod.allocate.Stratified(37, PATCH, strata=(65, 65)), torch.rand(1, 130, 130)
+    polar = lod.allocate.LogPolar(37, PATCH)
+    for allocator in (strata, polar):
+        allocator(relevance=cells)
+    monkeypatch.setattr(by_kernel, "_failed", {cells.device})
+    capture(True)
+    with pytest.raises(CaptureError, match="shared out by a kernel"):
+        strata(relevance=cells)
+    monkeypatch.setattr(by_kernel, "_failed", set())
+    with pytest.raises(LimitError, match="4225 strata"):
+        strata(relevance=cells)
+    monkeypatch.setattr(sys.modules["gpu_lod.cortical_sites"], "_AT_ONCE", 0)
+    with pytest.raises(CaptureError, match="sites to choose from"):
+        polar(relevance=cells)
+
+
+def test_amounts_keep_their_gradients(capture: Callable[[bool], None]) -> None:
+    """Whatever was asked for before, and with gradients off."""
+    relevance = torch.rand(2, ROWS, COLUMNS, requires_grad=True)
+    scene = lod.allocate.Scene((ROWS * PATCH, COLUMNS * PATCH), PATCH, relevance, None, None, None, None)
+    with torch.no_grad():
+        scene.fixations()
+    assert scene.amounts().requires_grad
+    plain = replace(scene, relevance=relevance.detach())
+    assert plain.amounts() is plain.amounts() and torch.equal(plain.amounts(), scene.amounts())
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gpu_lod as lod
 from gpu_lod import checks
 from gpu_lod.cortical_sites import _most_candidates, box_of, eccentricity, first_to_enter, magnified, sites_about
-from gpu_lod.errors import InputError
+from gpu_lod.errors import CaptureError, InputError
 
 unit = st.floats(0, 1)
 
@@ -184,6 +184,9 @@ def test_a_gpu_is_not_waited_for(size: tuple[int, int], budget: int, monkeypatch
     assert torch.allclose(sites_about(points, budget, size, 14, 0.05), expected, rtol=0, atol=1e-12)
     monkeypatch.setattr(module, "_AT_ONCE", 0)
     with pytest.raises(pytest.fail.Exception):  # too many at once
+        sites_about(points, budget, size, 14, 0.05)
+    monkeypatch.setattr(checks, "readable", lambda value: False)
+    with pytest.raises(CaptureError, match="sites to choose from"):
         sites_about(points, budget, size, 14, 0.05)
 
 

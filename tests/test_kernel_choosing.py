@@ -81,6 +81,16 @@ def test_amounts(emulated: EmulatedDevice, kind: str, scale: float, order: int) 
         assert torch.equal(found, expected)
 
 
+def test_other_dtypes(emulated: EmulatedDevice) -> None:
+    """Are left to torch, or brought to what the kernel reads."""
+    relevance = torch.rand(2, 9, 7, dtype=torch.float64)
+    assert torch.equal(Summable(relevance).amounts, relevance)
+    assert peaks_of(relevance, 2).dtype == torch.float64 and not emulated.named("launch")
+    weight, room = torch.rand(2, 9, dtype=torch.float64), torch.full((2, 9), 4)
+    for one, total in ((room.int(), 7), (room, torch.tensor([7, 5], dtype=torch.int32))):
+        assert torch.equal(shared_out(weight, one, total), shared_out(weight, room, torch.as_tensor(total).long()))
+
+
 def test_maps_of_pixels_are_left_to_torch(emulated: EmulatedDevice) -> None:
     relevance = torch.rand(1, 257, 256)
     assert torch.equal(Summable(relevance).amounts, relevance) and not emulated.named("launch")

@@ -540,6 +540,8 @@ def test_what_no_kernel_takes(emulated: EmulatedDevice, monkeypatch: pytest.Monk
     assert lod.foveate(image, (0.5, 0.5), backend="cuda").shape == image.shape  # which takes none
     with pytest.raises(LimitError, match="524280 rows"):
         lod.foveate(torch.zeros(1, 524281, 1), (0.5, 0.5), backend="cuda")
+    with pytest.raises(LimitError, match="rows of 8388608"):
+        lod.foveate(lod.Pyramid((torch.zeros(1, 1, 2**23 + 1),)), (0.5, 0.5), backend="cuda")
     with pytest.raises(LimitError, match="2\\^31 - 1"):
         lod.log_polar(lod.mipmap(noise(1, 4, 4)), (0.5, 0.5), 2**16, 2**15, backend="cuda")
 

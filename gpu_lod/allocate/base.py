@@ -80,11 +80,16 @@ class Scene:
 
     def amounts(self) -> torch.Tensor:
         """Relevance that can be summed: finite, not negative (the least is 0 if it was; -inf is the least there is, and
-        moves nothing else), and not all 0. Very large and very small relevance is scaled, each image by itself."""
+        moves nothing else), and not all 0. Very large and very small relevance is scaled, each image by itself. To be
+        read, and not written to: it is made once, but where gradients are asked for."""
         return self._summable.amounts
 
-    @cached_property
+    @property
     def _summable(self) -> Summable:
+        return Summable(self.relevance) if self.relevance.requires_grad else self._made_once
+
+    @cached_property
+    def _made_once(self) -> Summable:
         return Summable(self.relevance)
 
     def fixations(self, count: int = 1, **how: float) -> torch.Tensor:
@@ -305,7 +310,7 @@ class Allocator(ABC):
             checks.highest_level(sites)  # which the kernel does not look at
         source = Pyramid((image,)) if finest and not isinstance(image, Pyramid) else image
         found = by_kernel.attempt(
-            sites.device, lambda: gather_patches(source, sites, self.patch, backend="cuda", **how)
+            sites.device, lambda: gather_patches(source, sites, self.patch, backend="cuda", **how), waits=True
         )
         return gather_patches(image, sites, self.patch, **how) if found is None else found
 

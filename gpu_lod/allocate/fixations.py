@@ -61,7 +61,7 @@ def peaks_of(finite: torch.Tensor, count: int, *, radius: float = 0.15, inhibiti
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
     y, x, central = (constant(coarse.device, part, size) for part in (_down, _across, _central))
-    if by_kernel.usable(coarse):
+    if coarse.dtype == torch.float32 and by_kernel.usable(coarse):
         found = by_kernel.attempt(
             coarse.device,
             lambda: choosing.peaks(

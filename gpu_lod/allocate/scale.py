@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from gpu_lod import by_kernel, dispatch
+from gpu_lod import by_kernel
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 
@@ -50,7 +50,7 @@ class Summable:
     def _made(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both by a kernel, where there are any."""
         relevance = self._relevance
-        if dispatch.needs_grad(relevance) or not by_kernel.usable(relevance):
+        if relevance.requires_grad or relevance.dtype != torch.float32 or not by_kernel.usable(relevance):
             return None
         device = kernels.device_of(relevance)
         return by_kernel.attempt(

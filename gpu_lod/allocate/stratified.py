@@ -8,6 +8,7 @@ from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene, register
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
+from gpu_lod.errors import CaptureError
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 
@@ -109,9 +110,16 @@ def shared_out(weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tens
     strata = weight.shape[1]
     if by_kernel.usable(weight, room):
         device = kernels.device_of(weight)
-        counts = by_kernel.attempt(weight.device, lambda: choosing.shares(device, weight, room, total, least))
+        counts = by_kernel.attempt(
+            weight.device, lambda: choosing.shares(device, weight, room, total, least), waits=True
+        )
         if counts is not None:
             return counts
+    if not checks.readable(weight):
+        raise CaptureError(
+            "a CUDA graph is being captured, and tokens are shared out by a kernel there alone, which cannot be used "
+            f"for tensors on {weight.device}. Call the allocator outside the graph."
+        )
     if isinstance(total, int):
         total = torch.full((1,), total, device=weight.device)
     wanted = total.expand(len(weight))[:, None]

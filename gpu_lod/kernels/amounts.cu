@@ -1,7 +1,5 @@
 // Relevance as numbers that can be summed, and as finite ones: a block for each map.
-#include "intrinsics.cuh"
-
-#define THREADS 256
+#include "block.cuh"
 
 struct Amounts {
     const float* relevance;  // [maps, cells]
@@ -10,18 +8,6 @@ struct Amounts {
     int cells;
     int highest, lowest;  // exponents between which a map's largest stays as it is
 };
-
-__device__ __forceinline__ float most(float value, float* shared) {
-    shared[threadIdx.x] = value;
-    __syncthreads();
-    for (unsigned step = THREADS / 2; step > 0; step /= 2) {
-        if (threadIdx.x < step) shared[threadIdx.x] = fmaxf(shared[threadIdx.x], shared[threadIdx.x + step]);
-        __syncthreads();
-    }
-    float found = shared[0];
-    __syncthreads();
-    return found;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) amounts(const Amounts p) {
     __shared__ float shared[THREADS];
@@ -33,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amounts(const Amounts p) {
         float size = fabsf(relevance[i]);
         if (size < infinity) largest = fmaxf(largest, size);
     }
-    largest = most(largest, shared);
+    largest = highest_of_block(largest, shared);
     int exponent = 0, shift = 0;
     frexpf(largest, &exponent);
     if (exponent > p.highest) shift = p.highest - exponent;
@@ -44,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) amounts(const Amounts p) {
         float value = fminf(fmaxf(relevance[i] * factor, -limit), limit);
         high = fmaxf(high, value), low = fmaxf(low, -value);
     }
-    high = most(high, shared);
-    float least = -most(low, shared), from = fminf(least, 0.0f);
+    high = highest_of_block(high, shared);
+    float least = -highest_of_block(low, shared), from = fminf(least, 0.0f);
     bool alive = high - from > 0.0f;
     for (int i = (int)threadIdx.x; i < p.cells; i += THREADS) {
         bool none = relevance[i] == -infinity;

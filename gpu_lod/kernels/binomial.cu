@@ -1,9 +1,8 @@
 // A level of the Gaussian pyramid from the one above it, or from a picture's luma: the 5-tap binomial along both sides,
 // every other sample, mirrored about the outermost ones.
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
+#include "block.cuh"
 #include "elements.cuh"
-
-#define THREADS 256
 
 struct Binomial {
     const element* source;  // [layers, stored, height, width]

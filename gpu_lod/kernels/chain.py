@@ -8,19 +8,17 @@ import math
 import torch
 
 from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
 from gpu_lod.kernels.sources import reduction
 
 ALIGNMENT = 256
 """In bytes, of levels in the packed tensor."""
-THREADS = 256
 GROUP = 6
 """Levels that a tile gives; the sixth, the twelfth, ... are read again by the launch that made them."""
 TILE = 1 << GROUP
 MOST_LEVELS = 32
 MOST_TEXELS = 2**30
 """Along a side."""
-MOST_BLOCKS = 2**31 - 1
 
 
 class Chain(ctypes.Structure):

@@ -8,14 +8,15 @@ import ctypes
 import torch
 
 from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.device import THREADS, Device
 from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SHARES
-
-THREADS = 256
-
 
 MOST_CELLS = 2**16
 """Of a map, for which a block is not too slow."""
+
+
+MOST_STRATA = 2**12
+"""Each of which is compared with all others."""
 
 
 class Amounts(ctypes.Structure):
@@ -136,9 +137,15 @@ def shares(
     device: Device, weight: torch.Tensor, room: torch.Tensor, total: int | torch.Tensor, least: int
 ) -> torch.Tensor:
     """[B, S] whole shares of `total`, a number or [B], by weight [B, S] and room [B, S], int64: as `shared_out` has
-    it."""
-    weight, room = weight.detach().double().contiguous(), room.contiguous()
-    totals = total.expand(len(weight)).contiguous() if isinstance(total, torch.Tensor) else None
+    it.
+
+    Raises:
+        LimitError: more strata than a block is to rank.
+    """
+    if weight.shape[1] > MOST_STRATA:
+        raise LimitError(f"{weight.shape[1]} strata are more than a block ranks ({MOST_STRATA}).")
+    weight, room = weight.detach().double().contiguous(), room.long().contiguous()
+    totals = total.long().expand(len(weight)).contiguous() if isinstance(total, torch.Tensor) else None
     counts, scratch = torch.empty_like(room), weight.new_empty(2 * weight.numel())
     parameters = Shares(
         weight=weight.data_ptr(),

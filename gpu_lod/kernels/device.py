@@ -22,6 +22,12 @@ _BYTES = {"uint8": 1, "float16": 2, "float32": 4}
 
 T = TypeVar("T")
 Grid = tuple[int, int, int]
+THREADS = 256
+"""Of a block; reduce.cu and block.cuh have it too."""
+MOST_ROWS = 65535
+"""Of blocks of a grid along y, and along z."""
+MOST_BLOCKS = 2**31 - 1
+"""Along x."""
 KIND = "cuda"
 """Type of the torch devices whose tensors kernels take."""
 

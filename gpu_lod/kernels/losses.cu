@@ -1,9 +1,8 @@
 // A mip level on the grid of a quadtree's nodes, patch x patch texels each, and what each node loses against its children:
 // a block for each node.
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
+#include "block.cuh"
 #include "elements.cuh"
-
-#define THREADS 256
 
 struct Losses {
     const element* source;  // [layers, channels, tall, wide], of the level above
@@ -57,11 +56,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) losses(const Losses p) {
                     ((unsigned long long)p.columns * p.patch) +
                 column] = first - (first - second) * x.share;
     }
-    all[threadIdx.x] = lost;
-    __syncthreads();
-    for (unsigned step = THREADS / 2; step > 0; step /= 2) {
-        if (threadIdx.x < step) all[threadIdx.x] += all[threadIdx.x + step];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) p.lost[blockIdx.x] = all[0];
+    lost = sum_of_block(lost, all);
+    if (threadIdx.x == 0) p.lost[blockIdx.x] = lost;
 }

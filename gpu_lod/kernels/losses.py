@@ -7,10 +7,8 @@ import ctypes
 import torch
 
 from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
 from gpu_lod.kernels.sources import of_dtype
-
-THREADS = 256
 
 
 class Losses(ctypes.Structure):
@@ -42,7 +40,7 @@ def losses(device: Device, images: torch.Tensor, patch: int, levels: int) -> lis
     """
     batch, channels, height, width = images.shape
     rows, columns = -(-height // patch), -(-width // patch)
-    if batch * rows * columns >= 2**31 or channels * patch**2 >= 2**31:
+    if batch * rows * columns > MOST_BLOCKS or channels * patch**2 >= 2**31:
         raise LimitError(
             f"{batch} images of {width} x {height} in patches of {patch} are more than a CUDA launch covers. Use a "
             "smaller batch."

@@ -1,7 +1,5 @@
 // The highest cells of a small map, one after the other, each inhibiting what is near it: a block for each map.
-#include "intrinsics.cuh"
-
-#define THREADS 256
+#include "block.cuh"
 
 struct Peaks {
     const float* values;    // [maps, rows, columns], at most THREADS cells, none negative

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import Device
+from gpu_lod.kernels.device import MOST_BLOCKS, MOST_ROWS, THREADS, Device
 from gpu_lod.kernels.sources import SALIENT, of_dtype
 
-THREADS = 256
-MOST_ROWS = 65535
-"""Of blocks of a grid."""
 LEVELS = 5
 """Below the picture."""
 
@@ -70,7 +67,7 @@ def cells(
     """
     batch, height, width = images.shape[0], images.shape[-2], images.shape[-1]
     rows, columns = -(-height // patch), -(-width // patch)
-    if batch * rows * columns >= 2**31 or height > MOST_ROWS * THREADS // 32:
+    if batch * rows * columns > MOST_BLOCKS or height > MOST_ROWS * THREADS // 32:
         raise LimitError(
             f"{batch} images of {width} x {height} in patches of {patch} are more than a CUDA launch covers. Use a "
             "smaller batch."

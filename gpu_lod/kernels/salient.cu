@@ -1,9 +1,8 @@
 // How much the pixels of each patch stand out: the mean, or the most, of differences between levels 1 and 3, 2 and 4, 3
 // and 5 of a Gaussian pyramid. A block for each patch, which goes through it in tiles of TILE x TILE pixels.
-#include "intrinsics.cuh"
+#include "block.cuh"
 
-#define TILE 16
-#define THREADS (TILE * TILE)
+#define TILE 16  // squared, THREADS
 #define PAIRS 3
 // Samples of the centre that pixels of a tile are read between: TILE / 2 + 2, TILE / 4 + 2, TILE / 8 + 2 a side.
 #define SAMPLES(pair) ((TILE >> ((pair) + 1)) + 2)
@@ -20,9 +19,6 @@ __device__ __forceinline__ int samples_of(int n, int level) { return (n + (1 << 
 __device__ __forceinline__ int before(int a, int b) { return a < b ? a : b; }
 
 __device__ __forceinline__ float between(float a, float b, float share) { return a + (b - a) * share; }
-
-// NaN, once met, stays.
-__device__ __forceinline__ float higher(float a, float b) { return b > a || b != b ? b : a; }
 
 // The centre less the surround, at a sample of the centre; beyond the last one the last is read.
 __device__ __forceinline__ float difference(const Salient& p, unsigned layer, int pair, int row, int column) {
@@ -75,11 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) salient(const Salient p) {
             __syncthreads();
         }
     }
-    all[me] = found;
-    __syncthreads();
-    for (int step = THREADS / 2; step > 0; step /= 2) {
-        if (me < step) all[me] = p.most ? higher(all[me], all[me + step]) : all[me] + all[me + step];
-        __syncthreads();
-    }
-    if (me == 0) p.target[blockIdx.x] = all[0] / (p.most ? (float)PAIRS : (float)PAIRS * (float)tall * (float)wide);
+    float whole = p.most ? highest_of_block(found, all) : sum_of_block(found, all);
+    if (me == 0) p.target[blockIdx.x] = whole / (p.most ? (float)PAIRS : (float)PAIRS * (float)tall * (float)wide);
 }

@@ -12,16 +12,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gpu_lod.errors import CaptureError, LimitError
-from gpu_lod.kernels.device import Device, DeviceTexture, Grid
+from gpu_lod.kernels.device import MOST_BLOCKS, MOST_ROWS, THREADS, Device, DeviceTexture, Grid
 from gpu_lod.kernels.memory import Levels, Memory
 from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.kernels.textures import Source
 
-THREADS = 256
-MOST_ROWS = 65535
-"""Of blocks of a grid."""
 _ROWS = THREADS // 32
 """That a block of foveation makes."""
+MOST_COLUMNS = 2**23
+"""Pixels of a row up to which fp32 holds their centres."""
 
 
 class Rings(ctypes.Structure):
@@ -169,8 +168,10 @@ def foveate(
         anisotropy: of texture units alone.
     """
     height, width = source.height, source.width
-    if height > MOST_ROWS * _ROWS:
-        raise LimitError(f"the image is {width} x {height}, and a CUDA launch ends at {MOST_ROWS * _ROWS} rows.")
+    if height > MOST_ROWS * _ROWS or width > MOST_COLUMNS:
+        raise LimitError(
+            f"the image is {width} x {height}, and a CUDA launch ends at {MOST_ROWS * _ROWS} rows of {MOST_COLUMNS}."
+        )
     target = source_like(source, source.channels, height, width)
     points = placed(source.device, fixation, source.where)
     longer = max(height, width)
@@ -215,7 +216,7 @@ def patches(
     points = placed(source.device, sites.expand(source.batch, -1, -1), source.where)
     threads = min(THREADS, -(-area // 32) * 32)
     for first, count, read in _parts(source):
-        if count * budget >= 2**31:
+        if count * budget > MOST_BLOCKS:
             raise LimitError(f"{count} x {budget} sites are more than a CUDA launch covers. Pass fewer at once.")
         # A texture's 1 is 255 counts, in the source and, if that is counts too, in the result.
         unit = 255.0 if not isinstance(read, Levels) and source.dtype == torch.uint8 else 1.0

@@ -1,8 +1,7 @@
 // What the samplers share: one thread makes a sample of all channels of an image, an image is a layer of the texture.
 #pragma once
+#include "block.cuh"
 #include "elements.cuh"
-
-#define THREADS 256
 
 // Channels of a sample into planes that are `plane` elements apart. A texture's 1 is 255 counts.
 __device__ __forceinline__ void store_planes(element* target, unsigned long long plane, int channels, float4 sample) {

@@ -1,7 +1,5 @@
 // Whole shares of a total, by weight and largest remainder, none above its room: a block for each image.
-#include "intrinsics.cuh"
-
-#define THREADS 256
+#include "block.cuh"
 
 struct Shares {
     const double* weight;     // [images, strata], not negative
@@ -12,19 +10,6 @@ struct Shares {
     long long total;
     int strata, least;  // least: for each stratum, the heaviest first
 };
-
-// Of all threads' values. Every thread gets it.
-template <class T> __device__ __forceinline__ T sum(T value, T* shared) {
-    shared[threadIdx.x] = value;
-    __syncthreads();
-    for (unsigned step = THREADS / 2; step > 0; step /= 2) {
-        if (threadIdx.x < step) shared[threadIdx.x] += shared[threadIdx.x + step];
-        __syncthreads();
-    }
-    T total = shared[0];
-    __syncthreads();
-    return total;
-}
 
 // How many come before one: higher ones, and equal ones by their place.
 __device__ __forceinline__ int rank(const double* values, int count, int one) {
@@ -45,33 +30,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) shares(const Shares p) {
     for (int s = (int)threadIdx.x; s < p.strata; s += THREADS) key[s] = room[s] > 0 ? weight[s] : -1.0;
     __syncthreads();
     for (int s = (int)threadIdx.x; s < p.strata; s += THREADS) {
-        long long least = rank(key, p.strata, s) < wanted ? p.least : 0;
+        long long least = p.least && rank(key, p.strata, s) < wanted ? p.least : 0;
         counts[s] = least < room[s] ? least : room[s];
         mine += counts[s];
     }
     for (int turn = 0; turn < p.strata; ++turn) {  // each fills a stratum, or is the last
-        long long rest = wanted - sum(mine, wholes);
+        long long rest = wanted - sum_of_block(mine, wholes);
         if (rest <= 0) return;
         double heavy = 0.0;
         for (int s = (int)threadIdx.x; s < p.strata; s += THREADS) {
             share[s] = room[s] > counts[s] ? weight[s] : 0.0;
             heavy += share[s];
         }
-        double all = sum(heavy, reals);
+        double all = sum_of_block(heavy, reals);
         if (!(all > 0.0)) {  // what weighs nothing shares when all that does is full
             long long open = 0;
             for (int s = (int)threadIdx.x; s < p.strata; s += THREADS) {
                 share[s] = room[s] > counts[s] ? 1.0 : 0.0;
                 open += room[s] > counts[s];
             }
-            all = fmax((double)sum(open, wholes), 1e-300);
+            all = fmax((double)sum_of_block(open, wholes), 1e-300);
         }
         long long over = 0;
         for (int s = (int)threadIdx.x; s < p.strata; s += THREADS) {
             share[s] = (double)rest * share[s] / all;
             over += share[s] > (double)(room[s] - counts[s]);
         }
-        bool full = sum(over, wholes) > 0;
+        bool full = sum_of_block(over, wholes) > 0;
         // Those that would get more than they have room for are filled first, alone: the rest is shared anew.
         long long given = 0;
         for (int s = (int)threadIdx.x; s < p.strata; s += THREADS) {
@@ -83,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shares(const Shares p) {
             given += part;
         }
         mine += given;
-        long long extra = rest - sum(given, wholes);  // and every key is there
+        long long extra = rest - sum_of_block(given, wholes);  // and every key is there
         if (full) continue;
         for (int s = (int)threadIdx.x; s < p.strata; s += THREADS)
             if (key[s] >= 0.0 && rank(key, p.strata, s) < extra) counts[s] += 1, mine += 1;

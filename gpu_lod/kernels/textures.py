@@ -15,7 +15,7 @@ import torch
 
 from gpu_lod.bridge import Lease, Pool
 from gpu_lod.errors import CaptureError, LimitError, OutOfMemoryError
-from gpu_lod.kernels.device import Device, DeviceTexture, Storage, TextureKey, per_device
+from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device, DeviceTexture, Storage, TextureKey, per_device
 from gpu_lod.kernels.memory import Stack
 from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.shield import Shield
@@ -26,7 +26,6 @@ STORAGE: dict[torch.dtype, Storage] = {
     torch.bfloat16: "float32",  # texture units know no bfloat16, and fp32 holds it exactly
     torch.float32: "float32",
 }
-THREADS = 256
 MOST_LEVELS = 16
 MOST_IDLE_BYTES = 512 * 2**20
 
@@ -159,7 +158,7 @@ class Source(Stack):
             fill.first_block[level] = blocks
             height, width = values.shape[-2:]
             blocks += part.count * -(-height * width // THREADS)
-        if blocks >= 2**31:
+        if blocks > MOST_BLOCKS:
             raise LimitError(
                 f"{part.count} images of {self.width} x {self.height} are more than a CUDA launch covers. Use a "
                 "smaller batch."
