@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from gpu_lod.errors import GpuLodError, UnsupportedError
+from gpu_lod.errors import GpuLodError, LimitError, UnsupportedError
 from gpu_lod.kernels.sources import Kernel
 
 Storage = Literal["uint8", "float16", "float32"]
@@ -134,6 +134,16 @@ def per_device(make: Callable[[Device], T]) -> Callable[[Device], T]:
             return made[device]
 
     return get
+
+
+def check_blocks(images: torch.Tensor, patch: int, *, fits: bool = True) -> None:
+    """Raises LimitError where images [B, C, H, W] have more patches than a launch has blocks, or do not fit it else."""
+    batch, (height, width) = images.shape[0], images.shape[-2:]
+    if not fits or batch * -(-height // patch) * -(-width // patch) > MOST_BLOCKS:
+        raise LimitError(
+            f"{batch} images of {width} x {height} in patches of {patch} are more than a CUDA launch covers. Use a "
+            "smaller batch."
+        )
 
 
 _lock = threading.Lock()

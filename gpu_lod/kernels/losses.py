@@ -6,8 +6,7 @@ import ctypes
 
 import torch
 
-from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
+from gpu_lod.kernels.device import THREADS, Device, check_blocks
 from gpu_lod.kernels.sources import of_dtype
 
 
@@ -40,11 +39,7 @@ def losses(device: Device, images: torch.Tensor, patch: int, levels: int) -> lis
     """
     batch, channels, height, width = images.shape
     rows, columns = -(-height // patch), -(-width // patch)
-    if batch * rows * columns > MOST_BLOCKS or channels * patch**2 >= 2**31:
-        raise LimitError(
-            f"{batch} images of {width} x {height} in patches of {patch} are more than a CUDA launch covers. Use a "
-            "smaller batch."
-        )
+    check_blocks(images, patch, fits=channels * patch**2 < 2**31)
     source, side, found = images.detach().contiguous(), 1, []
     for _ in range(levels):
         rows, columns = -(-rows // 2), -(-columns // 2)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import MOST_BLOCKS, MOST_ROWS, THREADS, Device
+from gpu_lod.kernels.device import MOST_ROWS, THREADS, Device, check_blocks
 from gpu_lod.kernels.sources import SALIENT, of_dtype
 
 LEVELS = 5
@@ -67,11 +66,7 @@ def cells(
     """
     batch, height, width = images.shape[0], images.shape[-2], images.shape[-1]
     rows, columns = -(-height // patch), -(-width // patch)
-    if batch * rows * columns > MOST_BLOCKS or height > MOST_ROWS * THREADS // 32:
-        raise LimitError(
-            f"{batch} images of {width} x {height} in patches of {patch} are more than a CUDA launch covers. Use a "
-            "smaller batch."
-        )
+    check_blocks(images, patch, fits=height <= MOST_ROWS * THREADS // 32)
     images = images.detach().contiguous()
     memory = images.new_empty(batch * sum(math.prod(size) for size in sizes), dtype=torch.float32)
     levels = memory.split([batch * math.prod(size) for size in sizes])
