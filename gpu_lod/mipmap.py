@@ -285,23 +285,22 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
 
 def _cuda(image: torch.Tensor, levels: int, reduce: Reduce, values: Conversion | None) -> Pyramid:
     device = device_of(image)
-    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
     if values is not None:
         # Torch converts on the way in and, once, on the way out.
         def converted(source: torch.Tensor) -> list[torch.Tensor]:
             wide = values.apply(source.detach())
             top = (wide if reduce == "mean" else stored(wide, values.dtype)).contiguous()
-            return [stored(level, values.dtype) for level in (top, *chain(device, top, sizes, reduce))]
+            return [stored(level, values.dtype) for level in (top, *chain(device, top, levels, reduce))]
 
         made = dispatch.run_gl(converted, lambda source: reference(source, levels, reduce, values), image)
         return Pyramid(tuple(made), reduce, "cuda")
     top = image.contiguous()
     result = dispatch.run_gl(
-        lambda source: chain(device, source.contiguous(), sizes, reduce),
+        lambda source: chain(device, source.contiguous(), levels, reduce),
         lambda source: reference(source, levels, reduce)[1:],
         image if dispatch.needs_grad(image) else top,
     )
-    return Pyramid((image if dispatch.needs_grad(image) else top, *result), reduce, "cuda")
+    return Pyramid.made((image if dispatch.needs_grad(image) else top, *result), reduce, "cuda")
 
 
 def _gl(

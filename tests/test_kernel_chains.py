@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for th
 
 SMALL = list(itertools.product(range(1, 18), repeat=2))
 SPREAD = [(height, (height * 29) % 67 + 1) for height in range(18, 68)] + [(67, 67), (63, 64), (64, 63), (33, 2)]
+EVEN = [(64, 64), (128, 192), (256, 256), (1024, 64), (448, 448), (32, 32), (16, 48), (4, 4), (2, 2), (2048, 128)]
+"""The first three levels and more have even sides, down to a level of 1, 2, 4, 7, 8 or 16 texels a side."""
 LARGE = [(200, 131), (127, 127), (191, 383), (1, 300), (300, 1), (513, 3), (257, 514), (130, 640)]
 DEEP = [(1, 8191), (9001, 2), (3, 4100)]
 """Sides above 4096, whose twelfth level is read again."""
@@ -59,6 +61,48 @@ def test_dtypes_batches_and_more_than_one_tile(emulated: EmulatedDevice, reduce:
     emulated.seed = 3
     for shape in ((2, 3, 17, 31), (3, 40, 36), (1, 2, 1, 1), (2, 2, 68, 132), (1, 200, 131)):
         check(noise(*shape, dtype=dtype), reduce)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduce", ["mean", "max", "min"])
+def test_even_sides(emulated: EmulatedDevice, reduce: str, dtype: torch.dtype) -> None:
+    """Two levels at a time. They are to the last bit what a kernel makes of odd sides too."""
+    emulated.order, emulated.seed = SHUFFLED, 5
+    for size in EVEN:
+        check(noise(2, 1, *size, dtype=dtype), reduce)
+    made = {"EVEN" in kernel.defines for _, kernel, *_ in emulated.named("launch")}
+    assert made == {True, False}  # (2, 2) has one level below it, and (16, 48) odd sides
+    image = noise(1, 2, 128, 192, dtype=dtype)
+    offset = torch.cat([image.new_zeros(1), image.flatten()])[1:].view_as(image)  # no groups of four begin there
+    before = len(emulated.named("launch"))
+    pair = [lod.mipmap(x, reduce=reduce, backend="cuda") for x in (image, offset)]  # type: ignore[arg-type]
+    assert ["EVEN" in kernel.defines for _, kernel, *_ in emulated.named("launch")[before:]] == [True, False]
+    assert agree(pair)
+
+
+def test_counters_are_zero_again(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default stream has some that stay, and a graph its own for good; other streams bring theirs."""
+    monkeypatch.setattr(chains, "_counters", {})
+    image = noise(3, 2, 150, 70)
+    check(image, "mean")
+    assert not chains._counters
+    emulated.stream_now = 0
+    for _ in range(3):
+        check(image, "mean")
+        check(noise(1, 200, 300), "max")
+    kept = chains._counters[emulated]
+    assert not kept.all.any() and kept.taken == chains.COUNTERS
+    emulated.is_capturing = True
+    check(image, "mean")
+    check(image, "mean")
+    assert not kept.all.any() and kept.taken == chains.COUNTERS + 12
+    kept.taken = 2 * chains.COUNTERS - 5
+    check(image, "mean")
+    assert kept.taken == 2 * chains.COUNTERS - 5
+    emulated.is_capturing = False
+    emulated.changes = (("if (last) c.finished[plane] = 0;", ""),)
+    check(image, "mean")
+    assert kept.all.any()
 
 
 @pytest.mark.parametrize("size", LARGE + DEEP, ids=str)
@@ -133,11 +177,11 @@ def test_every_barrier_is_needed(which: int) -> None:
         emulated = EmulatedDevice()
         device.KIND, device.open_device = "cpu", lambda _: emulated
         torch.manual_seed(0)
-        image = torch.rand(1, 1, 200, 131)
-        assert agree(orders(emulated, image, "mean"))
+        images = torch.rand(1, 1, 200, 131), torch.rand(1, 1, 128, 256)
+        assert all(agree(orders(emulated, image, "mean")) for image in images)
         emulated.changes = (({before + "__syncthreads();"!r}, {before!r}),)
         print("began", flush=True)
-        print("agree" if agree(orders(emulated, image, "mean")) else "differ")
+        print("agree" if all(agree(orders(emulated, image, "mean")) for image in images) else "differ")
         """,
         PYTHONPATH=HERE,
     )
@@ -159,7 +203,7 @@ def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
     [
         ("2 * side.end[k + 1] + side.n[k] % 2", "2 * side.end[k + 1]"),
         ("return n % 2 ? three(a, b, from.at(y, 2 * x + 2), x, n) : two(a, b)", "return two(a, b)"),
-        ("k == GROUP && base + k + 1 < c.levels", "false"),
+        ("last_of_group && index + 1 < c.levels", "false"),
         ("== tiles - 1", "== tiles - 2"),
     ],
     ids=["no halo", "two taps at odd sides", "unrounded values are not kept", "the last but one finishes"],

@@ -15,6 +15,7 @@ import torch
 
 from gpu_lod.bridge import Returns, cuda_errors
 from gpu_lod.bridge.cuda import Event, check_available
+from gpu_lod.cached import capturing
 from gpu_lod.errors import (
     CaptureError,
     CudaUnavailableError,
@@ -105,9 +106,7 @@ class CudaDevice:
     # -- streams and order --------------------------------------------------------------------------------------------
 
     def capturing(self) -> bool:
-        none = int(self._cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
-        with self._active():
-            return int(self._call("cuStreamIsCapturing", self._cu.cuStreamIsCapturing(self.stream()))) != none
+        return capturing(self.torch_device)
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
@@ -146,15 +145,15 @@ class CudaDevice:
     # -- kernels ------------------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Kernel, grid: Grid, threads: int, parameters: ctypes.Structure) -> None:
-        with self._active():
+        cu, stream = self._cu, self.stream()
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        self._call("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))  # as `_active`, in half the time
+        try:
             function = self._functions.get(kernel) or self._load(kernel)
-            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-            self._call(
-                "cuLaunchKernel",
-                self._cu.cuLaunchKernel(
-                    function, *grid, threads, 1, 1, 0, self.stream(), ctypes.addressof(pointers), 0
-                ),
-            )
+            result = cu.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        finally:
+            cu.cuCtxPopCurrent()
+        self._call("cuLaunchKernel", result)
 
     def _load(self, kernel: Kernel) -> Any:
         if self.capturing():

@@ -32,8 +32,11 @@ class Kernel:
         return f"{self.name}.cu"
 
 
-def reduction(dtype: torch.dtype, reduce: str) -> Kernel:
-    return Kernel("reduce", (ELEMENTS[dtype], REDUCTIONS[reduce]))
+def reduction(dtype: torch.dtype, reduce: str, even: bool) -> Kernel:
+    """Args:
+    even: of an image whose sides are even at every level of a tile.
+    """
+    return Kernel("reduce", (ELEMENTS[dtype], REDUCTIONS[reduce], *(("EVEN",) if even else ())))
 
 
 def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
@@ -51,7 +54,7 @@ OF_DTYPES = "binomial", "fill", "losses", *SAMPLERS
 def variants() -> list[Kernel]:
     """Every kernel that can be asked for."""
     return [
-        *(reduction(dtype, reduce) for dtype in ELEMENTS for reduce in REDUCTIONS),
+        *(reduction(dtype, reduce, even) for dtype in ELEMENTS for reduce in REDUCTIONS for even in (False, True)),
         *(of_dtype(name, dtype) for name in OF_DTYPES for dtype in ELEMENTS),
         *ALONE,
     ]
