@@ -54,6 +54,11 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+    for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 255u) * (b >> shift & 255u);
+    return sum;
+}
+
 inline float half_to_float(unsigned short bits) {
     int exponent = bits >> 10 & 31, fraction = bits & 1023;
     float size = exponent == 31  ? (fraction ? NAN : INFINITY)

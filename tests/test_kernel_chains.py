@@ -121,6 +121,30 @@ def test_a_chain_is_one_launch(emulated: EmulatedDevice) -> None:
     assert len(emulated.named("launch")) == 2
 
 
+def test_few_launches(emulated: EmulatedDevice) -> None:
+    """A tile gives six levels, or as many as have even sides above them, or three; a block makes what one tile holds."""
+    for size, expected in {
+        (1024, 1024): [(0, 6, True, True)],
+        (8192, 4096): [(0, 6, True, False), (6, 6, True, True)],
+        (224, 224): [(0, 5, True, True)],
+        (1080, 1920): [(0, 3, True, False), (3, 3, False, True)],
+        (1001, 777): [(0, 3, False, False), (3, 3, False, True)],
+        (4097, 4097): [(0, 3, False, False), (3, 6, True, True)],
+        (300, 500): [(0, 2, True, False), (2, 3, False, True)],
+        (63, 5): [(0, 5, False, False)],
+    }.items():
+        sizes = [(max(1, size[0] >> level), max(1, size[1] >> level)) for level in range(max(size).bit_length())]
+        assert chains._rounds(sizes, fours=True) == expected, size
+        unaligned = chains._rounds(sizes, fours=False)
+        assert not unaligned[0][2] and len(unaligned) <= len(expected) + 1
+    emulated.order, emulated.seed = SHUFFLED, 4
+    for dtype in (torch.float32, torch.uint8):
+        for shape in ((1, 600, 520), (2, 515, 1030), (1, 1, 577)):
+            check(noise(1, *shape, dtype=dtype), "mean")
+            check(noise(1, *shape, dtype=dtype), "min")
+    assert len(emulated.named("launch")) > 12
+
+
 def test_fewer_levels(emulated: EmulatedDevice) -> None:
     for levels in range(1, 9):
         check(noise(1, 2, 199, 150, dtype=torch.uint8), "mean", levels=levels)
@@ -202,8 +226,8 @@ def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
     "change",
     [
         ("2 * side.end[k + 1] + side.n[k] % 2", "2 * side.end[k + 1]"),
-        ("return n % 2 ? three(a, b, from.at(y, 2 * x + 2), x, n) : two(a, b)", "return two(a, b)"),
-        ("last_of_group && index + 1 < c.levels", "false"),
+        ("return n % 2 ? three(a, b, from.at(y, 2 * x + 2), shares) : two(a, b)", "return two(a, b)"),
+        ("c.first_wide[index] != NOT_KEPT", "false"),
         ("== tiles - 1", "== tiles - 2"),
     ],
     ids=["no halo", "two taps at odd sides", "unrounded values are not kept", "the last but one finishes"],

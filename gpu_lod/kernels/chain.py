@@ -1,4 +1,4 @@
-"""All levels of a chain in one launch: the memory of reduce.cu."""
+"""All levels of a chain in as few launches as pay: the memory of reduce.cu."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from gpu_lod.kernels.sources import Kernel, reduction
 ALIGNMENT = 256
 """In bytes, of levels in the packed tensor."""
 GROUP = 6
-"""Levels that a tile gives; the sixth, the twelfth, ... are read again by the launch that made them."""
+"""Levels that a tile gives at most."""
+RAGGED_GROUP = 3
+"""That it gives where sides are odd, and the image larger than a tile: the more, the more tiles make twice."""
 TILE = 1 << GROUP
 MOST_LEVELS = 32
 MOST_TEXELS = 2**30
@@ -39,64 +41,85 @@ class Chain(ctypes.Structure):
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
         ("levels", ctypes.c_int),
+        ("base", ctypes.c_int),
+        ("group", ctypes.c_int),
         ("tiles_x", ctypes.c_int),
         ("tiles_y", ctypes.c_int),
+        ("finish", ctypes.c_int),
         ("fours", ctypes.c_int),
     )
+
+
+_NOT_KEPT = 2**64 - 1
 
 
 class _Layout(NamedTuple):
     """What chains of a shape have in common."""
 
-    parameter: bytes
-    """Of the kernel, without addresses."""
-    blocks: int
+    launches: list[tuple[Kernel, int, bytes]]
+    """Each with its blocks and the kernel's parameter, without addresses."""
     elements: int
     """Of the packed tensor."""
     wide: int
     """Of the tensor of unrounded values."""
+    counters: int
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     """Shape, strides and offset of each level in the packed tensor."""
-    ragged: Kernel
-    even: Kernel | None
-    """Where all sides are even and rows begin at a group of four elements."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str) -> _Layout:
+def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool) -> _Layout:
+    """Args:
+    fours: rows of level 0 are whole groups of four elements, and begin where one may.
+    """
     *outer, height, width = shape
     planes, size = math.prod(outer), dtype.itemsize
-    tiles_y, tiles_x = -(-height // TILE), -(-width // TILE)
-    if max(height, width) > MOST_TEXELS or planes * tiles_y * tiles_x > MOST_BLOCKS:
+    sizes = [(max(1, height >> level), max(1, width >> level)) for level in range(levels)]
+    tiles = [(-(-h // TILE), -(-w // TILE)) for h, w in sizes]
+    if max(height, width) > MOST_TEXELS or planes * math.prod(tiles[0]) > MOST_BLOCKS:
         raise LimitError(
             f"the image is {width} x {height} in {planes} planes, which is more than a CUDA launch covers "
             f"({MOST_TEXELS} texels a side, {MOST_BLOCKS} tiles of {TILE} x {TILE}). Use a smaller batch."
         )
-    made = Chain(height=height, width=width, levels=levels, tiles_x=tiles_x, tiles_y=tiles_y)
-    end = wide = 0
-    views = []
-    for level in range(1, levels):
-        h, w = max(1, height >> level), max(1, width >> level)
+    made = Chain(height=height, width=width, levels=levels, fours=fours)
+    end, views = 0, []
+    for level, (h, w) in enumerate(sizes[1:], start=1):
         made.first[level] = end // size
         strides = [w, 1]
         for n in (h, *outer[:0:-1]):
             strides.insert(0, strides[0] * n)
         views.append(((*outer, h, w), tuple(strides), end // size))
         end += -(-planes * h * w * size // ALIGNMENT) * ALIGNMENT
-        if level % GROUP == 0 and level < levels - 1 and reduce == "mean" and dtype != torch.float32:
-            made.first_wide[level] = wide
-            wide += planes * h * w
-    group = min(levels - 1, GROUP)
-    even = group > 1 and not (height | width) % (1 << group)
-    return _Layout(
-        bytes(made),
-        planes * tiles_y * tiles_x,
-        end // size,
-        wide,
-        views,
-        reduction(dtype, reduce, False),
-        reduction(dtype, reduce, True) if even else None,
-    )
+    rounds = _rounds(sizes, fours)
+    wide = 0
+    made.first_wide[:] = [_NOT_KEPT] * MOST_LEVELS
+    if reduce == "mean" and dtype != torch.float32:
+        for base, group, _, _ in rounds:
+            if base + group < levels - 1:  # it is read again
+                made.first_wide[base + group] = wide
+                wide += planes * math.prod(sizes[base + group])
+    launches = []
+    for base, group, even, finish in rounds:
+        made.base, made.group, made.finish = base, group, finish
+        made.tiles_y, made.tiles_x = tiles[base]
+        launches.append((reduction(dtype, reduce, even), planes * math.prod(tiles[base]), bytes(made)))
+    return _Layout(launches, end // size, wide, planes if rounds[-1][-1] else 0, views)
+
+
+def _rounds(sizes: list[tuple[int, int]], fours: bool) -> list[tuple[int, int, bool, bool]]:
+    """(base, levels that tiles of it give, whether all sides are even, whether a block finishes the chain) of each
+    launch."""
+    base, result = 0, []
+    while base < len(sizes) - 1:
+        left, (h, w) = len(sizes) - 1 - base, sizes[base]
+        group = min(left, GROUP, ((h | w) & -(h | w)).bit_length() - 1)
+        even = group > 1 and (fours or base > 0)
+        if not even:
+            group = min(left, RAGGED_GROUP if max(h, w) > TILE else GROUP)
+        finish = left > group and max(sizes[base + group]) <= TILE
+        result.append((base, group, even, finish))
+        base = len(sizes) if finish else base + group
+    return result
 
 
 class _Counters:
@@ -139,22 +162,22 @@ def chain(device: Device, image: torch.Tensor, levels: int, reduce: str) -> list
     """
     if levels == 1:
         return []
-    layout = _layout(image.shape, levels, image.dtype, reduce)
-    made = Chain.from_buffer_copy(layout.parameter)
-    packed = torch.empty(layout.elements, dtype=image.dtype, device=image.device)
-    keep: list[torch.Tensor] = []  # until the launch is queued
-    if levels - 1 > GROUP:
-        planes = math.prod(image.shape[:-2])
-        made.finished = _zeros(device, planes)
-        if not made.finished:
-            keep.append(torch.zeros(planes, dtype=torch.int32, device=image.device))
-            made.finished = keep[-1].data_ptr()
-        if layout.wide:
-            keep.append(torch.empty(layout.wide, dtype=torch.float32, device=image.device))
-            made.wide = keep[-1].data_ptr()
     source = image.data_ptr()
-    made.source, made.packed = source, packed.data_ptr()
-    made.fours = image.shape[-1] % 4 == 0 and source % (4 * image.dtype.itemsize) == 0
-    kernel = layout.even if layout.even is not None and made.fours else layout.ragged
-    device.launch(kernel, (layout.blocks, 1, 1), THREADS, made)
+    fours = image.shape[-1] % 4 == 0 and source % (4 * image.dtype.itemsize) == 0
+    layout = _layout(image.shape, levels, image.dtype, reduce, fours)
+    packed = torch.empty(layout.elements, dtype=image.dtype, device=image.device)
+    finished = wide = 0
+    keep: list[torch.Tensor] = []  # until all is queued
+    if layout.counters:
+        finished = _zeros(device, layout.counters)
+        if not finished:
+            keep.append(torch.zeros(layout.counters, dtype=torch.int32, device=image.device))
+            finished = keep[-1].data_ptr()
+    if layout.wide:
+        keep.append(torch.empty(layout.wide, dtype=torch.float32, device=image.device))
+        wide = keep[-1].data_ptr()
+    for kernel, blocks, parameter in layout.launches:
+        made = Chain.from_buffer_copy(parameter)
+        made.source, made.packed, made.finished, made.wide = source, packed.data_ptr(), finished, wide
+        device.launch(kernel, (blocks, 1, 1), THREADS, made)
     return [packed.as_strided(*view) for view in layout.views]

@@ -9,9 +9,18 @@ __device__ __forceinline__ Value two(Value a, Value b) { return 0.5f * a + 0.5f 
 
 // Output i of an odd side n = 2 m + 1: the polyphase box filter of Guthe and Heckbert, weights (m - i, m, i + 1) / n.
 // The middle one is what the others leave of 1, so that a constant stays one.
-__device__ __forceinline__ Value three(Value a, Value b, Value c, int i, int n) {
-    float part = 1.0f / (float)n, first = (float)(n / 2 - i) * part, last = (float)(i + 1) * part;
-    return first * a + (1.0f - first - last) * b + last * c;
+struct Shares {
+    float first, middle, last;
+};
+__device__ __forceinline__ Shares shares(int i, int n, float part) {  // part: 1 / n
+    Shares s;
+    s.first = (float)(n / 2 - i) * part;
+    s.last = (float)(i + 1) * part;
+    s.middle = 1.0f - s.first - s.last;
+    return s;
+}
+__device__ __forceinline__ Value three(Value a, Value b, Value c, const Shares& s) {
+    return s.first * a + s.middle * b + s.last * c;
 }
 
 #ifndef FLOAT32
