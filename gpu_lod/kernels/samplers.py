@@ -18,7 +18,7 @@ from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.kernels.textures import Source
 
 _ROWS = THREADS // 32
-"""That a block of foveation makes."""
+"""Of samples that a block makes, 32 in each."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
 
@@ -150,7 +150,7 @@ def log_polar(
             layers=count,
             border_zero=border_zero,
         )
-        grid = (-(-samples // THREADS), min(count, MOST_ROWS), 1)
+        grid = (-(-len(wedges) // 32) * -(-len(rings) // _ROWS), min(count, MOST_ROWS), 1)
         if isinstance(read, Levels):
             _launch(source, "log_polar_of_levels", grid, LogPolarOfLevels(read, where))
         else:
