@@ -13,10 +13,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def _fewer_bits() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
 @contextlib.contextmanager
 def full() -> Iterator[None]:
     """No autocast."""
-    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+    if not _fewer_bits():
         yield
         return
     # Of both, whichever is on: torch.compile cannot follow a choice among contexts.
@@ -29,6 +33,8 @@ def in_full(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _fewer_bits():  # as `full`, in less time
+            return function(*args, **kwargs)
         with full():
             return function(*args, **kwargs)
 

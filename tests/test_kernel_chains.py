@@ -122,7 +122,7 @@ def test_a_chain_is_one_launch(emulated: EmulatedDevice) -> None:
 
 
 def test_few_launches(emulated: EmulatedDevice) -> None:
-    """A tile gives six levels, or as many as have even sides above them, or three; a block makes what one tile holds."""
+    """A tile gives six levels, or as many as have even sides above them, or three; a block makes what a tile holds."""
     for size, expected in {
         (1024, 1024): [(0, 6, True, True)],
         (8192, 4096): [(0, 6, True, False), (6, 6, True, True)],

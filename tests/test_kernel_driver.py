@@ -135,6 +135,7 @@ def cu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(driver, "_raw_stream", None)
     monkeypatch.setattr(driver, "capturing", lambda _: bool(found.capturing))
     yield found
     assert found.depth == 0 and found.mode == "global", "the context or the mode was not put back"

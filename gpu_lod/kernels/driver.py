@@ -43,6 +43,10 @@ _NOT_FOR_THIS_GPU = (200, 209)
 """Machine code that is damaged, or made for another architecture."""
 
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""What torch's own compiler asks for the stream, without an object around it."""
+
+
 def error(code: int, name: str, where: str) -> GpuLodError:
     """The named error for CUDA's `code` (`name` is CUDA's own) met in `where`, with what to do about it."""
     kind = cuda_errors.known().get(code)
@@ -109,6 +113,8 @@ class CudaDevice:
         return capturing(self.torch_device)
 
     def stream(self) -> int:
+        if _raw_stream is not None:
+            return int(_raw_stream(self._ordinal))
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
 
     def record(self) -> Event:

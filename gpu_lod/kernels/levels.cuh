@@ -5,8 +5,15 @@
 
 #define MOST_LEVELS 32
 
+// Texels of a level to a pixel, along one side: in double, and as what fp32 holds of it and the rest.
+struct Steps {
+    double whole[MOST_LEVELS];
+    float near[MOST_LEVELS], rest[MOST_LEVELS];
+};
+
 struct Levels {
     const void* level[MOST_LEVELS];  // each [layers, channels, h, w]
+    Steps x, y;
     int height, width, last;         // last: level
     int stored;                      // 0 uint8, 1 float16, 2 bfloat16, 3 float32
 };
@@ -29,8 +36,8 @@ struct Between {
 };
 
 // In double: of a large picture's pixels fp32 leaves too little behind the point.
-__device__ __forceinline__ Between between(double pixel, int side, int texels) {
-    double at = pixel * ((double)texels / (double)side) - 0.5;
+__device__ __forceinline__ Between between(double pixel, const Steps& steps, int level, int texels) {
+    double at = pixel * steps.whole[level] - 0.5;
     at = fmin(fmax(at, 0.0), (double)(texels - 1));
     Between b;
     b.first = (int)at;
@@ -40,13 +47,13 @@ __device__ __forceinline__ Between between(double pixel, int side, int texels) {
 }
 
 // The same of what fp32 holds exactly, a pixel's centre, for GPUs that are slow in double.
-__device__ __forceinline__ Between between(float pixel, int side, int texels) {
-    float step = (float)texels / (float)side, rest = fmaf(-step, (float)side, (float)texels) / (float)side;
+__device__ __forceinline__ Between between(float pixel, const Steps& steps, int level, int texels) {
+    float step = steps.near[level];
     float at = fminf(fmaxf(fmaf(pixel, step, -0.5f), 0.0f), (float)(texels - 1));
     Between b;
     b.first = (int)at;
     // From the first texel's centre, which takes what `at` was rounded by.
-    b.share = fmaf(pixel, step, -((float)b.first + 0.5f)) + pixel * rest;
+    b.share = fmaf(pixel, step, -((float)b.first + 0.5f)) + pixel * steps.rest[level];
     if (b.share < 0.0f && b.first > 0) b.first -= 1, b.share += 1.0f;
     b.second = b.first + 1 < texels ? b.first + 1 : b.first;
     b.share = b.second == b.first ? 0.0f : fminf(fmaxf(b.share, 0.0f), 1.0f);
@@ -67,19 +74,21 @@ template <class Place> __device__ __forceinline__ Level seen(const Levels& p, in
     Level l;
     l.height = p.height >> level > 0 ? p.height >> level : 1;
     l.width = p.width >> level > 0 ? p.width >> level : 1;
-    l.x = between(x, p.width, l.width);
-    l.y = between(y, p.height, l.height);
+    l.x = between(x, p.x, level, l.width);
+    l.y = between(y, p.y, level, l.height);
     return l;
 }
 
 __device__ __forceinline__ float bilinear(const Levels& p, int level, const Level& l, unsigned long long plane) {
-    unsigned long long first = (plane * l.height + l.y.first) * l.width, second = (plane * l.height + l.y.second) * l.width;
     const void* from = p.level[level];
-    float upper = loaded(from, first + l.x.first, p.stored), lower = upper;
-    if (l.x.share != 0.0f) upper = mixed(upper, loaded(from, first + l.x.second, p.stored), l.x.share);
+    unsigned long long area = (unsigned long long)(unsigned)l.height * (unsigned)l.width;
+    unsigned long long begin = plane * area + (unsigned long long)(unsigned)l.y.first * (unsigned)l.width;
+    float upper = loaded(from, begin + l.x.first, p.stored), lower = upper;
+    if (l.x.share != 0.0f) upper = mixed(upper, loaded(from, begin + l.x.second, p.stored), l.x.share);
     if (l.y.share == 0.0f) return upper;
-    lower = loaded(from, second + l.x.first, p.stored);
-    if (l.x.share != 0.0f) lower = mixed(lower, loaded(from, second + l.x.second, p.stored), l.x.share);
+    begin += l.y.second == l.y.first ? 0 : l.width;
+    lower = loaded(from, begin + l.x.first, p.stored);
+    if (l.x.share != 0.0f) lower = mixed(lower, loaded(from, begin + l.x.second, p.stored), l.x.share);
     return mixed(upper, lower, l.y.share);
 }
 

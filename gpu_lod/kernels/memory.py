@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,11 +13,32 @@ from gpu_lod.kernels.device import Device
 from gpu_lod.kernels.sources import ELEMENTS
 
 
+class Steps(ctypes.Structure):
+    """Texels of a level to a pixel, along one side: levels.cuh."""
+
+    _fields_ = (
+        ("whole", ctypes.c_double * MOST_LEVELS),
+        ("near", ctypes.c_float * MOST_LEVELS),
+        ("rest", ctypes.c_float * MOST_LEVELS),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def steps(side: int) -> Steps:
+    """Of all levels of an image's side."""
+    whole = [max(1, side >> level) / side for level in range(MOST_LEVELS)]
+    near = (ctypes.c_float * MOST_LEVELS)(*whole)
+    rest = (ctypes.c_float * MOST_LEVELS)(*(exact - rounded for exact, rounded in zip(whole, near, strict=True)))
+    return Steps((ctypes.c_double * MOST_LEVELS)(*whole), near, rest)
+
+
 class Levels(ctypes.Structure):
     """Where levels are and how large: levels.cuh."""
 
     _fields_ = (
         ("level", ctypes.c_void_p * MOST_LEVELS),
+        ("x", Steps),
+        ("y", Steps),
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
         ("last", ctypes.c_int),
@@ -51,6 +73,8 @@ class Memory(Stack):
     def addresses(self) -> Levels:
         return Levels(
             level=(ctypes.c_void_p * MOST_LEVELS)(*(level.data_ptr() for level in self._levels)),
+            x=steps(self.width),
+            y=steps(self.height),
             height=self.height,
             width=self.width,
             last=self.levels - 1,

@@ -19,6 +19,8 @@ from gpu_lod.kernels.textures import Source
 
 _ROWS = THREADS // 32
 """Of samples that a block makes, 32 in each."""
+MOST_AT_ONCE = 2**11
+"""Patches that are begun at once: as many as a large GPU has room for."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
 
@@ -90,6 +92,7 @@ class Wanted(ctypes.Structure):
         ("scale", ctypes.c_float * 4),
         ("offset", ctypes.c_float * 4),
         ("budget", ctypes.c_uint32),
+        ("all", ctypes.c_uint32),
         ("patch", ctypes.c_int),
         ("channels", ctypes.c_int),
         ("border_zero", ctypes.c_int),
@@ -226,11 +229,12 @@ def patches(
             scale=(ctypes.c_float * 4)(*(unit * value for value in scale)),
             offset=(ctypes.c_float * 4)(*offset),
             budget=budget,
+            all=count * budget,
             patch=patch,
             channels=source.channels,
             border_zero=border_zero,
         )
-        grid = (count * budget, min(-(-area // threads), MOST_ROWS), 1)
+        grid = (min(count * budget, MOST_AT_ONCE), min(-(-area // threads), MOST_ROWS), 1)
         if isinstance(read, Levels):
             _launch(source, "patches_of_levels", grid, PatchesOfLevels(read, wanted), dtype, threads)
         else:
