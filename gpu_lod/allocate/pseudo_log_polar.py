@@ -96,8 +96,10 @@ class PseudoLogPolar(Learned):
         # In units of the mean distance between neighbours of K even centres; and the root has a slope at 0.
         density = self.budget * max(height, width) ** 2 / (height * width)
         apart = (distances(scene, centres.float()) * density + 1e-12).sqrt()
-        temperature = self.temperatures[0 if self.training else 1]
-        return centres.float(), (apart / -temperature).log_softmax(1)
+        near = apart / -self.temperatures[0 if self.training else 1]
+        # CUDA's softmax over what does not come last has a thread for each patch of an image: too few.
+        shares = near.log_softmax(1) if checks.on_host(near) else near - near.logsumexp(1, keepdim=True)
+        return centres.float(), shares
 
 
 def _start(count: int, inside: int, sigma: float) -> torch.Tensor:
