@@ -10,6 +10,7 @@ from images import DTYPES, noise
 
 import gpu_lod as lod
 from gpu_lod import by_kernel
+from gpu_lod.allocate.frequency_aware import given_away, served
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.salient_cells import saliency_cells
@@ -51,6 +52,14 @@ def test_shares(strata: int) -> None:
         total = 2 * strata // 3 + 1
         found = shared_out(weight.cuda(), room.cuda(), total, least).cpu()
         assert torch.equal(found, shared_out(weight, room, total, least))
+
+
+def test_served() -> None:
+    for patches in (20, 4096):
+        worth = torch.rand(3, 4, patches) ** 3
+        counts = torch.tensor([[patches // 2, 3, 0, 1], [2, 2, 2, patches - 6], [1, 0, 0, 0]])
+        taken = given_away(worth, counts, patches)
+        assert torch.equal(served(worth.cuda(), counts.cuda()).cpu(), taken)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,10 +13,11 @@ from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
 from gpu_lod.allocate.fixations import peaks_of
+from gpu_lod.allocate.frequency_aware import given_away, served
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import LimitError
-from gpu_lod.kernels import choosing, device
+from gpu_lod.kernels import choosing, device, sources
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the emulator")
 
@@ -119,6 +120,55 @@ def test_shares(emulated: EmulatedDevice, order: int) -> None:
             found, expected = both(partial(shared_out, weight, room, total, least), emulated, "shares")
             assert torch.equal(found, expected), (weight, room, total, least)
             assert bool((found.sum(1) == torch.as_tensor(total)).all())
+
+
+def wishes(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What bands ask for, and how much each gets."""
+    generator = torch.Generator().manual_seed(turn)
+
+    def below(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator)
+
+    batch, bands, patches = int(below(3, 1)) + 1, turn % 8 + 1, (1, 5, 60, 300, 700)[turn % 5]
+    worth = torch.rand(batch, bands, patches, generator=generator) ** (1 + 3 * (turn % 2))
+    if turn % 3 == 0:
+        worth = (worth * 3).round()
+    if turn % 4 == 0:
+        worth[:, 0] += 1  # all of the best pairs are one band's
+    room = torch.full((batch, bands), patches)
+    weight = torch.rand(batch, bands, dtype=torch.float64, generator=generator) * below(3, batch, bands)
+    return worth, shared_out(weight, room, int(below(patches + 1, 1)), least=0)
+
+
+@ORDERS
+def test_served(emulated: EmulatedDevice, order: int) -> None:
+    for turn in range(60):
+        worth, counts = wishes(turn)
+        emulated.order, emulated.seed = order, turn
+        found, expected = both(partial(served, worth, counts), emulated, "served")
+        assert torch.equal(found, expected), turn
+        assert torch.equal(found, given_away(worth, counts, int(counts.sum(1).max()))), turn
+
+
+@pytest.mark.parametrize("which", range(sources.texts()["served.cu"].count("__syncthreads();")))
+def test_every_barrier_of_served_is_needed(emulated: EmulatedDevice, which: int) -> None:
+    parts = sources.texts()["served.cu"].split("__syncthreads();")
+    before = parts[which][-60:]
+    emulated.changes = ((before + "__syncthreads();", before),)
+    with pytest.raises(AssertionError):
+        for turn, emulated.order in enumerate((0, DESCENDING, SHUFFLED, DESCENDING, SHUFFLED) * 12):
+            worth, counts = wishes(turn)
+            emulated.seed = turn
+            found, expected = both(partial(served, worth, counts), emulated, "served")
+            assert torch.equal(found, expected)
+
+
+def test_more_bands_than_a_block_has_room_for(emulated: EmulatedDevice) -> None:
+    worth, counts = torch.rand(1, 9, 20), torch.full((1, 9), 2)
+    taken = given_away(worth, counts, 18)
+    assert torch.equal(served(worth, counts), taken)
+    with pytest.raises(LimitError, match="9 bands of 20 patches"):
+        choosing.served(device.device_of(worth), torch.arange(180)[None], counts)
 
 
 def test_a_missing_barrier_is_noticed(emulated: EmulatedDevice) -> None:

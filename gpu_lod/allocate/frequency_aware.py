@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
 from gpu_lod.allocate.stratified import shared_out
@@ -16,6 +16,8 @@ from gpu_lod.cached import numbers
 from gpu_lod.dispatch import Backend
 from gpu_lod.errors import InputError
 from gpu_lod.gaussian import gaussian
+from gpu_lod.kernels import choosing
+from gpu_lod.kernels import device as kernels
 from gpu_lod.oriented_energy import oriented_energy
 
 _OF = 273
@@ -139,6 +141,10 @@ def served(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     band."""
     bands, patches = worth.shape[1:]
     order = torch.sort(worth.flatten(1), dim=1, descending=True, stable=True).indices
+    if by_kernel.usable(order, counts):
+        taken = by_kernel.attempt(order.device, lambda: choosing.served(kernels.device_of(order), order, counts))
+        if taken is not None:
+            return taken
     pairs = torch.arange(bands * patches, device=worth.device)
     rank = torch.empty_like(order).scatter(1, order, pairs.expand_as(order)).view_as(worth)
     band = order // patches == torch.arange(bands, device=worth.device)[:, None, None]  # [S, B, S * N]

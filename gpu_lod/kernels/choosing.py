@@ -1,5 +1,5 @@
 """What allocators repeat until it is done, which a GPU would be waited for or given many small launches for: memory and
-launches of amounts.cu, peaks.cu and shares.cu."""
+launches of amounts.cu, peaks.cu, served.cu and shares.cu."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels.device import THREADS, Device
-from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SHARES
+from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SERVED, SHARES
 
 MOST_CELLS = 2**16
 """Of a map, for which a block is not too slow."""
-
-
 MOST_STRATA = 2**12
 """Each of which is compared with all others."""
+MOST_BANDS = 8
+"""For which a block has room."""
 
 
 class Amounts(ctypes.Structure):
@@ -49,6 +49,19 @@ class Peaks(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
         ("count", ctypes.c_int),
+    )
+
+
+class Served(ctypes.Structure):
+    """The parameter of served.cu."""
+
+    _fields_ = (
+        ("order", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("rank", ctypes.c_void_p),
+        ("taken", ctypes.c_void_p),
+        ("bands", ctypes.c_int),
+        ("patches", ctypes.c_int),
     )
 
 
@@ -131,6 +144,35 @@ def peaks(
     )
     device.launch(PEAKS, (maps, 1, 1), THREADS, parameters)
     return points
+
+
+def served(device: Device, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Where [B, N] the patches are that bands get, `counts` [B, S] each, int64: as `given_away` has it.
+
+    Args:
+        order: pairs [B, S * N] from the best on, int64, band * N + patch each.
+
+    Raises:
+        LimitError: more bands, or patches, than a block is to go through.
+    """
+    (images, bands), patches = counts.shape, order.shape[1] // counts.shape[1]
+    if bands > MOST_BANDS or patches > MOST_CELLS:
+        raise LimitError(
+            f"{bands} bands of {patches} patches are more than a block takes ({MOST_BANDS} of {MOST_CELLS})."
+        )
+    order, counts = order.contiguous(), counts.contiguous()
+    rank = torch.empty_like(order, dtype=torch.int32)
+    taken = torch.empty((images, patches), dtype=torch.bool, device=order.device)
+    parameters = Served(
+        order=order.data_ptr(),
+        counts=counts.data_ptr(),
+        rank=rank.data_ptr(),
+        taken=taken.data_ptr(),
+        bands=bands,
+        patches=patches,
+    )
+    device.launch(SERVED, (images, 1, 1), THREADS, parameters)
+    return taken
 
 
 def shares(

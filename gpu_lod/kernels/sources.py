@@ -44,7 +44,9 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-ALONE = AMOUNTS, PEAKS, SALIENT, SHARES = tuple(Kernel(name, ()) for name in ("amounts", "peaks", "salient", "shares"))
+ALONE = AMOUNTS, PEAKS, SALIENT, SERVED, SHARES = tuple(
+    Kernel(name, ()) for name in ("amounts", "peaks", "salient", "served", "shares")
+)
 """Those that know fp32 alone."""
 
 SAMPLERS = tuple(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
