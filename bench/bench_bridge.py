@@ -1,6 +1,6 @@
 """What it costs to share memory between CUDA and OpenGL, and what it gains.
 
-- cost: unmapping and mapping 1 to 8 buffers in one call each, by themselves.
+- cost: unmapping and mapping 1 to 8 buffers in one call each, by themselves: what it takes the CPU and the GPU.
 - share: the same inside a verb, and its share of the verb's time.
 - end to end: a mip chain from CUDA tensor to CUDA tensors, against the way through the host and against torch.
 - uploads: pyramids to textures by the library's shader pass, and by copies into the texture's own memory.
@@ -47,6 +47,22 @@ SHARE_SIDES, SIDES, UPLOAD_SIDES = (224, 1024, 2048, 4096), (1024, 2048, 4096), 
 CHANNELS = (1, 3, 4)
 SMALL_CALLS = 10**5
 
+_MICROSECONDS = {"type": "number", "minimum": 0}
+_COST: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["error"]},
+        {
+            "required": [
+                "calls", "p50_us", "p99_us", "unmap_p50_us", "unmap_p99_us", "map_p50_us", "map_p99_us", "cpu_us",
+                "with_synchronise_p50_us", "with_synchronise_p99_us", "back_to_back_p50_us", "back_to_back_p99_us",
+                "met",
+            ],
+        },
+    ],
+    "patternProperties": {"_us$": _MICROSECONDS},
+}  # fmt: skip
+"""What `bridge_cost.cost` finds, `gpu_us` on a CUDA device alone."""
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["schema", "experiment", "device", "gl_renderer", "driver", "targets", "seconds", *SHARES],
@@ -61,6 +77,7 @@ SCHEMA: dict[str, Any] = {
                     "required": ["name"],
                     "properties": {"name": {"type": "string"}, "error": {"type": "string", "minLength": 1}},
                     "minProperties": 2,
+                    **(_COST if part == "cost" else {}),
                 },
             }
             for part in SHARES
@@ -358,9 +375,10 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     says = []
     for entry in result["cost"]:
         if "p50_us" in entry:
+            gpu = f", GPU {entry['gpu_us']:.1f} us" if "gpu_us" in entry else ""
             says.append(
                 f"map and unmap of {entry['name']}: p50 {entry['p50_us']:.1f} us (target {TARGETS['p50_us']:g}), "
-                f"p99 {entry['p99_us']:.1f} us (target {TARGETS['p99_us']:g}), CPU {entry['cpu_us']:.1f} us"
+                f"p99 {entry['p99_us']:.1f} us (target {TARGETS['p99_us']:g}), CPU {entry['cpu_us']:.1f} us{gpu}"
             )
     for entry in result["share"]:
         if "share" in entry:

@@ -62,8 +62,16 @@ class Pairs:
         self.handles = [buffer.handle for buffer in self.buffers]
         self.unmaps: list[float] = []
         self.maps: list[float] = []
+        self.cpu = 0.0
+        """Seconds of this thread's CPU time, of all of them."""
+
+    def clear(self) -> None:
+        self.unmaps.clear()
+        self.maps.clear()
+        self.cpu = 0.0
 
     def once(self) -> None:
+        cpu = time.thread_time()
         start = time.perf_counter()
         self.driver.unmap(self.handles, self.stream)
         middle = time.perf_counter()
@@ -73,46 +81,74 @@ class Pairs:
             for buffer in self.buffers:  # the bridge maps them when the verb ends
                 buffer.mapped = False
             raise
+        end = time.perf_counter()
+        self.cpu += time.thread_time() - cpu
         self.unmaps.append(middle - start)
-        self.maps.append(time.perf_counter() - middle)
+        self.maps.append(end - middle)
+
+    def both(self) -> list[float]:
+        """Seconds of each pair."""
+        return [unmap + map_ for unmap, map_ in zip(self.unmaps, self.maps, strict=True)]
 
     def addresses(self) -> list[int]:
         return [self.driver.address(handle)[0] for handle in self.handles]
 
 
 def cost(rig: Rig, count: int, nbytes: int, seconds: float) -> dict[str, Any]:
-    """Of one unmap and one map of `count` buffers."""
+    """Of one unmap and one map of `count` buffers.
+
+    The calls cost the CPU `p50_us`, and the GPU `gpu_us`, part of it before a verb's shaders begin and the rest after
+    they end: it changes from its CUDA context to that of OpenGL, and back.
+
+    - p50_us, p99_us, unmap_*, map_*, met: what the calls take, the GPU idle before them, as it is where every result is
+      awaited. cpu_us is the thread's CPU time of it, in the mean.
+    - with_synchronise_*: the same until the GPU has done its part.
+    - back_to_back_*: what the calls take without a wait between pairs. Where they take the GPU longer than the CPU,
+      they fill its queue, and calls wait there for pairs before them.
+    - gpu_us: what a pair takes on the GPU's own clock, in the mean. Absent where there is no CUDA device.
+    """
     bridge = rig.bridge
     with rig.ctx.active(device=rig.device):
         leases = [bridge.lease(nbytes) for _ in range(count)]
         pairs = Pairs(bridge, leases)
         repeat(pairs.once, 0, 20, 20)
         before = pairs.addresses()
-        pairs.unmaps.clear()
-        pairs.maps.clear()
-        cpu = time.thread_time()
-        calls = repeat(pairs.once, seconds / 2, 100, 4000)
-        cpu = time.thread_time() - cpu
-        both = [unmap + map_ for unmap, map_ in zip(pairs.unmaps, pairs.maps, strict=True)]
-        unmaps, maps = list(pairs.unmaps), list(pairs.maps)
+        rig.watch.synchronize()
+        pairs.clear()
         waited: list[float] = []
-        repeat(lambda: waited.append(wall_ms(pairs.once, rig.watch) * 1e-3), seconds / 2, 50, 2000)
+        calls = repeat(lambda: waited.append(wall_ms(pairs.once, rig.watch) * 1e-3), seconds / 2, 100, 4000)
         found: dict[str, Any] = {
             "buffers": count,
             "bytes": nbytes,
             "calls": calls,
-            **p50_p99(both),
-            **p50_p99(unmaps, "unmap_"),
-            **p50_p99(maps, "map_"),
-            "cpu_us": round(cpu / calls * 1e6, 3),
+            **p50_p99(pairs.both()),
+            **p50_p99(pairs.unmaps, "unmap_"),
+            **p50_p99(pairs.maps, "map_"),
+            "cpu_us": round(pairs.cpu / calls * 1e6, 3),
             **p50_p99(waited, "with_synchronise_"),
-            "moved": pairs.addresses() != before,
         }
+        pairs.clear()
+        repeat(pairs.once, seconds / 4, 50, 2000)
+        found |= p50_p99(pairs.both(), "back_to_back_")
+        rig.watch.synchronize()
+        if rig.device.type == "cuda":
+            found["gpu_us"] = gpu_us(pairs.once, rig.watch)
+        found["moved"] = pairs.addresses() != before
         found["met"] = found["p50_us"] <= P50_US and found["p99_us"] <= P99_US
         for buffer in pairs.buffers:
             bridge._locate(buffer)  # should one have moved
         del leases
     return found
+
+
+def gpu_us(once: Callable[[], None], watch: Stopwatch, calls: int = 100) -> float:
+    """Microseconds of a call on the device's clock, the mean of some that are queued one behind the other."""
+
+    def all_of_them() -> None:
+        for _ in range(calls):
+            once()
+
+    return round(watch.device_ms(all_of_them, 1)[0] * 1e3 / calls, 3)
 
 
 class TimedDriver:

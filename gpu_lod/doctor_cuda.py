@@ -7,7 +7,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from gpu_lod.context import Context, _registry
 from gpu_lod.doctor import Finding, advice, has_driver, look, round_trip, safely
 from gpu_lod.errors import GLUnavailableError, InputError
 
-_HAND_OVERS, _WARM_UP = 1000, 50
+_HAND_OVERS, _WARM_UP, _QUEUED = 1000, 50, 100
 _SLOW_P50, _SLOW_P99 = 30.0, 150.0
 """Microseconds for unmap and map; less is usual."""
 
@@ -202,18 +202,26 @@ def _bridges_kept() -> Iterator[None]:
 
 
 def _hand_over(name: str, ctx: Context, bridge: InteropBridge) -> Iterator[Finding]:
+    """What unmap and map take the CPU, the GPU idle before them as it is where every result is awaited: in a queue that
+    is full they would wait for those before them. And what they take the GPU."""
     times = []
     with ctx.active(device=bridge.device):
         lease = bridge.lease(2**16)
         buffer = lease.item
         driver, stream = bridge.driver, bridge.driver.stream()
-        for _ in range(_WARM_UP + _HAND_OVERS):
-            start = perf_counter_ns()
+
+        def once() -> None:
             driver.unmap([buffer.handle], stream)
             buffer.mapped = False  # should map fail, the bridge maps it when the block ends
             driver.map([buffer.handle], stream)
             buffer.mapped = True
+
+        for _ in range(_WARM_UP + _HAND_OVERS):
+            driver.synchronize()
+            start = perf_counter_ns()
+            once()
             times.append((perf_counter_ns() - start) / 1000)
+        on_gpu = _on_gpu(once, bridge.device)
         bridge.give_to_gl(buffer, 0)  # so that the bridge maps it, and sees whether it has moved
         driver.mark()
     p50, p99 = (percentile(times[_WARM_UP:], q) for q in (50, 99))
@@ -222,7 +230,8 @@ def _hand_over(name: str, ctx: Context, bridge: InteropBridge) -> Iterator[Findi
         name,
         "warn" if slow else "ok",
         f"p50 {p50:.1f} us, p99 {p99:.1f} us over {_HAND_OVERS} hand-overs of a buffer"
-        + (f"; at most {_SLOW_P50:g} and {_SLOW_P99:g} are usual" if slow else ""),
+        + (f"; at most {_SLOW_P50:g} and {_SLOW_P99:g} are usual" if slow else "")
+        + ("" if on_gpu is None else f"; for each the GPU takes {on_gpu:.3g} us to change between CUDA and OpenGL"),
         "unset CUDA_LAUNCH_BLOCKING, stop other work on this GPU and CPU and measure again; give verbs whole batches, "
         "since each hands over once"
         if slow
@@ -235,6 +244,43 @@ def _hand_over(name: str, ctx: Context, bridge: InteropBridge) -> Iterator[Findi
             "none stands behind all streams (cuCtxRecordEvent), so the host waits for the GPU whenever a result died",
             "update the NVIDIA driver and cuda-bindings to CUDA 12.5 or newer",
         )
+
+
+def _on_gpu(once: Callable[[], None], device: torch.device) -> float | None:
+    """Microseconds of one on the GPU's own clock, the mean of some that are queued; or None where it cannot be had."""
+    before = _event(device, busy=True)
+    if before is None:
+        return None
+    for _ in range(_QUEUED):
+        once()
+    behind = _event(device)
+    if behind is None:
+        return None
+    try:
+        behind.synchronize()
+        return float(before.elapsed_time(behind)) * 1000 / _QUEUED
+    except Exception:  # an extra: it fails no finding
+        return None
+
+
+def _event(device: torch.device, busy: bool = False) -> torch.cuda.Event | None:
+    """One on torch's current stream, or None.
+
+    Args:
+        busy: give the GPU some milliseconds of work before it, in which the host queues what follows: on an idle GPU
+            the time up to the next event is the host's, where that takes longer.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        with torch.cuda.device(device):
+            if busy:
+                torch.cuda._sleep(10**7)
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return event
+    except Exception:  # no finding may fail for it
+        return None
 
 
 def percentile(values: Sequence[float], q: float) -> float:

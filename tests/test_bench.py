@@ -1132,9 +1132,56 @@ def test_pairs_leave_all_buffers_mapped(bench: bench_bridge.Bench) -> None:
     assert fake.mapped == set(fake.resources) and len(fake.resources) == 3
     assert found["calls"] >= 100 and found["buffers"] == 3 and not found["moved"]
     assert found["p50_us"] <= found["p99_us"] and found["cpu_us"] > 0
+    assert "gpu_us" not in found, "there is none"
     names = fake.names()
     assert names.count("map") - 3 == names.count("unmap"), "each was mapped when it was made"
     assert {len(call[1]) for call in fake.calls if call[0] == "unmap"} == {3}, "all in one call"
+
+
+class Queue:
+    """Stands for a GPU whose queue is full from the second pair on: then unmap waits, until somebody synchronises."""
+
+    def __init__(self, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.unmap = fake.unmap
+        self.filled = 0
+        monkeypatch.setattr(fake, "unmap", self.unmapped)
+
+    def unmapped(self, handles: Any, stream: int) -> None:
+        if self.filled:
+            time.sleep(0.004)
+        self.filled += 1
+        self.unmap(handles, stream)
+
+    def synchronize(self) -> None:
+        end = time.thread_time() + 0.002
+        while time.thread_time() < end:
+            pass
+        self.filled = 0
+
+    def device_ms(self, side: Callable[[], object], calls: int) -> list[float]:
+        """0.318 for each unmap."""
+        self.filled = 0
+        for _ in range(calls):
+            side()
+        return [0.318 * self.filled / calls] * calls
+
+
+def test_pairs_are_timed_on_an_idle_gpu(bench: bench_bridge.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they wait in a full queue is told apart, and no wait is counted as theirs."""
+    bench.watch = Queue(fake_of(bench), monkeypatch)
+    found = bridge_cost.cost(bench, 1, 5000, 0.02)
+    assert found["p50_us"] < 1900 and found["unmap_p50_us"] < 1900
+    assert found["with_synchronise_p50_us"] > 2000 and found["back_to_back_p50_us"] > 4000
+    assert found["back_to_back_p99_us"] >= found["back_to_back_p50_us"]
+    assert found["cpu_us"] < 1900
+
+
+def test_what_a_pair_takes_a_gpu(bench: bench_bridge.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.watch = Queue(fake_of(bench), monkeypatch)
+    active = bench.ctx.active
+    monkeypatch.setattr(bench.ctx, "active", lambda device=None: active())  # its bridge is on the host
+    bench.device = torch.device("cuda")
+    assert bridge_cost.cost(bench, 2, 5000, 0.02)["gpu_us"] == 318
 
 
 def test_a_map_that_fails_is_made_up_for(bench: bench_bridge.Bench) -> None:
@@ -1171,17 +1218,29 @@ def test_the_whole_bridge_benchmark_runs_and_records_what_fails(
     [calls] = result["small_calls"]
     assert calls["pools_flat"] and calls["calls"] < calls["wanted_calls"] == 100_000
     says = "\n".join(bench_bridge.verdicts(result))
-    assert "target 30" in says and "target 150" in says and "6 of " in says
+    assert "target 30" in says and "target 150" in says and "6 of " in says and "GPU" not in says
+    result["cost"][0]["gpu_us"] = 318.04
+    assert f"CPU {result['cost'][0]['cpu_us']:.1f} us, GPU 318.0 us" in bench_bridge.verdicts(result)[0]
+    jsonschema.validate(result, bench_bridge.SCHEMA)
+    for wrong in ({"gpu_us": -1}, {"gpu_us": None}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**result, "cost": [result["cost"][0] | wrong]}, bench_bridge.SCHEMA)
+    for lacking in ("p50_us", "back_to_back_p99_us"):
+        entry = {name: value for name, value in result["cost"][0].items() if name != lacking}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**result, "cost": [entry]}, bench_bridge.SCHEMA)
     assert "uploads: name library" in capsys.readouterr().out
 
 
 def test_a_part_of_which_nothing_was_measured_is_told() -> None:
-    result = {part: [{"name": "a", "calls": 1}] for part in bench_bridge.SHARES}
+    result: dict[str, Any] = {"schema": 1, "experiment": "bridge", "targets": {}, "seconds": 0.2, **about_cuda()}
+    result |= {part: [{"name": "a", "calls": 1}] for part in bench_bridge.SHARES}
     result["cost"] = [{"name": "a", "error": "b"}]
     result["uploads"] = []
     assert bench_bridge.unmeasured(result) == ["cost", "uploads"]
+    jsonschema.validate(result, bench_bridge.SCHEMA)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**result, "cost": [{"name": "a"}]}, bench_bridge.SCHEMA)
+        jsonschema.validate({**result, "share": [{"name": "a"}]}, bench_bridge.SCHEMA)
 
 
 # -- other libraries ---------------------------------------------------------------------------------------------------

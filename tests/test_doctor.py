@@ -11,6 +11,8 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -922,6 +924,79 @@ def test_slow_hand_overs(
     set_clock(monkeypatch, [10**9] * 3 + durations)  # the first ones warm up
     finding = cuda.examine()[TIMES]
     assert finding.status == status and finding.found.startswith(text)
+
+
+def test_hand_overs_are_timed_on_an_idle_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of them with the wait."""
+    order: list[str] = []
+
+    def noted(name: str, real: Callable[..., None], *arguments: Any) -> None:
+        order.append(name)
+        real(*arguments)
+
+    for name in ("unmap", "map", "synchronize"):
+        monkeypatch.setattr(cuda.fake, name, partial(noted, name, getattr(cuda.fake, name)))
+    monkeypatch.setattr(doctor_cuda, "perf_counter_ns", lambda: order.append("clock") or 0)
+    bridge = cuda.ctx.interop = InteropBridge(cuda.ctx.gl, cuda.fake)
+    only(doctor_cuda._hand_over("a", cuda.ctx, bridge))
+    start = order.index("synchronize")
+    assert order[start : start + 5 * 23] == ["synchronize", "clock", "unmap", "map", "clock"] * 23
+    assert order[start + 5 * 23 :].count("clock") == 0
+    bridge_trimmed(cuda)
+
+
+class Event:
+    """torch's, at 2 ms for each that was made before it."""
+
+    def __init__(self, made: list[Event], fails: str) -> None:
+        self.made, self.fails = made, fails
+        made.append(self)
+
+    def synchronize(self) -> None:
+        if self.fails == "synchronize":
+            raise RuntimeError("no")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 2.0 * (self.made.index(end) - self.made.index(self))
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"), [("", "; for each the GPU takes 20 us to change between CUDA and OpenGL"), ("synchronize", "")]
+)
+def test_what_a_hand_over_takes_the_gpu(fails: str, says: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+    monkeypatch.setattr(doctor_cuda, "_event", lambda device, busy=False: Event(made, fails))
+    for durations in ([10_000] * 23, [40_000] * 23):
+        set_clock(monkeypatch, durations)
+        finding = cuda.examine()[TIMES]
+        assert ("GPU takes" in finding.found) == bool(says) and finding.found.endswith(says)
+        assert finding.status == ("ok" if durations[0] < 30_000 else "warn")
+    unmaps = cuda.fake.names().count("unmap")
+    assert unmaps == 2 * (1 + 23 + 100 + 1 + 3), "100 are timed by the GPU's clock"
+
+
+def test_events_stand_on_a_gpu_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    event = types.SimpleNamespace(record=lambda: order.append("record"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(order.append(str(device))))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("busy"), raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
+    assert doctor_cuda._event(CPU) is None and not order
+    assert doctor_cuda._event(torch.device("cuda", 1)) is event and order == ["cuda:1", "record"]
+    assert doctor_cuda._event(torch.device("cuda", 1), busy=True) is event and order[3:] == ["busy", "record"]
+
+
+def test_events_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise RuntimeError("no CUDA")
+
+    done: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", fail)
+    assert doctor_cuda._event(torch.device("cuda", 0)) is None
+    assert doctor_cuda._on_gpu(lambda: done.append(1), torch.device("cuda", 0)) is None and not done
+    events = iter([Event([], ""), None])
+    monkeypatch.setattr(doctor_cuda, "_event", lambda device, busy=False: next(events))
+    assert doctor_cuda._on_gpu(lambda: done.append(1), torch.device("cuda", 0)) is None and len(done) == 100
 
 
 def test_a_thousand_hand_overs() -> None:

@@ -330,6 +330,35 @@ def test_plans_of_chains() -> None:
             assert torch.equal(one, two)
 
 
+def test_a_plan_that_waits_leaves_torch_as_it_was() -> None:
+    """A capture that fails spoils neither random numbers, nor the current stream, nor memory, nor captures to come."""
+    stream, x = torch.cuda.current_stream(), torch.rand(9, device=CUDA)
+    planned = lod.plan(lambda x: x * x.sum().item(), x)
+    assert not planned.replays and "capturing it ended with" in planned.reason, planned.reason
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(4, device=CUDA).shape == (4,)
+    torch.cuda.synchronize()
+    assert torch.equal(planned(x), x * x.sum().item())
+    # What two streams used stays active for as long as torch believes in a capture.
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    used = torch.zeros(2**24, device=CUDA)
+    used.record_stream(torch.cuda.Stream())
+    del used
+    torch.cuda.synchronize()
+    x = torch.rand(9, device=CUDA)
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] < before + 2**24
+
+    image = torch.rand(3, 301, 203, device=CUDA)
+    planned = lod.plan(lod.mipmap, image, backend="cuda")
+    assert planned.replays and "CUDA graph" in planned.reason, planned.reason
+    noisy = lod.plan(lambda x: x + torch.rand_like(x), x)
+    assert noisy.replays and not torch.equal(noisy(x).clone(), noisy(x))
+    for _ in range(2):
+        image = torch.rand_like(image)
+        for one, two in zip(planned(image), lod.mipmap(image, backend="cuda"), strict=True):
+            assert torch.equal(one, two)
+
+
 def test_textures_are_refused_in_a_capture_and_no_harm_is_done() -> None:
     image, at = torch.rand(3, 301, 203, device=CUDA), torch.rand(2, device=CUDA)
     expected = lod.foveate(image, at, anisotropy=4.0, backend="cuda")
