@@ -107,11 +107,13 @@ def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[
         what = " ".join(filter(None, (old.driver, old.renderer, old.gl_driver)))
         _warn({table.path: f"it was measured with another driver, {what}" for table in users if table.path})
     alike = []
-    if host[0] == "cpu" and (gl is None or gl[2]):
-        alike = [t for t in seeds if t.machine.tensors == "cpu" and t.machine.software]
+    software = host[0] == "cpu"
+    if gl is None or gl[2] == software:
+        alike = [t for t in seeds if t.machine.tensors == host[0] and t.machine.software == software]
+    same = [t for t in alike if t.machine.host == host]  # under another driver
     return [
         [(table, entry) for table in group if (entry := table.nearest(question))]
-        for group in (own, matching(seeds), alike)
+        for group in (own, matching(seeds), same, alike)
     ]
 
 
@@ -151,7 +153,9 @@ def _verdict(way: str, found: Found) -> Verdict:
     if table.path is not None:
         reason += f" on this machine (calibrated {entry.date})"
     else:
-        renderer = table.machine.renderer.partition("(")[0].strip() or table.machine.name
+        renderer = table.machine.renderer.partition("(")[0].strip()
+        if table.machine.tensors == "cuda" or not renderer:
+            renderer = table.machine.name
         several = f"{len(found)} machines" if len(found) > 1 else "a machine"
         where = f", on the one where {'it' if way != 'torch' else 'OpenGL'} does worst" if len(found) > 1 else ""
         reason += f" on {several} like this one ({renderer}, seeds{where})"

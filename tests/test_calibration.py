@@ -171,9 +171,37 @@ def test_what_was_never_measured_runs_on_torch(monkeypatch: pytest.MonkeyPatch) 
     assert calibration.decide(JOB, WAYS, cuda, 2, None) is None
     verdict = calibration.decide(JOB, WAYS, cuda, 2, on_gpu.gl)
     assert verdict is not None and verdict.way == "gl compute"
-    monkeypatch.setattr(calibration, "nvidia", lambda: "601")
-    verdict = calibration.decide(JOB, WAYS, cuda, 2, on_gpu.gl)
-    assert verdict is not None and verdict.way == "torch"
+    verdict = calibration.decide(JOB, WAYS, cuda, 2, ("llvmpipe", "4.5", True))
+    assert verdict is not None and verdict.way == "torch", "no seed is of such a machine"
+
+
+def test_a_gpu_that_nobody_measured_goes_by_its_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those of its own name under another driver, or else by all GPUs, where all have to gain."""
+    first = Machine("cuda", "one", 0, "600", "one/PCIe", "4.6 600", False)
+    old, other = replace(first, driver="500", gl_driver="4.6 500"), replace(first, name="two", renderer="two/PCIe")
+    both = entry(JOB, torch=(10, 1), gl_compute=(5, 1), cuda=(2, 0.1))
+    kernel, shader = entry(JOB, torch=(10, 1), cuda=(5, 0.1)), entry(JOB, torch=(10, 1), gl_compute=(5, 1))
+    on_cpu = Table(MACHINE, (LOSS,))
+
+    def way(name: str, driver: str, *seeds: Table, question: Question = JOB) -> str:
+        seeded(monkeypatch, on_cpu, *seeds)
+        monkeypatch.setattr(calibration, "_gpu", lambda index: name)
+        monkeypatch.setattr(calibration, "nvidia", lambda: driver)
+        gl = f"{name}/PCIe", f"4.6 {driver}", False
+        verdict = calibration.decide(question, (*WAYS, "cuda"), torch.device("cuda", 0), 2, gl)
+        assert verdict is not None
+        return verdict.way
+
+    assert way("one", "600", Table(first, (LOSS,)), Table(old, (both,)), Table(other, (both,))) == "torch"
+    assert way("one", "600", Table(first, (both,)), Table(old, (LOSS,))) == "cuda", "the very machine alone"
+    assert way("one", "700", Table(first, (shader,)), Table(old, (both,)), Table(other, (LOSS,))) == "gl compute"
+    assert way("three", "700", Table(first, (both,)), Table(other, (both,))) == "cuda"
+    assert way("three", "700", Table(first, (both,)), Table(other, (kernel,))) == "cuda"
+    assert way("three", "700", Table(first, (shader,)), Table(other, (kernel,))) == "torch"
+    assert way("three", "700", Table(first, (both,)), Table(other, (LOSS,))) == "torch"
+    far = replace(both, question=JOB._replace(work=2**30))
+    assert way("one", "600", Table(first, (both,)), Table(other, (far,)), question=far.question) == "cuda"
+    assert way("three", "700") == "torch", "a CPU's times say nothing of it"
 
 
 def test_a_context_is_asked_for_only_where_opengl_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -788,7 +816,10 @@ def test_the_package_holds_seeds_that_are_tables() -> None:
     known = {verb.__name__ for verb in dispatch._choosers}
     for one in itertools.chain.from_iterable(seed.entries for seed in seeds):
         assert one.question.dtype in ("uint8", "float16", "bfloat16", "float32"), one
-        assert one.question.verb in known and {*one.ways} <= {*dispatch.ways(one.question.verb)} and "torch" in one.ways
+        assert one.question.verb in known and "torch" in one.ways
+    for seed in seeds:
+        cuda = seed.machine.tensors == "cuda"
+        assert all({*one.ways} <= {*dispatch.ways(one.question.verb, cuda=cuda)} for one in seed.entries)
 
 
 def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path) -> None:
@@ -801,7 +832,47 @@ def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path
     made = {path.name: path.read_text() for path in seeds.write(tmp_path)}
     shipped = {file.name: file.read_text() for file in resources.files("gpu_lod").joinpath("data").iterdir()}
     assert made == shipped, "run python bench/seeds.py"
-    assert len(made) == len(seeds.results())
+    found = [tables.parse(text).machine for text in made.values()]
+    assert len({*found}) == len(found) == len(seeds.results()) + len(seeds.calibrated())
+
+
+def test_of_calibrations_and_results_the_latest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one day the result; of no day before a verb became much faster."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    def of(machine: Machine, *entries: tuple[int, str, float]) -> Table:
+        """(work, date, torch's milliseconds)"""
+        return Table(
+            machine,
+            tuple(Entry(JOB._replace(work=work), "", date, {"torch": Timed(ms, 0)}) for work, date, ms in entries),
+        )
+
+    monkeypatch.setattr(seeds, "SINCE", {JOB.verb: "2026-01-02"})
+    calibration = of(MACHINE, (1, "2026-01-01", 1), (2, "2026-01-02", 2), (3, "2026-01-03", 3), (4, "2026-01-04", 4))
+    result = of(MACHINE, (2, "2026-01-03", 20), (3, "2026-01-03", 30), (4, "2026-01-03", 40), (5, "2026-01-03", 50))
+    other = of(replace(MACHINE, gl_driver="another"), (3, "2026-01-05", 300))
+    one, two = seeds.merged([calibration, other], [result])
+    assert (one.machine, two) == (MACHINE, other)
+    assert {entry.question.work: entry.ways["torch"].median_ms for entry in one.entries} == {2: 20, 3: 30, 4: 4, 5: 50}
+    [one] = seeds.merged([], [result, of(MACHINE, (5, "2026-01-02", 1))])
+    assert {entry.question.work for entry in one.entries if entry.ways["torch"].median_ms == 50} == {5}
+
+
+def test_machines_that_differ_in_their_opengl_have_seeds_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    paths = []
+    for version in "ab":
+        paths.append(tmp_path / f"{version}.json")
+        paths[-1].write_text(Table(replace(MACHINE, gl_driver=version), (GAIN,)).as_text())
+    monkeypatch.setattr(seeds, "results", list)
+    monkeypatch.setattr(seeds, "calibrated", lambda: paths)
+    made = seeds.write(tmp_path / "made")
+    assert sorted(tables.read(path).machine.gl_driver for path in made) == ["a", "b"]
 
 
 def results_of(*rows: tuple[str, int, int, int, str, dict[str, float]]) -> dict[str, Any]:
