@@ -65,7 +65,7 @@ def decide(
         None if OpenGL may be fastest, but that depends on the context: open it and ask again.
     """
     groups = _groups(question, host(device, threads), driver(device), gl)
-    if gl is None and any(way.startswith("gl") for group in groups for way in _clear(group, ways)):
+    if gl is None and any(_opengl_may_be_fastest(group, ways) for group in groups):
         return None
     found = next(filter(None, groups), [])
     if not found:
@@ -120,6 +120,12 @@ def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[
 def _clear(found: Found, ways: Sequence[str]) -> list[str]:
     """The ways that clearly beat torch by all of these measurements."""
     return [way for way in ways if way != "torch" and found and all(_beats(entry, way) for _, entry in found)]
+
+
+def _opengl_may_be_fastest(found: Found, ways: Sequence[str]) -> bool:
+    """Whether it is on any of these machines, of the ways that gain on all: if not, no context need be opened."""
+    clear = _clear(found, ways)
+    return bool(clear) and any(min(clear, key=functools.partial(_ratio, entry)).startswith("gl") for _, entry in found)
 
 
 def _beats(entry: Entry, way: str) -> bool:

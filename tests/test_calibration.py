@@ -209,6 +209,13 @@ def test_a_context_is_asked_for_only_where_opengl_may_gain(monkeypatch: pytest.M
     assert decide(gl=None) is None
     seeded(monkeypatch, Table(MACHINE, (LOSS,)))
     assert decide(gl=None).way == "torch"
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    gpu = Machine("cuda", "a GPU", 0, "600", "a GPU", "4.6", False)
+    for kernel, asks in ((4, False), (6, True), (20, True)):
+        seeded(monkeypatch, Table(gpu, (entry(JOB, torch=(10, 1), gl_compute=(5, 1), cuda=(kernel, 0.1)),)))
+        verdict = calibration.decide(JOB, (*WAYS, "cuda"), torch.device("cuda", 0), 2, None)
+        assert (verdict is None) == asks, "where a kernel is faster yet, what OpenGL gains does not matter"
     calibration.reload()
     monkeypatch.setattr(dispatch, "context_for", lambda *_: pytest.fail("opened a context"))
     with monkeypatch.context() as patch:
@@ -962,6 +969,15 @@ def test_seeds_answer_what_the_verbs_ask() -> None:
         (lod.region_max, hz, torch.zeros(4096, 4)),
     ):  # fmt: skip
         assert asked(verb, *arguments) in questions, verb.__name__
+
+
+def test_on_a_gpu_that_was_not_measured_the_packages_own_times_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibration.reload()
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU of next year")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "999")
+    question = Question("mipmap", "mean", 3, "float32", 1, 3 * 2**20)
+    verdict = calibration.decide(question, dispatch.ways("mipmap", cuda=True), torch.device("cuda", 0), 2, None)
+    assert verdict is not None and verdict.way == "cuda" and "NVIDIA" in verdict.reason
 
 
 def test_rows_that_differ_in_their_counts_alone_are_other_questions() -> None:
