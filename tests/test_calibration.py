@@ -32,6 +32,7 @@ from times import HERE, asked, entry, fastest, here
 import gpu_lod as lod
 from gpu_lod import calibration, dispatch, shaders, tables
 from gpu_lod.calibrate import Report, _measure, calibrate
+from gpu_lod.dispatch import NO_TEXTURE
 from gpu_lod.errors import (
     CalibrationWarning,
     FileError,
@@ -785,6 +786,33 @@ def test_jobs_of_cuda_tensors_are_left_out_on_a_cpu(cache: Path) -> None:
     for job in found:  # they are samplers' jobs, here too
         source, *_ = job.prepare(torch.device("cpu"))()
         assert isinstance(source, lod.Pyramid) and not source.is_texture
+
+
+def test_no_job_answers_what_another_one_does() -> None:
+    """It would replace its times: those of samplers depend on what they make, and not on the size of the picture."""
+    asked_before: dict[Any, str] = {}
+    for job in jobs(["log_polar", "gather_patches", "mipmap"], quick=False):
+        if job.at.startswith("1 x 3") and "float32" in job.at and NO_TEXTURE not in job.at:
+            arguments = job.prepare(HERE)()
+            question = asked(job.verb, *arguments)
+            assert question not in asked_before, (job.at, asked_before[question])
+            asked_before[question] = job.at
+    assert len(asked_before) == 4 * 5
+
+
+def test_pauses_do_not_take_the_time_of_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    def raced(sides: Any, most: int, **how: Any) -> dict[str, Any]:
+        given.append(most)
+        return {}
+
+    monkeypatch.setattr("gpu_lod.calibrate.race", raced)
+    image = noise(1, 1, 24, 24)
+    job = Job(lod.hiz, "a job", lambda _: lambda: (image,))
+    for seconds in (0.0, 1.0, 60.0):
+        _measure(job, HERE, seconds, quick=False)
+    assert given[0] == 12 < given[1] <= given[2] == 40
 
 
 def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
