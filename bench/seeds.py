@@ -4,6 +4,10 @@ python bench/seeds.py
 
 From bench/results/*.json and, of machines that are at hand no more, bench/results/earlier/*.json. Where several rows
 are one job to `auto` (it cannot know how much of a map culling will prune), the one where OpenGL gains least counts.
+
+And from bench/results/calibrated/*.json: tables of `gpu-lod calibrate`, as it wrote them. Where several files of a
+machine know the same job, the latest measurement counts, as the code was another one before; of one day that of a
+result file, which has more calls in it and the worst of several rows.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +34,7 @@ from gpu_lod.gaussian import EIGHTS, RAGGED
 from gpu_lod.region import BOX
 from gpu_lod.report.files import load
 from gpu_lod.report.text import on_cuda
-from gpu_lod.tables import Entry, Machine, Question, Table, Timed
+from gpu_lod.tables import Entry, Machine, Question, Table, Timed, read
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "gpu_lod" / "data"
@@ -52,6 +58,10 @@ SINCE = {
 
 def results() -> list[Path]:
     return [*sorted((HERE / "results").glob("*.json")), *sorted((HERE / "results" / "earlier").glob("*.json"))]
+
+
+def calibrated() -> list[Path]:
+    return sorted((HERE / "results" / "calibrated").glob("*.json"))
 
 
 def table(data: dict[str, Any]) -> Table:
@@ -187,19 +197,36 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
     return []
 
 
+def merged(calibrations: Iterable[Table], results: Iterable[Table]) -> list[Table]:
+    """A table a machine."""
+    found: dict[Machine, list[Entry]] = {}
+    for known in (*calibrations, *results):
+        fresh = [entry for entry in known.entries if entry.date >= SINCE.get(entry.question.verb, "")]
+        found.setdefault(known.machine, []).extend(fresh)
+    by_date = attrgetter("date")  # results stay behind calibrations of the same day
+    return [Table(machine, ()).merged(sorted(entries, key=by_date)) for machine, entries in found.items()]
+
+
+def name(machine: Machine) -> str:
+    """Of a seed's file."""
+    if machine.tensors == "cuda":
+        return slug(f"cuda {machine.name} driver {machine.driver}")
+    return slug(f"cpu {machine.name} {machine.threads} threads {machine.renderer.partition('(')[0]}")
+
+
 def write(target: Path = DATA) -> list[Path]:
-    """A file for each result file."""
-    made = {}
-    for path in results():
-        seed = table(load(path))
-        machine = seed.machine
-        parts = [machine.tensors, machine.name, f"{machine.threads} threads" if machine.threads else ""]
-        made[slug(" ".join([*parts, machine.renderer.partition("(")[0]]))] = seed.as_text()
+    """A file for each machine."""
+    made: dict[str, str] = {}
+    alike: Counter[str] = Counter()  # machines that differ in their OpenGL alone
+    for seed in merged(map(read, calibrated()), (table(load(path)) for path in reversed(results()))):
+        stem = name(seed.machine)
+        alike[stem] += 1
+        made[f"{stem}-{alike[stem]}" if alike[stem] > 1 else stem] = seed.as_text()
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.json"):
         old.unlink()
-    for name, text in made.items():
-        (target / f"{name}.json").write_text(text)
+    for stem, text in made.items():
+        (target / f"{stem}.json").write_text(text)
     return sorted(target.glob("*.json"))
 
 

@@ -18,10 +18,12 @@ from gpu_lod.dispatch import explain, ways
 from gpu_lod.errors import GpuLodError, InputError, OutOfMemoryError
 from gpu_lod.jobs import Job, jobs
 from gpu_lod.tables import Entry, Machine, Timed
-from gpu_lod.timing import PAUSE, race
+from gpu_lod.timing import BLOCK, PAUSE, race
 
 HOPELESS = 3.0
 """A way whose first calls take so many times torch's is measured no further."""
+MOST = 40
+"""Calls of a way."""
 BUSY = 0.5
 """Load a core, from which on the machine has other things to do."""
 
@@ -143,9 +145,11 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
         times[way] = Timed(sum(first) / 2, abs(first[0] - first[1]))
         if way == "torch" or min(first) < HOPELESS * times["torch"].median_ms:
             sides[way] = side
+    seconds = 0.02 if quick else min(max(seconds / len(sides), 0.05), 0.5)
     timed = race(
         sides,
-        seconds=0.02 if quick else min(max(seconds / len(sides), 0.05), 0.5),
+        seconds=seconds,
+        most=MOST if cuda else min(MOST, BLOCK * (1 + int(seconds / PAUSE))),  # or short calls would be all pauses
         fewest=8,  # a turn in which the machine was busy shows in the spread
         warm_up=0,
         pause=0 if cuda else PAUSE,

@@ -65,7 +65,7 @@ def decide(
         None if OpenGL may be fastest, but that depends on the context: open it and ask again.
     """
     groups = _groups(question, host(device, threads), driver(device), gl)
-    if gl is None and any(way.startswith("gl") for group in groups for way in _clear(group, ways)):
+    if gl is None and any(_opengl_may_be_fastest(group, ways) for group in groups):
         return None
     found = next(filter(None, groups), [])
     if not found:
@@ -107,17 +107,25 @@ def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[
         what = " ".join(filter(None, (old.driver, old.renderer, old.gl_driver)))
         _warn({table.path: f"it was measured with another driver, {what}" for table in users if table.path})
     alike = []
-    if host[0] == "cpu" and (gl is None or gl[2]):
-        alike = [t for t in seeds if t.machine.tensors == "cpu" and t.machine.software]
+    software = host[0] == "cpu"
+    if gl is None or gl[2] == software:
+        alike = [t for t in seeds if t.machine.tensors == host[0] and t.machine.software == software]
+    same = [t for t in alike if t.machine.host == host]  # under another driver
     return [
         [(table, entry) for table in group if (entry := table.nearest(question))]
-        for group in (own, matching(seeds), alike)
+        for group in (own, matching(seeds), same, alike)
     ]
 
 
 def _clear(found: Found, ways: Sequence[str]) -> list[str]:
     """The ways that clearly beat torch by all of these measurements."""
     return [way for way in ways if way != "torch" and found and all(_beats(entry, way) for _, entry in found)]
+
+
+def _opengl_may_be_fastest(found: Found, ways: Sequence[str]) -> bool:
+    """Whether it is on any of these machines, of the ways that gain on all: if not, no context need be opened."""
+    clear = _clear(found, ways)
+    return bool(clear) and any(min(clear, key=functools.partial(_ratio, entry)).startswith("gl") for _, entry in found)
 
 
 def _beats(entry: Entry, way: str) -> bool:
@@ -151,7 +159,9 @@ def _verdict(way: str, found: Found) -> Verdict:
     if table.path is not None:
         reason += f" on this machine (calibrated {entry.date})"
     else:
-        renderer = table.machine.renderer.partition("(")[0].strip() or table.machine.name
+        renderer = table.machine.renderer.partition("(")[0].strip()
+        if table.machine.tensors == "cuda" or not renderer:
+            renderer = table.machine.name
         several = f"{len(found)} machines" if len(found) > 1 else "a machine"
         where = f", on the one where {'it' if way != 'torch' else 'OpenGL'} does worst" if len(found) > 1 else ""
         reason += f" on {several} like this one ({renderer}, seeds{where})"

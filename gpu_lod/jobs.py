@@ -83,8 +83,9 @@ def _common(side: int, batch: int) -> Iterator[Job]:
         for dtype in (torch.float32, torch.float16):
             yield _features_as(shape, dtype)
     yield _job(hiz, maps, torch.float32, _image, "")
-    yield _job(mipmap, shape, torch.float32, _image, "")
-    yield _job(mipmap, shape, torch.float32, _maximum, "")
+    for dtype in (torch.float32, torch.uint8):
+        yield _job(mipmap, shape, dtype, _image, "")
+    yield _job(mipmap, shape, torch.float32, _maximum, "max")
     yield _job(inverse_log_polar, shape, torch.float32, _polar, "from a map of 256 x 512")
     for planes in (maps, shape):
         yield _job(oriented_energy, planes, torch.float32, _five_levels, "5 levels")
@@ -97,8 +98,7 @@ def _rare(side: int, batch: int) -> Iterator[Job]:
     """Other dtypes, and sides that are no multiples of 4, which take other shaders."""
     shape, ragged = (batch, 3, side, side), (batch, 3, side, side + 1)
     yield from _samplers(shape, torch.float16)
-    for dtype in (torch.uint8, torch.float16):
-        yield _job(mipmap, shape, dtype, _image, "")
+    yield _job(mipmap, shape, torch.float16, _image, "")
     yield _job(foveate, ragged, torch.uint8, _seen, "")
     yield _job(region_max, (batch, 1, side, side), torch.float32, _boxes_once, f"4096 boxes, {NO_TEXTURE}")
     if batch * side**2 <= 2**20:
@@ -118,9 +118,10 @@ def _samplers(shape: tuple[int, ...], dtype: torch.dtype, *, once: bool = False)
     side = shape[-1]
     if not once:
         yield _job(foveate, shape, dtype, _seen, "")
-    rings = 256 if side >= 1024 else 64 if side < 512 else 128
+    # What they make grows with the side: the times depend on that alone, and equal jobs would replace each other's.
+    rings = max(side // 4, 64)
     yield _job(log_polar, shape, dtype, partial(seen, rings, 2 * rings), f"{rings} x {2 * rings} samples{words}")
-    budget = 273 if side >= 512 else 64
+    budget = {224: 64, 512: 273, 1024: 729, 2048: 2916}[side]
     for whole in (False, True):
         sites = partial(_sites, budget, whole, once)
         yield _job(gather_patches, shape, dtype, sites, f"{budget} x 14 x 14 samples{words}")

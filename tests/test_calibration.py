@@ -32,6 +32,7 @@ from times import HERE, asked, entry, fastest, here
 import gpu_lod as lod
 from gpu_lod import calibration, dispatch, shaders, tables
 from gpu_lod.calibrate import Report, _measure, calibrate
+from gpu_lod.dispatch import NO_TEXTURE
 from gpu_lod.errors import (
     CalibrationWarning,
     FileError,
@@ -171,9 +172,37 @@ def test_what_was_never_measured_runs_on_torch(monkeypatch: pytest.MonkeyPatch) 
     assert calibration.decide(JOB, WAYS, cuda, 2, None) is None
     verdict = calibration.decide(JOB, WAYS, cuda, 2, on_gpu.gl)
     assert verdict is not None and verdict.way == "gl compute"
-    monkeypatch.setattr(calibration, "nvidia", lambda: "601")
-    verdict = calibration.decide(JOB, WAYS, cuda, 2, on_gpu.gl)
-    assert verdict is not None and verdict.way == "torch"
+    verdict = calibration.decide(JOB, WAYS, cuda, 2, ("llvmpipe", "4.5", True))
+    assert verdict is not None and verdict.way == "torch", "no seed is of such a machine"
+
+
+def test_a_gpu_that_nobody_measured_goes_by_its_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those of its own name under another driver, or else by all GPUs, where all have to gain."""
+    first = Machine("cuda", "one", 0, "600", "one/PCIe", "4.6 600", False)
+    old, other = replace(first, driver="500", gl_driver="4.6 500"), replace(first, name="two", renderer="two/PCIe")
+    both = entry(JOB, torch=(10, 1), gl_compute=(5, 1), cuda=(2, 0.1))
+    kernel, shader = entry(JOB, torch=(10, 1), cuda=(5, 0.1)), entry(JOB, torch=(10, 1), gl_compute=(5, 1))
+    on_cpu = Table(MACHINE, (LOSS,))
+
+    def way(name: str, driver: str, *seeds: Table, question: Question = JOB) -> str:
+        seeded(monkeypatch, on_cpu, *seeds)
+        monkeypatch.setattr(calibration, "_gpu", lambda index: name)
+        monkeypatch.setattr(calibration, "nvidia", lambda: driver)
+        gl = f"{name}/PCIe", f"4.6 {driver}", False
+        verdict = calibration.decide(question, (*WAYS, "cuda"), torch.device("cuda", 0), 2, gl)
+        assert verdict is not None
+        return verdict.way
+
+    assert way("one", "600", Table(first, (LOSS,)), Table(old, (both,)), Table(other, (both,))) == "torch"
+    assert way("one", "600", Table(first, (both,)), Table(old, (LOSS,))) == "cuda", "the very machine alone"
+    assert way("one", "700", Table(first, (shader,)), Table(old, (both,)), Table(other, (LOSS,))) == "gl compute"
+    assert way("three", "700", Table(first, (both,)), Table(other, (both,))) == "cuda"
+    assert way("three", "700", Table(first, (both,)), Table(other, (kernel,))) == "cuda"
+    assert way("three", "700", Table(first, (shader,)), Table(other, (kernel,))) == "torch"
+    assert way("three", "700", Table(first, (both,)), Table(other, (LOSS,))) == "torch"
+    far = replace(both, question=JOB._replace(work=2**30))
+    assert way("one", "600", Table(first, (both,)), Table(other, (far,)), question=far.question) == "cuda"
+    assert way("three", "700") == "torch", "a CPU's times say nothing of it"
 
 
 def test_a_context_is_asked_for_only_where_opengl_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +210,13 @@ def test_a_context_is_asked_for_only_where_opengl_may_gain(monkeypatch: pytest.M
     assert decide(gl=None) is None
     seeded(monkeypatch, Table(MACHINE, (LOSS,)))
     assert decide(gl=None).way == "torch"
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "600")
+    gpu = Machine("cuda", "a GPU", 0, "600", "a GPU", "4.6", False)
+    for kernel, asks in ((4, False), (6, True), (20, True)):
+        seeded(monkeypatch, Table(gpu, (entry(JOB, torch=(10, 1), gl_compute=(5, 1), cuda=(kernel, 0.1)),)))
+        verdict = calibration.decide(JOB, (*WAYS, "cuda"), torch.device("cuda", 0), 2, None)
+        assert (verdict is None) == asks, "where a kernel is faster yet, what OpenGL gains does not matter"
     calibration.reload()
     monkeypatch.setattr(dispatch, "context_for", lambda *_: pytest.fail("opened a context"))
     with monkeypatch.context() as patch:
@@ -752,6 +788,33 @@ def test_jobs_of_cuda_tensors_are_left_out_on_a_cpu(cache: Path) -> None:
         assert isinstance(source, lod.Pyramid) and not source.is_texture
 
 
+def test_no_job_answers_what_another_one_does() -> None:
+    """It would replace its times: those of samplers depend on what they make, and not on the size of the picture."""
+    asked_before: dict[Any, str] = {}
+    for job in jobs(["log_polar", "gather_patches", "mipmap"], quick=False):
+        if job.at.startswith("1 x 3") and "float32" in job.at and NO_TEXTURE not in job.at:
+            arguments = job.prepare(HERE)()
+            question = asked(job.verb, *arguments)
+            assert question not in asked_before, (job.at, asked_before[question])
+            asked_before[question] = job.at
+    assert len(asked_before) == 4 * 5
+
+
+def test_pauses_do_not_take_the_time_of_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    def raced(sides: Any, most: int, **how: Any) -> dict[str, Any]:
+        given.append(most)
+        return {}
+
+    monkeypatch.setattr("gpu_lod.calibrate.race", raced)
+    image = noise(1, 1, 24, 24)
+    job = Job(lod.hiz, "a job", lambda _: lambda: (image,))
+    for seconds in (0.0, 1.0, 60.0):
+        _measure(job, HERE, seconds, quick=False)
+    assert given[0] == 12 < given[1] <= given[2] == 40
+
+
 def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors stand for them here; a GPU's tests are in test_gpu."""
     waits: list[object] = []
@@ -788,7 +851,10 @@ def test_the_package_holds_seeds_that_are_tables() -> None:
     known = {verb.__name__ for verb in dispatch._choosers}
     for one in itertools.chain.from_iterable(seed.entries for seed in seeds):
         assert one.question.dtype in ("uint8", "float16", "bfloat16", "float32"), one
-        assert one.question.verb in known and {*one.ways} <= {*dispatch.ways(one.question.verb)} and "torch" in one.ways
+        assert one.question.verb in known and "torch" in one.ways
+    for seed in seeds:
+        cuda = seed.machine.tensors == "cuda"
+        assert all({*one.ways} <= {*dispatch.ways(one.question.verb, cuda=cuda)} for one in seed.entries)
 
 
 def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path) -> None:
@@ -801,7 +867,47 @@ def test_seeds_are_what_the_script_makes_of_the_committed_results(tmp_path: Path
     made = {path.name: path.read_text() for path in seeds.write(tmp_path)}
     shipped = {file.name: file.read_text() for file in resources.files("gpu_lod").joinpath("data").iterdir()}
     assert made == shipped, "run python bench/seeds.py"
-    assert len(made) == len(seeds.results())
+    found = [tables.parse(text).machine for text in made.values()]
+    assert len({*found}) == len(found) == len(seeds.results()) + len(seeds.calibrated())
+
+
+def test_of_calibrations_and_results_the_latest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one day the result; of no day before a verb became much faster."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    def of(machine: Machine, *entries: tuple[int, str, float]) -> Table:
+        """(work, date, torch's milliseconds)"""
+        return Table(
+            machine,
+            tuple(Entry(JOB._replace(work=work), "", date, {"torch": Timed(ms, 0)}) for work, date, ms in entries),
+        )
+
+    monkeypatch.setattr(seeds, "SINCE", {JOB.verb: "2026-01-02"})
+    calibration = of(MACHINE, (1, "2026-01-01", 1), (2, "2026-01-02", 2), (3, "2026-01-03", 3), (4, "2026-01-04", 4))
+    result = of(MACHINE, (2, "2026-01-03", 20), (3, "2026-01-03", 30), (4, "2026-01-03", 40), (5, "2026-01-03", 50))
+    other = of(replace(MACHINE, gl_driver="another"), (3, "2026-01-05", 300))
+    one, two = seeds.merged([calibration, other], [result])
+    assert (one.machine, two) == (MACHINE, other)
+    assert {entry.question.work: entry.ways["torch"].median_ms for entry in one.entries} == {2: 20, 3: 30, 4: 4, 5: 50}
+    [one] = seeds.merged([], [result, of(MACHINE, (5, "2026-01-02", 1))])
+    assert {entry.question.work for entry in one.entries if entry.ways["torch"].median_ms == 50} == {5}
+
+
+def test_machines_that_differ_in_their_opengl_have_seeds_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+    import seeds
+
+    paths = []
+    for version in "ab":
+        paths.append(tmp_path / f"{version}.json")
+        paths[-1].write_text(Table(replace(MACHINE, gl_driver=version), (GAIN,)).as_text())
+    monkeypatch.setattr(seeds, "results", list)
+    monkeypatch.setattr(seeds, "calibrated", lambda: paths)
+    made = seeds.write(tmp_path / "made")
+    assert sorted(tables.read(path).machine.gl_driver for path in made) == ["a", "b"]
 
 
 def results_of(*rows: tuple[str, int, int, int, str, dict[str, float]]) -> dict[str, Any]:
@@ -891,6 +997,15 @@ def test_seeds_answer_what_the_verbs_ask() -> None:
         (lod.region_max, hz, torch.zeros(4096, 4)),
     ):  # fmt: skip
         assert asked(verb, *arguments) in questions, verb.__name__
+
+
+def test_on_a_gpu_that_was_not_measured_the_packages_own_times_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibration.reload()
+    monkeypatch.setattr(calibration, "_gpu", lambda index: "a GPU of next year")
+    monkeypatch.setattr(calibration, "nvidia", lambda: "999")
+    question = Question("mipmap", "mean", 3, "float32", 1, 3 * 2**20)
+    verdict = calibration.decide(question, dispatch.ways("mipmap", cuda=True), torch.device("cuda", 0), 2, None)
+    assert verdict is not None and verdict.way == "cuda" and "NVIDIA" in verdict.reason
 
 
 def test_rows_that_differ_in_their_counts_alone_are_other_questions() -> None:

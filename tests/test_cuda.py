@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -505,7 +506,7 @@ def test_a_tensor_on_another_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace)
 
 
 def test_auto_says_why_it_does_not_take_gl(
-    torch_has_cuda: SimpleNamespace, bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+    torch_has_cuda: SimpleNamespace, bindings: Bindings, unseeded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)
 
