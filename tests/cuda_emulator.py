@@ -42,12 +42,14 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
 
     Args:
         parameter: the name of its parameter's type.
-        changes: of the source, for tests that break it: (what stands there once, what is put in its place).
+        changes: of the source or of block.cuh, for tests that break it: (what stands there once, what is put in its
+            place).
     """
     texts = {**sources.texts(), "intrinsics.cuh": SHIM.read_text()}
     for before, after in changes:
-        assert texts[kernel.file].count(before) == 1, f"{before!r} stands {texts[kernel.file].count(before)} times"
-        texts[kernel.file] = texts[kernel.file].replace(before, after)
+        file = kernel.file if before in texts[kernel.file] else "block.cuh"
+        assert texts[file].count(before) == 1, f"{before!r} stands {texts[file].count(before)} times in {file}"
+        texts[file] = texts[file].replace(before, after)
     unit = f"""
         #include "intrinsics.cuh"
         #include "{kernel.file}"

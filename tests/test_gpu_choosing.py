@@ -11,6 +11,7 @@ from images import DTYPES, noise
 import gpu_lod as lod
 from gpu_lod import by_kernel
 from gpu_lod.allocate.frequency_aware import given_away, served
+from gpu_lod.allocate.learned import soft_top_k
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.salient_cells import saliency_cells
@@ -60,6 +61,22 @@ def test_served() -> None:
         counts = torch.tensor([[patches // 2, 3, 0, 1], [2, 2, 2, patches - 6], [1, 0, 0, 0]])
         taken = given_away(worth, counts, patches)
         assert torch.equal(served(worth.cuda(), counts.cuda()).cpu(), taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scores", [2, 17, 300, 4096, 2**14 + 1])  # the last by torch there too
+def test_the_soft_top_k(scores: int, kind: str) -> None:
+    values = KINDS[kind](torch.rand(3, scores, dtype=torch.float64))
+    weights = torch.linspace(-1, 1, scores, dtype=torch.float64)
+    for count, temperature in ((1, 0.1), (scores - 1, 1.0), ((scores + 3) // 4, 0.01)):
+        soft, gradient = [], []
+        for where in ("cuda", "cpu"):
+            given = values.detach().to(where).requires_grad_()
+            soft.append(soft_top_k(given, count, temperature))
+            found = torch.autograd.grad((soft[-1] * weights.to(where)).sum(), given)[0]
+            gradient.append(found.cpu() * temperature)
+        torch.testing.assert_close(soft[0].cpu(), soft[1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(*gradient, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

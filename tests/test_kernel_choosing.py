@@ -1,4 +1,4 @@
-"""Peaks and shares by kernels, on the emulator, against plain torch."""
+"""Peaks, shares and thresholds by kernels, on the emulator, against plain torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
+from cuda_emulator import ASCENDING, COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
 from gpu_lod.allocate.fixations import peaks_of
 from gpu_lod.allocate.frequency_aware import given_away, served
+from gpu_lod.allocate.learned import _bisected, soft_top_k
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import LimitError
@@ -178,3 +179,130 @@ def test_a_missing_barrier_is_noticed(emulated: EmulatedDevice) -> None:
     emulated.changes = (("        __syncthreads();\n        float dx", "        float dx"),)
     found, expected = both(lambda: peaks_of(finite, 3), emulated, "peaks")
     assert not torch.equal(found, expected)
+
+
+# -- the soft top-k ----------------------------------------------------------------------------------------------------
+
+
+def gradients_of(scores: torch.Tensor, count: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The soft top-k, and gradients of a sum of it with other weights for each, times the temperature."""
+    scores = scores.clone().requires_grad_()
+    soft = soft_top_k(scores, count, temperature)
+    weights = torch.linspace(-1, 1, scores.numel(), dtype=torch.float64).view_as(scores)
+    return soft.detach(), torch.autograd.grad((soft * weights).sum(), scores)[0] * temperature
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "huge", "far apart"])
+@pytest.mark.parametrize("scores", [2, 17, 256, 300, 1031], ids=str)
+def test_the_soft_top_k(emulated: EmulatedDevice, scores: int, kind: str) -> None:
+    """Also where no score is near the threshold, and where many are equal at it."""
+    more = {"huge": lambda x: x * 1e300, "far apart": lambda x: (x * 3).round() * 120}
+    torch.manual_seed(scores)
+    values = {**KINDS, **more}[kind](torch.rand(2, 1, scores, dtype=torch.float64))[:, 0]
+    if kind == "one hot":
+        values = values.double()
+    for count, temperature in ((1, 0.1), (scores - 1, 1.0), (max(1, scores // 4), 0.01)):
+        emulated.calls.clear()
+        found = gradients_of(values, count, temperature)
+        assert [call[1].name for call in emulated.named("launch")] == ["threshold"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "KIND", "cuda")
+            expected = gradients_of(values, count, temperature)
+        for one, two in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found[0].sum(1), torch.full((2,), float(count)).double(), rtol=0, atol=1e-9)
+
+
+def test_thresholds(emulated: EmulatedDevice) -> None:
+    """And shares, where it matters to the sum where they are."""
+    for scores, count in ((40, 7), (4096, 273), (4096, 4095)):
+        logits = torch.randn(1, scores, dtype=torch.float64) * 3
+        best = torch.sort(logits, dim=1, descending=True).values
+        gap = (best[:, count - 1] - best[:, count])[:, None] / 2
+        logits = (logits - best[:, count - 1, None] + gap).contiguous()
+        found = _bisected(logits, gap, count)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "KIND", "cuda")
+            expected = _bisected(logits, gap, count)
+        for one, two in zip(found, expected, strict=True):
+            assert one.shape == two.shape
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+    assert len(emulated.named("launch")) == 3
+
+
+def test_a_threshold_with_nothing_near_it(emulated: EmulatedDevice) -> None:
+    """Is in the middle, and the nearest share in it, as far as they can be told apart."""
+    logits, gap = torch.tensor([[60.0, 61, 75, -60, -62, -80]]).double(), torch.tensor([[60.0]]).double()
+    found = _bisected(logits, gap, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "KIND", "cuda")
+        expected = _bisected(logits, gap, 3)
+    assert len(emulated.named("launch")) == 1 and float(found[0]) == float(expected[0]) == 0
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-12)
+
+
+def test_no_order_of_threads_moves_a_threshold(emulated: EmulatedDevice) -> None:
+    scores, found = torch.rand(3, 700, dtype=torch.float64), []
+    for emulated.order, emulated.seed in ((ASCENDING, 0), (DESCENDING, 1), (SHUFFLED, 2)):
+        found.append(gradients_of(scores, 60, 0.1))
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["SoftTopKCoverage", "VortexLearned"])
+def test_tokens_by_the_soft_top_k(emulated: EmulatedDevice, name: str) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        relevance, budget = torch.rand(2, 17, 23), (1, 60, 390)[seed]
+        allocator = lod.allocate.make(name, budget, 4)
+        found = allocator(relevance=relevance)
+        assert "threshold" in [call[1].name for call in emulated.named("launch")]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "KIND", "cuda")
+            expected = allocator(relevance=relevance)
+        assert torch.equal(found.sites, expected.sites)
+        torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=1e-7)
+
+
+def test_soft_top_ks_of_any_layout_and_dtype(emulated: EmulatedDevice) -> None:
+    scores = torch.rand(30, 3)
+    for given in (scores.T, scores.T.half(), (scores.T * 9).int(), scores.T[:, ::2], scores.T[:0]):
+        found = soft_top_k(given, 5, 0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device, "KIND", "cuda")
+            torch.testing.assert_close(found, soft_top_k(given, 5, 0.1), rtol=0, atol=1e-7)
+    assert len(emulated.named("launch")) == 4  # none for no rows
+
+
+def test_soft_top_ks_that_are_left_to_torch(emulated: EmulatedDevice) -> None:
+    """More scores than a block bisects; and where torch.func transforms."""
+    many = torch.rand(1, choosing.MOST_SCORES + 1, dtype=torch.float64)
+    with pytest.raises(LimitError, match=f"{many.numel()} scores"):
+        choosing.threshold(device.device_of(many), many, torch.zeros(1, 1), 3, tail=40.0, halvings=52)
+    found = soft_top_k(many, 3, 0.1)
+    rows = torch.rand(3, 1, 40, dtype=torch.float64)
+    mapped = torch.func.vmap(lambda row: soft_top_k(row, 3, 0.1))(rows)
+    assert not emulated.named("launch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "KIND", "cuda")
+        assert torch.equal(found, soft_top_k(many, 3, 0.1))
+        torch.testing.assert_close(mapped[:, 0], soft_top_k(rows[:, 0], 3, 0.1), rtol=0, atol=1e-12)
+
+
+BARRIERS = {
+    "before a sum": "T sum_of_block(T value, T* shared) {\n    shared[threadIdx.x] = value;\n",
+    "in it": "+= shared[threadIdx.x + step];\n    ",
+    "after it": "T total = shared[0];\n",
+}
+"""What stands before each."""
+
+
+@pytest.mark.parametrize("before", BARRIERS.values(), ids=BARRIERS)
+def test_every_barrier_of_a_sum_is_needed(emulated: EmulatedDevice, before: str) -> None:
+    scores, differ = torch.rand(1, 300, dtype=torch.float64), []
+    expected = soft_top_k(scores, 30, 0.1)
+    emulated.changes = ((f"{before}    __syncthreads();\n", before),)
+    for emulated.order in (ASCENDING, DESCENDING):
+        differ.append(not torch.equal(soft_top_k(scores, 30, 0.1), expected))
+    assert any(differ)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_lod import checks
+from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.base import Allocator, Pool, Scene
 from gpu_lod.errors import InputError
+from gpu_lod.kernels import choosing
+from gpu_lod.kernels import device as kernels
 from gpu_lod.token_set import TokenSet
 
 
@@ -123,19 +125,36 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
     with torch.no_grad():
         last, next_ = torch.sort(logits, dim=1, descending=True).values[:, count - 1 : count + 1].chunk(2, dim=1)
         centre, gap = (last + next_) / 2, (last - next_) / 2
-        tail = 40 + math.log(scores.shape[1])  # beyond it all sigmoids together are nothing
-        high = torch.where(gap > tail, 0.0, gap + tail)
     # Round the K-th score, where it counts, so that large scores keep their small differences.
     logits = logits - centre
     with torch.no_grad():
-        low = -high
-        for _ in range(_HALVINGS):
-            threshold = (low + high) / 2
-            more = torch.sigmoid(logits - threshold).sum(1, keepdim=True) > count
-            low, high = torch.where(more, threshold, low), torch.where(more, high, threshold)
-        soft = torch.sigmoid(logits - threshold)
-        slope = soft * (1 - soft)
-        share = slope / slope.sum(1, keepdim=True).clamp(min=1e-300)
+        threshold, share = _bisected(logits, gap, count)
     # The threshold's derivative without a value of its own.
     moved = (share * (logits - logits.detach())).sum(1, keepdim=True)
     return torch.sigmoid(logits - threshold - moved).to(kind)
+
+
+def _bisected(logits: torch.Tensor, gap: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The threshold [B, 1] of logits [B, N], float64, and the share of each of them in it: its derivative, [B, N].
+
+    Args:
+        gap: [B, 1], from 0 to the last logit that counts and to the next.
+    """
+    tail = 40 + math.log(logits.shape[1])  # beyond it all sigmoids together are nothing
+    if len(logits) and by_kernel.usable(logits):
+        device = kernels.device_of(logits)
+        found = by_kernel.attempt(
+            logits.device,
+            lambda: choosing.threshold(device, logits, gap, count, tail=tail, halvings=_HALVINGS),
+        )
+        if found is not None:
+            return found
+    high = torch.where(gap > tail, 0.0, gap + tail)
+    low = -high
+    for _ in range(_HALVINGS):
+        threshold = (low + high) / 2
+        more = torch.sigmoid(logits - threshold).sum(1, keepdim=True) > count
+        low, high = torch.where(more, threshold, low), torch.where(more, high, threshold)
+    soft = torch.sigmoid(logits - threshold)
+    slope = soft * (1 - soft)
+    return threshold, slope / slope.sum(1, keepdim=True).clamp(min=1e-300)

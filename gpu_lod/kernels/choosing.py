@@ -1,5 +1,5 @@
 """What allocators repeat until it is done, which a GPU would be waited for or given many small launches for: memory and
-launches of amounts.cu, peaks.cu, served.cu and shares.cu."""
+launches of amounts.cu, peaks.cu, served.cu, shares.cu and threshold.cu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels.device import THREADS, Device
-from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SERVED, SHARES
+from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SERVED, SHARES, THRESHOLD
 
 MOST_CELLS = 2**16
 """Of a map, for which a block is not too slow."""
@@ -17,6 +17,9 @@ MOST_STRATA = 2**12
 """Each of which is compared with all others."""
 MOST_BANDS = 8
 """For which a block has room."""
+
+MOST_SCORES = 2**14
+"""Of a row, through which a block goes again at every halving."""
 
 
 class Amounts(ctypes.Structure):
@@ -77,6 +80,21 @@ class Shares(ctypes.Structure):
         ("total", ctypes.c_longlong),
         ("strata", ctypes.c_int),
         ("least", ctypes.c_int),
+    )
+
+
+class Threshold(ctypes.Structure):
+    """The parameter of threshold.cu."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("gaps", ctypes.c_void_p),
+        ("thresholds", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("tail", ctypes.c_double),
+        ("scores", ctypes.c_int),
+        ("count", ctypes.c_int),
+        ("halvings", ctypes.c_int),
     )
 
 
@@ -201,3 +219,31 @@ def shares(
     )
     device.launch(SHARES, (len(weight), 1, 1), THREADS, parameters)
     return counts
+
+
+def threshold(
+    device: Device, logits: torch.Tensor, gap: torch.Tensor, count: int, *, tail: float, halvings: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, 1] the thresholds of a soft top-k of logits [B, N] with gaps [B, 1], float64, and [B, N] the shares in them:
+    as `soft_top_k` has it.
+
+    Raises:
+        LimitError: more scores than a block is to go through time and again.
+    """
+    rows, scores = logits.shape
+    if scores > MOST_SCORES:
+        raise LimitError(f"{scores} scores are more than a block bisects ({MOST_SCORES}).")
+    logits, gap = logits.detach().contiguous(), gap.contiguous()
+    found, share = torch.empty_like(gap), torch.empty_like(logits)
+    parameters = Threshold(
+        logits=logits.data_ptr(),
+        gaps=gap.data_ptr(),
+        thresholds=found.data_ptr(),
+        shares=share.data_ptr(),
+        tail=tail,
+        scores=scores,
+        count=count,
+        halvings=halvings,
+    )
+    device.launch(THRESHOLD, (rows, 1, 1), THREADS, parameters)
+    return found, share

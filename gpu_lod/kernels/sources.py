@@ -44,10 +44,10 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-ALONE = AMOUNTS, PEAKS, SALIENT, SERVED, SHARES = tuple(
-    Kernel(name, ()) for name in ("amounts", "peaks", "salient", "served", "shares")
+ALONE = AMOUNTS, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD = tuple(
+    Kernel(name, ()) for name in ("amounts", "peaks", "salient", "served", "shares", "threshold")
 )
-"""Those that know fp32 alone."""
+"""Those that know one dtype alone."""
 
 SAMPLERS = tuple(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
 OF_DTYPES = "binomial", "fill", "losses", *SAMPLERS
