@@ -24,6 +24,9 @@ TILE = 1 << GROUP
 MOST_LEVELS = 32
 MOST_TEXELS = 2**30
 """Along a side."""
+RESIDENT = {torch.uint8: 6, torch.float16: 5, torch.bfloat16: 5}
+"""Blocks of a multiprocessor that there is room for where sides are even. So many make the tiles of an image, each as
+many as fall to it: of one it would read too little for the time that it waits."""
 COUNTERS = 2**15
 """That a device keeps for chains of its default stream, and as many again for those of graphs."""
 
@@ -38,6 +41,8 @@ class Chain(ctypes.Structure):
         ("finished", ctypes.c_void_p),
         ("first", ctypes.c_uint64 * MOST_LEVELS),
         ("first_wide", ctypes.c_uint64 * MOST_LEVELS),
+        ("part_y", ctypes.c_float * MOST_LEVELS),
+        ("part_x", ctypes.c_float * MOST_LEVELS),
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
         ("levels", ctypes.c_int),
@@ -45,6 +50,8 @@ class Chain(ctypes.Structure):
         ("group", ctypes.c_int),
         ("tiles_x", ctypes.c_int),
         ("tiles_y", ctypes.c_int),
+        ("tiles", ctypes.c_uint32),
+        ("at_once", ctypes.c_uint32),
         ("finish", ctypes.c_int),
         ("fours", ctypes.c_int),
     )
@@ -68,7 +75,9 @@ class _Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool) -> _Layout:
+def _layout(
+    shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool, multiprocessors: int
+) -> _Layout:
     """Args:
     fours: rows of level 0 are whole groups of four elements, and begin where one may.
     """
@@ -82,6 +91,8 @@ def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fou
             f"({MOST_TEXELS} texels a side, {MOST_BLOCKS} tiles of {TILE} x {TILE}). Use a smaller batch."
         )
     made = Chain(height=height, width=width, levels=levels, fours=fours)
+    for level, (h, w) in enumerate(sizes):
+        made.part_y[level], made.part_x[level] = _part(h), _part(w)
     end, views = 0, []
     for level, (h, w) in enumerate(sizes[1:], start=1):
         made.first[level] = end // size
@@ -102,24 +113,31 @@ def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fou
     for base, group, even, finish in rounds:
         made.base, made.group, made.finish = base, group, finish
         made.tiles_y, made.tiles_x = tiles[base]
-        launches.append((reduction(dtype, reduce, even), planes * math.prod(tiles[base]), bytes(made)))
+        made.tiles = planes * math.prod(tiles[base])
+        made.at_once = -(-made.tiles // (multiprocessors * RESIDENT[dtype])) if even and dtype in RESIDENT else 1
+        launches.append((reduction(dtype, reduce, even), -(-made.tiles // made.at_once), bytes(made)))
     return _Layout(launches, end // size, wide, planes if rounds[-1][-1] else 0, views)
 
 
 def _rounds(sizes: list[tuple[int, int]], fours: bool) -> list[tuple[int, int, bool, bool]]:
-    """(base, levels that tiles of it give, whether all sides are even, whether a block finishes the chain) of each
-    launch."""
+    """(base, levels that tiles of it give, whether it is by groups of four and all sides are even, whether a block
+    finishes the chain) of each launch."""
     base, result = 0, []
     while base < len(sizes) - 1:
         left, (h, w) = len(sizes) - 1 - base, sizes[base]
         group = min(left, GROUP, ((h | w) & -(h | w)).bit_length() - 1)
-        even = group > 1 and (fours or base > 0)
+        even = group > 1 and fours and base == 0
         if not even:
             group = min(left, RAGGED_GROUP if max(h, w) > TILE else GROUP)
         finish = left > group and max(sizes[base + group]) <= TILE
         result.append((base, group, even, finish))
         base = len(sizes) if finish else base + group
     return result
+
+
+def _part(side: int) -> float:
+    """1 / side as the kernel would have it, in fp32."""
+    return 1 / ctypes.c_float(side).value
 
 
 class _Counters:
@@ -164,7 +182,7 @@ def chain(device: Device, image: torch.Tensor, levels: int, reduce: str) -> list
         return []
     source = image.data_ptr()
     fours = image.shape[-1] % 4 == 0 and source % (4 * image.dtype.itemsize) == 0
-    layout = _layout(image.shape, levels, image.dtype, reduce, fours)
+    layout = _layout(image.shape, levels, image.dtype, reduce, fours, device.multiprocessors)
     packed = torch.empty(layout.elements, dtype=image.dtype, device=image.device)
     finished = wide = 0
     keep: list[torch.Tensor] = []  # until all is queued

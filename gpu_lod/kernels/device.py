@@ -95,6 +95,9 @@ class Device(Protocol):
     @property
     def texture_layers(self) -> int: ...
 
+    @property
+    def multiprocessors(self) -> int: ...
+
     def capturing(self) -> bool:
         """True while the current stream is captured into a CUDA graph."""
 

@@ -8,8 +8,9 @@
 // write, so no two blocks write the same element. The more levels, the more is made twice: of six levels with odd sides
 // four times as much, of three a quarter more. Where a level is larger than a tile the host asks for three.
 //
-// EVEN is defined where the sides above the last level of a tile are even: then tiles share nothing, and a thread makes
-// two levels at a time of 4 x 4 texels, which it reads at once. A tile takes little more than the time of one read.
+// EVEN is defined where the image's sides, down to the last level of a tile, are even: then tiles share nothing, and a
+// thread makes two levels at a time of 4 x 4 texels, which it reads at once. A block may make several tiles, one after the
+// other, and reads the next one before it makes what is small of this one.
 //
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32; one of REDUCE_MEAN, REDUCE_MAX, REDUCE_MIN.
 #ifdef REDUCE_MEAN
@@ -22,17 +23,19 @@
 #define GROUP 6         // levels that a tile gives at most
 #define TILE (1 << GROUP)
 #define MOST_LEVELS 32
-#ifndef LEAST_BLOCKS    // of a multiprocessor, that registers suffice for
-#ifdef EVEN
+// Blocks of a multiprocessor that registers suffice for; chain.py has those of EVEN too.
+#ifndef EVEN
+#define LEAST_BLOCKS 4
+#elif defined(FLOAT32) || defined(UINT8)
 #define LEAST_BLOCKS 6
 #else
-#define LEAST_BLOCKS 4
+#define LEAST_BLOCKS 5
 #endif
-#endif
-#ifdef EVEN             // what is left of odd sides is a tile a plane
+// Rows that a thread makes where sides are odd, of texels which it reads at once. Below even sides there is one tile.
+#ifdef EVEN
 #define ROWS_AT_ONCE 1
 #else
-#define ROWS_AT_ONCE 2
+#define ROWS_AT_ONCE 3
 #endif
 
 struct Chain {
@@ -42,11 +45,13 @@ struct Chain {
     unsigned* finished;     // tiles of each plane that are done; zero at the start, and again at the end
     unsigned long long first[MOST_LEVELS];       // of each level in `packed`
     unsigned long long first_wide[MOST_LEVELS];  // of each level in `wide`, or NOT_KEPT
+    float part_y[MOST_LEVELS], part_x[MOST_LEVELS];  // of each level, 1 / side
     int height, width, levels;                   // levels: level 0 included
     int base, group;                             // tiles are of level `base`, and give `group` levels below it
     int tiles_x, tiles_y;
+    unsigned tiles, at_once;  // of all planes; that a block makes, more than one if EVEN
     int finish;  // the last block of a plane makes the levels below those, in one tile
-    int fours;   // rows of level 0 are whole groups of four elements, and begin at one; EVEN takes nothing else there
+    int fours;   // rows of level 0 are whole groups of four elements, and begin at one; EVEN takes nothing else
 };
 #define NOT_KEPT 0xffffffffffffffffull
 
@@ -61,10 +66,11 @@ struct Side {
 
 __device__ int side_of_level(int n, int level) { return max(n >> level, 1); }
 
-__device__ void span(Side& side, int n, int tile, int base, int levels) {
+__device__ __forceinline__ void span(const Chain& c, Side& side, bool down, int tile, int base, int levels) {
+    int n = down ? c.height : c.width;
     for (int k = levels; k >= 0; --k) {
         side.n[k] = side_of_level(n, base + k);
-        side.part[k] = 1.0f / (float)side.n[k];
+        side.part[k] = down ? c.part_y[base + k] : c.part_x[base + k];
         side.begin[k] = tile << (GROUP - k);
         side.own[k] = max(min((tile + 1) << (GROUP - k), side.n[k]), side.begin[k]);
         int needed = side.begin[k];
@@ -154,40 +160,84 @@ __device__ __forceinline__ Level level_of(const Chain& c, unsigned plane, int in
     return level;
 }
 
-// Level k of a tile, into shared memory and, what is owned, into its level. A thread makes a piece of a column from top to
-// bottom: of an odd height rows below one another share one.
-template <class From>
-__device__ void make_level(const From& from, const Side& down, const Side& right, int k, Value* tile, int stride,
+// What a thread makes of a level: a piece of a column from top to bottom. Of an odd height rows below one another share
+// one that they are made of.
+struct Piece {
+    int x, first, last;  // rows from first to before last
+};
+
+__device__ __forceinline__ Piece piece_of(const Side& down, const Side& right, int k) {
+    int columns = max(right.end[k] - right.begin[k], 1), rows = down.end[k] - down.begin[k];
+    int pieces = THREADS / columns, length = (rows + pieces - 1) / pieces;
+    int which = (int)threadIdx.x / columns;
+    Piece p;
+    p.x = right.begin[k] + (int)threadIdx.x - which * columns;
+    p.first = down.begin[k] + which * length;
+    p.last = which < pieces && p.x < right.end[k] ? min(p.first + length, down.end[k]) : p.first;
+    return p;
+}
+
+// Level k of a tile, from shared memory into shared memory and, what is owned, into its level.
+__device__ void make_level(const FromShared& from, const Side& down, const Side& right, int k, Value* tile, int stride,
                            const Level& level) {
-    int height = down.n[k - 1], top = down.begin[k], own_y = down.own[k], bottom = down.end[k];
-    int width = right.n[k - 1], left = right.begin[k], own_x = right.own[k], end = right.end[k];
-    int columns = end - left, rows = bottom - top;
-    if (columns < 1 || rows < 1) return;
-    int pieces = THREADS / columns, piece = (rows + pieces - 1) / pieces;
-    int which = (int)threadIdx.x / columns, x = left + (int)threadIdx.x - which * columns;
-    int first = top + which * piece, last = min(first + piece, bottom);
-    if (which >= pieces || first >= last) return;
-    Shares by_width = shares(x, width, right.part[k - 1]);
-    bool owned = x < own_x;
-    Value* target = tile + x - left;
-    if (height % 2 && height > 1) {
-        Value a = across(from, 2 * first, x, width, by_width);
-#pragma unroll ROWS_AT_ONCE
-        for (int y = first; y < last; ++y) {
-            Value b = across(from, 2 * y + 1, x, width, by_width), c = across(from, 2 * y + 2, x, width, by_width);
-            Value value = three(a, b, c, shares(y, height, down.part[k - 1]));
-            target[(y - top) * stride] = value;
-            if (owned && y < own_y) write(level, y, x, value);
-            a = c;
+    int height = down.n[k - 1], width = right.n[k - 1];
+    Piece p = piece_of(down, right, k);
+    Shares by_width = shares(p.x, width, right.part[k - 1]);
+    bool owned = p.x < right.own[k];
+    Value* target = tile + p.x - right.begin[k];
+    Value above = Value();
+    bool shared_rows = height % 2 && height > 1;
+    if (shared_rows && p.first < p.last) above = across(from, 2 * p.first, p.x, width, by_width);
+    for (int y = p.first; y < p.last; ++y) {
+        Value value = shared_rows ? above : across(from, height == 1 ? 0 : 2 * y, p.x, width, by_width);
+        if (height > 1) {
+            Value below = across(from, 2 * y + 1, p.x, width, by_width);
+            if (shared_rows) {
+                above = across(from, 2 * y + 2, p.x, width, by_width);
+                value = three(value, below, above, shares(y, height, down.part[k - 1]));
+            } else {
+                value = two(value, below);
+            }
         }
-    } else {
-#pragma unroll ROWS_AT_ONCE
-        for (int y = first; y < last; ++y) {
-            Value value = across(from, height == 1 ? 0 : 2 * y, x, width, by_width);
-            if (height > 1) value = two(value, across(from, 2 * y + 1, x, width, by_width));
-            target[(y - top) * stride] = value;
-            if (owned && y < own_y) write(level, y, x, value);
-        }
+        target[(y - down.begin[k]) * stride] = value;
+        if (owned && y < down.own[k]) write(level, y, p.x, value);
+    }
+}
+
+// Level 1 of a tile, from memory: all that some rows are made of is asked for before any of them is stored.
+template <class From>
+__device__ void make_level_from(const From& from, const Side& down, const Side& right, Value* tile, int stride,
+                                const Level& level) {
+    int height = down.n[0], width = right.n[0];
+    Piece p = piece_of(down, right, 1);
+    Shares by_width = shares(p.x, width, right.part[0]);
+    bool owned = p.x < right.own[1], odd_rows = height % 2, odd_columns = width % 2;
+    Value* target = tile + p.x - right.begin[1];
+    for (int y = p.first; y < p.last; y += ROWS_AT_ONCE) {
+        Value texels[2 * ROWS_AT_ONCE + 1][3], rows[2 * ROWS_AT_ONCE + 1];
+        int needed = height == 1 ? 1 : 2 * (p.last - y) + odd_rows;  // rows that there are
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS_AT_ONCE + 1; ++i)
+            if (i < needed) {
+                texels[i][0] = from.at(2 * y + i, 2 * p.x);
+                if (width > 1) texels[i][1] = from.at(2 * y + i, 2 * p.x + 1);
+                if (width > 1 && odd_columns) texels[i][2] = from.at(2 * y + i, 2 * p.x + 2);
+            }
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS_AT_ONCE + 1; ++i)
+            rows[i] = width == 1    ? texels[i][0]
+                      : odd_columns ? three(texels[i][0], texels[i][1], texels[i][2], by_width)
+                                    : two(texels[i][0], texels[i][1]);
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; ++i)
+            if (y + i < p.last) {
+                Value value = height == 1 ? rows[0]
+                              : odd_rows  ? three(rows[2 * i], rows[2 * i + 1], rows[2 * i + 2],
+                                                  shares(y + i, height, down.part[0]))
+                                          : two(rows[2 * i], rows[2 * i + 1]);
+                target[(y + i - down.begin[1]) * stride] = value;
+                if (owned && y + i < down.own[1]) write(level, y + i, p.x, value);
+            }
     }
 }
 
@@ -230,8 +280,8 @@ __device__ void make_first_level(const FromPlane& from, const Side& down, const 
 // Levels base + 1 to base + `levels` of a tile of level base.
 __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int tile_y, int tile_x, Value* even,
                           Value* odd, Side& down, Side& right) {
-    if (threadIdx.x == 0) span(down, c.height, tile_y, base, levels);
-    if (threadIdx.x == 32) span(right, c.width, tile_x, base, levels);
+    if (threadIdx.x == 0) span(c, down, true, tile_y, base, levels);
+    if (threadIdx.x == 32) span(c, right, false, tile_x, base, levels);
     __syncthreads();
     for (int k = 1; k <= levels; ++k) {
         Level level = level_of(c, plane, base + k);
@@ -242,9 +292,9 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, 
             make_level(from, down, right, k, target, stride, level);
         } else if (base == 0) {
             if (c.fours) make_first_level(plane_of(c, plane), down, right, target, stride, level);
-            else make_level(plane_of(c, plane), down, right, 1, target, stride, level);
+            else make_level_from(plane_of(c, plane), down, right, target, stride, level);
         } else {
-            make_level(made_of(c, plane, base), down, right, 1, target, stride, level);
+            make_level_from(made_of(c, plane, base), down, right, target, stride, level);
         }
         __syncthreads();
     }
@@ -253,41 +303,47 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, 
 #ifdef EVEN
 __device__ __forceinline__ Value quarter(Value a, Value b, Value c, Value d) { return two(two(a, b), two(c, d)); }
 
-struct Quarters {
-    Two stored[2];  // level k + 1 of a square, by rows
-    Value whole;    // level k + 2
+struct Square {
+    Value at[4][4];
 };
 
-// Of a square of 4 x 4 texels that begins at (y, x).
-template <class From> __device__ __forceinline__ Quarters quarters(const From& from, int y, int x) {
-    Value square[4][4], half[2][2];
+// What two levels of it are.
+struct Halves {
+    Value half[2][2], whole;
+};
+
+__device__ __forceinline__ Halves halves(const Square& s) {
+    Halves h;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; i += 2)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) square[i][j] = from.at(y + i, x + j);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            half[i][j] = quarter(square[2 * i][2 * j], square[2 * i][2 * j + 1], square[2 * i + 1][2 * j],
-                                 square[2 * i + 1][2 * j + 1]);
-    Quarters q = {{{{store(half[0][0]), store(half[0][1])}}, {{store(half[1][0]), store(half[1][1])}}},
-                  quarter(half[0][0], half[0][1], half[1][0], half[1][1])};
-    return q;
+        for (int j = 0; j < 4; j += 2)
+            h.half[i / 2][j / 2] = quarter(s.at[i][j], s.at[i][j + 1], s.at[i + 1][j], s.at[i + 1][j + 1]);
+    h.whole = quarter(h.half[0][0], h.half[0][1], h.half[1][0], h.half[1][1]);
+    return h;
 }
 
-// Rows of an image: four elements at once.
-__device__ __forceinline__ Quarters quarters(const FromPlane& from, int y, int x) {
-    const element* at = from.plane + (unsigned long long)y * from.width + x;
+// The same of an image's texels: the first level as it is stored, by rows.
+struct Quarters {
+    Two stored[2];
+    Value whole;
+};
+
+// As it is stored in an image, four elements of a row at once.
+struct Stored {
+    Four rows[4];
+};
+
+__device__ __forceinline__ Quarters quarters(const Stored& s) {
 #if defined(UINT8) && defined(REDUCE_MEAN)
     // Sums of counts are exact, as their means in fp32 are: four bytes of a word are added at once.
-    unsigned rows[4], sums[2][2];
+    unsigned words[4], sums[2][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) rows[i] = *(const unsigned*)(at + (unsigned long long)i * from.width);
+    for (int i = 0; i < 4; ++i) words[i] = *(const unsigned*)&s.rows[i];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        sums[i][0] = __dp4a(rows[2 * i], 0x00000101u, __dp4a(rows[2 * i + 1], 0x00000101u, 0u));
-        sums[i][1] = __dp4a(rows[2 * i], 0x01010000u, __dp4a(rows[2 * i + 1], 0x01010000u, 0u));
+        sums[i][0] = __dp4a(words[2 * i], 0x00000101u, __dp4a(words[2 * i + 1], 0x00000101u, 0u));
+        sums[i][1] = __dp4a(words[2 * i], 0x01010000u, __dp4a(words[2 * i + 1], 0x01010000u, 0u));
     }
     Quarters q;
 #pragma unroll
@@ -298,96 +354,159 @@ __device__ __forceinline__ Quarters quarters(const FromPlane& from, int y, int x
     q.whole = (float)(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]) * 0.0625f;
     return q;
 #else
-    struct {
-        Four rows[4];
-        __device__ __forceinline__ Value at(int i, int j) const { return load(rows[i].at[j]); }
-    } square;
+    Square square;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) square.at[i][j] = load(s.rows[i].at[j]);
+    Halves h = halves(square);
+    Quarters q = {{{{store(h.half[0][0]), store(h.half[0][1])}}, {{store(h.half[1][0]), store(h.half[1][1])}}}, h.whole};
+    return q;
+#endif
+}
+
+__device__ __forceinline__ void read(const FromPlane& from, int y, int x, Stored& square) {
+    const element* at = from.plane + (unsigned long long)y * from.width + x;
 #pragma unroll
     for (int i = 0; i < 4; ++i) square.rows[i] = *(const Four*)(at + (unsigned long long)i * from.width);
-    return quarters(square, 0, 0);
-#endif
 }
 
-// Two levels of a tile of height x width texels, from level `below` of the chain, which `from` reads: its texel (0, 0) is
-// (top, left) there. The second goes to `target`, rows of a quarter of the width, for the next two.
-template <class From>
-__device__ __forceinline__ void make_two_levels(const Chain& c, unsigned plane, int below, const From& from, int top,
-                                                int left, int height, int width, Value* target) {
-    int columns = width / 4, squares = height / 4 * columns;
-    if ((int)threadIdx.x < squares) {
-        int row = (int)threadIdx.x / columns, y = top / 4 + row, x = left / 4 + (int)threadIdx.x - row * columns;
-        Quarters q = quarters(from, 4 * y, 4 * x);
-        Level level = level_of(c, plane, below + 1);
-        element* at = level.plane + (unsigned long long)(2 * y) * level.width + 2 * x;
-        *(Two*)at = q.stored[0];
-        *(Two*)(at + level.width) = q.stored[1];
-        write(level_of(c, plane, below + 2), y, x, q.whole);
-        target[threadIdx.x] = q.whole;
+// Levels 1 and 2 of the square whose texels are those from (4 y, 4 x) on.
+__device__ __forceinline__ void write_quarters(const Chain& c, unsigned plane, int y, int x, const Quarters& q) {
+    Level first = level_of(c, plane, 1);
+    element* at = first.plane + (unsigned long long)(2 * y) * first.width + 2 * x;
+    *(Two*)at = q.stored[0];
+    *(Two*)(at + first.width) = q.stored[1];
+    write(level_of(c, plane, 2), y, x, q.whole);
+}
+
+// A square of 4 x 4 values in shared memory. Of those beyond the image nothing is written.
+__device__ __forceinline__ Value write_square(const Chain& c, unsigned plane, int level, int levels, int y, int x,
+                                              const Value* values, int stride) {
+    Square s;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s.at[i][j] = values[i * stride + j];
+    Halves h = halves(s);
+    Level first = level_of(c, plane, level + 1);
+    int height = side_of_level(c.height, level + 1), width = first.width;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (2 * y + i < height && 2 * x + j < width) write(first, 2 * y + i, 2 * x + j, h.half[i][j]);
+    if (levels > 1 && 2 * y < height && 2 * x < width) write(level_of(c, plane, level + 2), y, x, h.whole);
+    return h.whole;
+}
+
+struct Tile {
+    unsigned plane;
+    int y, x;
+};
+
+__device__ __forceinline__ Tile tile_at(const Chain& c, unsigned index) {
+    unsigned of_plane = (unsigned)(c.tiles_x * c.tiles_y);
+    Tile t;
+    t.plane = index / of_plane;
+    t.y = (int)(index - t.plane * of_plane) / c.tiles_x;
+    t.x = (int)(index - t.plane * of_plane) - t.y * c.tiles_x;
+    return t;
+}
+
+__device__ __forceinline__ Tile tile_after(const Chain& c, Tile t) {
+    if (++t.x == c.tiles_x) {
+        t.x = 0;
+        if (++t.y == c.tiles_y) t.y = 0, ++t.plane;
+    }
+    return t;
+}
+
+#define SQUARES (TILE / 4)  // of a side of a tile
+
+// Levels 1 to `group`, two at least, of `many` tiles from `begin` on. The two levels of the smallest
+// squares a thread makes of what it has read; of those, sixteen threads make the next two while the others go on; of these,
+// a thread of another warp makes the last two a tile later.
+__device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, unsigned many, Value* second, Value* fourth) {
+    int row = (int)threadIdx.x / SQUARES, column = (int)threadIdx.x % SQUARES;
+    Tile tile = tile_at(c, begin), before = tile;
+    Stored square;
+    bool inside = tile.y * TILE + 4 * row < c.height && tile.x * TILE + 4 * column < c.width;
+    if (inside) read(plane_of(c, tile.plane), tile.y * TILE + 4 * row, tile.x * TILE + 4 * column, square);
+    for (unsigned i = 0; i < many; ++i) {
+        Tile next = tile_after(c, tile);
+        Value *seconds = second + i % 2 * THREADS, *fourths = fourth + i % 2 * 16;
+        Quarters q;
+        bool made = inside;
+        if (made) q = quarters(square);
+        if (i + 1 < many) {
+            inside = next.y * TILE + 4 * row < c.height && next.x * TILE + 4 * column < c.width;
+            if (inside) read(plane_of(c, next.plane), next.y * TILE + 4 * row, next.x * TILE + 4 * column, square);
+        }
+        if (made) {
+            write_quarters(c, tile.plane, tile.y * SQUARES + row, tile.x * SQUARES + column, q);
+            seconds[threadIdx.x] = q.whole;
+        }
+        __syncthreads();
+        if (c.group > 2 && threadIdx.x < 16) {
+            int y = (int)threadIdx.x / 4, x = (int)threadIdx.x % 4;
+            fourths[threadIdx.x] = write_square(c, tile.plane, 2, c.group - 2, tile.y * 4 + y, tile.x * 4 + x,
+                                                seconds + 4 * y * SQUARES + 4 * x, SQUARES);
+        } else if (c.group > 4 && threadIdx.x == 32 && i > 0) {
+            write_square(c, before.plane, 4, c.group - 4, before.y, before.x, fourth + (i - 1) % 2 * 16, 4);
+        }
+        before = tile;
+        tile = next;
     }
     __syncthreads();
-}
-
-// Levels base + 1 to base + `levels` of a tile, two at least.
-template <class From>
-__device__ void make_even_tile(const Chain& c, unsigned plane, int base, int levels, const From& from, int tile_y,
-                               int tile_x, Value* even, Value* odd) {
-    int top = tile_y * TILE, left = tile_x * TILE;
-    int height = min(side_of_level(c.height, base) - top, TILE), width = min(side_of_level(c.width, base) - left, TILE);
-    make_two_levels(c, plane, base, from, top, left, height, width, even);
-    for (int k = 2; k < levels; k += 2) {
-        height /= 4;
-        width /= 4;
-        top /= 4;
-        left /= 4;
-        FromShared above = {k % 4 ? even : odd, width, top, left};
-        if (k + 1 < levels) {
-            make_two_levels(c, plane, base + k, above, top, left, height, width, k % 4 ? odd : even);
-        } else if ((int)threadIdx.x < height / 2 * (width / 2)) {
-            int row = (int)threadIdx.x / (width / 2);
-            int y = top / 2 + row, x = left / 2 + (int)threadIdx.x - row * (width / 2);
-            write(level_of(c, plane, base + levels), y, x,
-                  quarter(above.at(2 * y, 2 * x), above.at(2 * y, 2 * x + 1), above.at(2 * y + 1, 2 * x),
-                          above.at(2 * y + 1, 2 * x + 1)));
-        }
-    }
-}
-
-// Whether all sides above the last of some levels, from `base` on, are even.
-__device__ __forceinline__ bool even_above(const Chain& c, int base, int levels) {
-    return levels > 1 && ((side_of_level(c.height, base) | side_of_level(c.width, base)) & ((1 << levels) - 1)) == 0;
+    if (c.group > 4 && threadIdx.x == 32)
+        write_square(c, before.plane, 4, c.group - 4, before.y, before.x, fourth + (many - 1) % 2 * 16, 4);
 }
 #endif
+
+// Whether this block is the last one that makes tiles of a plane: all that were before it has then been written.
+__device__ __forceinline__ bool last_of_plane(const Chain& c, unsigned plane, unsigned mine, int* last) {
+    unsigned all = (unsigned)(c.tiles_x * c.tiles_y);
+    __threadfence();  // what this thread wrote is there before the count says so
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *last = atomicAdd(c.finished + plane, mine) == all - mine;
+        if (*last) c.finished[plane] = 0;
+    }
+    __syncthreads();
+    if (*last) __threadfence();
+    return *last;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const Chain c) {
     __shared__ Value odd[TILE * TILE];           // levels 1, 3, 5 of a tile
     __shared__ Value even[TILE / 2 * TILE / 2];  // levels 2, 4, 6
     __shared__ Side down, right;
     __shared__ int last;
-    unsigned tiles = (unsigned)(c.tiles_x * c.tiles_y);
-    unsigned plane = blockIdx.x / tiles, tile = blockIdx.x - plane * tiles;
-    int tile_y = (int)tile / c.tiles_x, tile_x = (int)tile - tile_y * c.tiles_x;
+    unsigned of_plane = (unsigned)(c.tiles_x * c.tiles_y);
 #ifdef EVEN
-    if (c.base == 0) make_even_tile(c, plane, 0, c.group, plane_of(c, plane), tile_y, tile_x, even, odd);
-    else make_even_tile(c, plane, c.base, c.group, made_of(c, plane, c.base), tile_y, tile_x, even, odd);
+#ifdef FLOAT32  // what a thread reads of one tile is enough to wait for
+    unsigned begin = blockIdx.x, many = 1, end = begin + 1;
 #else
-    make_tile(c, plane, c.base, c.group, tile_y, tile_x, even, odd, down, right);
+    unsigned begin = blockIdx.x * c.at_once, end = begin + c.at_once < c.tiles ? begin + c.at_once : c.tiles;
+    unsigned many = end - begin;
 #endif
+    make_even_tiles(c, begin, many, odd, even);
     if (!c.finish) return;
-    __threadfence();  // what this thread wrote is there before the count says so
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(c.finished + plane, 1u) == tiles - 1;
-        if (last) c.finished[plane] = 0;
+    for (unsigned plane = begin / of_plane; plane * of_plane < end; ++plane) {
+        unsigned first = plane * of_plane, beyond = first + of_plane;
+        unsigned mine = (end < beyond ? end : beyond) - (begin > first ? begin : first);
+        if (last_of_plane(c, plane, mine, &last))
+            make_tile(c, plane, c.group, c.levels - 1 - c.group, 0, 0, even, odd, down, right);
     }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    int base = c.base + c.group, levels = c.levels - 1 - base;
-#ifdef EVEN
-    if (even_above(c, base, levels)) {
-        make_even_tile(c, plane, base, levels, made_of(c, plane, base), 0, 0, even, odd);
-        return;
+#else
+    unsigned plane = blockIdx.x / of_plane;
+    int tile_y = (int)(blockIdx.x - plane * of_plane) / c.tiles_x;
+    int tile_x = (int)(blockIdx.x - plane * of_plane) - tile_y * c.tiles_x;
+    for (int base = c.base, levels = c.group;; base += levels, levels = c.levels - 1 - base) {
+        make_tile(c, plane, base, levels, tile_y, tile_x, even, odd, down, right);
+        if (!c.finish || base > c.base || !last_of_plane(c, plane, 1, &last)) return;
+        tile_y = tile_x = 0;
     }
 #endif
-    make_tile(c, plane, base, levels, 0, 0, even, odd, down, right);
 }
