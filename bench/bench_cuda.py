@@ -433,8 +433,8 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     device, f32 = str(run.device), [torch.float32]
     first, last = main[0], main[-1]
     height, width, batch = last
-    # What GPUs are judged by: RGBA8 from memory, large chains, outputs of a megapixel, the least that a call costs, and
-    # odd sides beside even ones.
+    # What GPUs are judged by: RGBA8 from memory, large chains, outputs of a megapixel, the least that a call costs, odd
+    # sides beside even ones, and one pass beside many.
     add(run.mipmap, last, torch.uint8, "cold", 4)
     for size in reversed(main):
         add(run.mipmap, size)
@@ -444,6 +444,10 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     add_rows("fixed cost", bench_log_polar.fixed_cost)
     add(run.odd_sides, (height + 1, width + 1, batch))
     add(run.odd_sides, (height - 1, width - 1, batch))
+    parts = partial(bench_parts.rows, [size[0] for size in main[:2]], run.seconds, run.ctx, device)
+    jobs.append(("parts", parts if run.ctx is not None else list))  # in its place on every device
+    jobs.append(("kernels", partial(bench_parts.kernels, [size[0] for size in main[:2]], run.seconds, run.device)))
+    add_rows("gather_patches", bench_samplers.gather_patches, [first], f32)
     for size in reversed(main):
         add(run.hiz, size)
         add(run.log_polar, size)
@@ -452,12 +456,8 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     add(run.log_polar, first, torch.float32, "cold")
     for size in main[1:]:
         add_rows(f"foveate {size[0]}", bench_samplers.foveate, [size], f32)
-    jobs.append(("kernels", partial(bench_parts.kernels, [size[0] for size in main[:2]], run.seconds, run.device)))
-    add_rows("gather_patches", bench_samplers.gather_patches, [first], f32)
     add_rows("whole calls", bench_log_polar.from_an_image)
     add_rows("readers", bench_hiz.readers)
-    parts = partial(bench_parts.rows, [size[0] for size in main[:2]], run.seconds, run.ctx, device)
-    jobs.append(("parts", parts if run.ctx is not None else list))  # in its place on every device
     add_rows("foveate once", bench_samplers.foveate_once, [first], f32)
     add_rows("others once", bench_samplers.others_once, [first], f32)
     add_rows("features", bench_features.rows, [(first[0] // 2, first[1] // 2, batch)])
