@@ -11,8 +11,8 @@ struct Gaze {
 };
 
 // A block makes 32 x 8 pixels, which read neighbouring texels.
-__device__ __forceinline__ int gaze_column() { return (int)blockIdx.x * 32 + column_in_block(); }
-__device__ __forceinline__ int gaze_row() { return (int)blockIdx.y * 8 + row_in_block(); }
+__device__ __forceinline__ int gaze_column() { return (int)(blockIdx.x * 32 + threadIdx.x % 32); }
+__device__ __forceinline__ int gaze_row() { return (int)(blockIdx.y * (THREADS / 32) + threadIdx.x / 32); }
 
 struct Away {
     float x, y, e;  // from the fixation, in units of e0

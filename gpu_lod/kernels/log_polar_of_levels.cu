@@ -11,11 +11,10 @@ struct LogPolarOfLevels {
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_polar_of_levels(const LogPolarOfLevels p) {
     const Rings& r = p.rings;
-    unsigned ring, wedge;
-    if (!sample_of_thread(r, ring, wedge)) return;
-    unsigned samples = r.ring_count * r.wedge_count, at = ring * r.wedge_count + wedge;
+    unsigned samples = r.ring_count * r.wedge_count, at = blockIdx.x * THREADS + threadIdx.x;
+    if (at >= samples) return;
     for (int layer = (int)blockIdx.y; layer < r.layers; layer += (int)gridDim.y) {
-        Sample s = sample_at(r, ring, wedge, layer);
+        Sample s = sample_at(r, at, layer);
         unsigned long long plane = (unsigned long long)layer * r.channels;
         element* target = r.target + plane * samples + at;
         if (s.zero)

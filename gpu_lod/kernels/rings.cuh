@@ -14,21 +14,14 @@ struct Rings {
     int border_zero;  // positions outside the image give 0; else they are clamped to the edge
 };
 
-// A block makes 32 wedges of 8 rings.
-__device__ __forceinline__ bool sample_of_thread(const Rings& r, unsigned& ring, unsigned& wedge) {
-    unsigned across = (r.wedge_count + 31) / 32, down = blockIdx.x / across;
-    wedge = (blockIdx.x - down * across) * 32 + (unsigned)column_in_block();
-    ring = down * 8 + (unsigned)row_in_block();
-    return ring < r.ring_count && wedge < r.wedge_count;
-}
-
 struct Sample {
     float x, y, level;  // x and y in [0, 1] inside the image
     bool zero;
 };
 
-__device__ __forceinline__ Sample sample_at(const Rings& r, unsigned ring, unsigned wedge, int layer) {
-    float2 radius_level = r.rings[ring], direction = r.wedges[wedge];
+__device__ __forceinline__ Sample sample_at(const Rings& r, unsigned at, int layer) {
+    unsigned ring = at / r.wedge_count;
+    float2 radius_level = r.rings[ring], direction = r.wedges[at - ring * r.wedge_count];
     Sample s;
     s.x = r.fixations[2ull * layer] + radius_level.x * r.aspect_x * direction.x;
     s.y = r.fixations[2ull * layer + 1] + radius_level.x * r.aspect_y * direction.y;

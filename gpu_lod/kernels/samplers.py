@@ -18,9 +18,7 @@ from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.kernels.textures import Source
 
 _ROWS = THREADS // 32
-"""Of samples that a block makes, 32 in each."""
-MOST_AT_ONCE = 2**11
-"""Patches that are begun at once: as many as a large GPU has room for."""
+"""That a block of foveation makes."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
 
@@ -92,7 +90,6 @@ class Wanted(ctypes.Structure):
         ("scale", ctypes.c_float * 4),
         ("offset", ctypes.c_float * 4),
         ("budget", ctypes.c_uint32),
-        ("all", ctypes.c_uint32),
         ("patch", ctypes.c_int),
         ("channels", ctypes.c_int),
         ("border_zero", ctypes.c_int),
@@ -153,7 +150,7 @@ def log_polar(
             layers=count,
             border_zero=border_zero,
         )
-        grid = (-(-len(wedges) // 32) * -(-len(rings) // _ROWS), min(count, MOST_ROWS), 1)
+        grid = (-(-samples // THREADS), min(count, MOST_ROWS), 1)
         if isinstance(read, Levels):
             _launch(source, "log_polar_of_levels", grid, LogPolarOfLevels(read, where))
         else:
@@ -229,12 +226,11 @@ def patches(
             scale=(ctypes.c_float * 4)(*(unit * value for value in scale)),
             offset=(ctypes.c_float * 4)(*offset),
             budget=budget,
-            all=count * budget,
             patch=patch,
             channels=source.channels,
             border_zero=border_zero,
         )
-        grid = (min(count * budget, MOST_AT_ONCE), min(-(-area // threads), MOST_ROWS), 1)
+        grid = (count * budget, min(-(-area // threads), MOST_ROWS), 1)
         if isinstance(read, Levels):
             _launch(source, "patches_of_levels", grid, PatchesOfLevels(read, wanted), dtype, threads)
         else:

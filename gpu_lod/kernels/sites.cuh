@@ -19,23 +19,10 @@ struct Wanted {
     const float* sites;         // x, y, level; [layers, budget, 3]
     element* target;            // [layers, budget, channels, patch, patch]
     float scale[4], offset[4];  // a result is what is read * scale + offset, by channel
-    unsigned budget, all;       // sites of an image, and of all images
+    unsigned budget;
     int patch, channels;
     int border_zero;  // positions outside the image give 0; else they are clamped to the edge
 };
-
-// A block makes one site after the other, and asks for the next one before it needs it.
-struct Asked {
-    float x, y, level;
-};
-__device__ __forceinline__ Asked ask(const Wanted& w, unsigned index) {
-    Asked a = {0.0f, 0.0f, 0.0f};
-    if (index < w.all) {
-        const float* at = w.sites + 3ull * index;
-        a.x = at[0], a.y = at[1], a.level = at[2];
-    }
-    return a;
-}
 
 struct Site {
     float centre_x, centre_y, level, stride;  // in pixels
@@ -43,11 +30,11 @@ struct Site {
     bool exact;                               // its samples are texels of that level
 };
 
-// For a picture of this size whose last level is `last`.
-__device__ __forceinline__ Site site_of(const Asked& asked, float width, float height, float last, int patch) {
+// Of (x, y, level), for a picture of this size whose last level is `last`.
+__device__ __forceinline__ Site site_of(const float* site, float width, float height, float last, int patch) {
     Site s;
-    s.centre_x = on_pixels(asked.x, width), s.centre_y = on_pixels(asked.y, height);
-    s.level = clamped(asked.level, 0.0f, 30.0f);  // 30 is far beyond any image
+    s.centre_x = on_pixels(site[0], width), s.centre_y = on_pixels(site[1], height);
+    s.level = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
     int fine = (int)s.level;
     float between = s.level - (float)fine, whole = (float)(1 << fine);
     s.stride = between == 0.0f ? whole : whole * exp2f(between);
