@@ -19,13 +19,26 @@ struct Sample {
     bool zero;
 };
 
-__device__ __forceinline__ Sample sample_at(const Rings& r, unsigned at, int layer) {
-    unsigned ring = at / r.wedge_count;
-    float2 radius_level = r.rings[ring], direction = r.wedges[at - ring * r.wedge_count];
-    Sample s;
-    s.x = r.fixations[2ull * layer] + radius_level.x * r.aspect_x * direction.x;
-    s.y = r.fixations[2ull * layer + 1] + radius_level.x * r.aspect_y * direction.y;
-    s.level = radius_level.y;
-    s.zero = r.border_zero && !(s.x >= 0.0f && s.x <= 1.0f && s.y >= 0.0f && s.y <= 1.0f);
-    return s;
+// A block makes a piece of one ring, so that no thread divides; x counts pieces, y rings, z layers. `make` gets a
+// sample, its layer, where its first channel goes, and how far apart channels are. All that places it is asked for
+// before any of it is needed.
+template <class Make> __device__ __forceinline__ void each_sample(const Rings& r, const Make& make) {
+    unsigned wedge = blockIdx.x * blockDim.x + threadIdx.x, samples = r.ring_count * r.wedge_count;
+    if (wedge >= r.wedge_count) return;
+    float2 direction = r.wedges[wedge];
+#pragma unroll 1
+    for (int layer = (int)blockIdx.z; layer < r.layers; layer += (int)gridDim.z) {
+        float x = r.fixations[2ull * layer], y = r.fixations[2ull * layer + 1];
+        element* target = r.target + (unsigned long long)(unsigned)(layer * r.channels) * samples + wedge;
+#pragma unroll 1
+        for (unsigned ring = blockIdx.y; ring < r.ring_count; ring += gridDim.y) {
+            float2 radius_level = r.rings[ring];
+            Sample s;
+            s.x = x + radius_level.x * r.aspect_x * direction.x;
+            s.y = y + radius_level.x * r.aspect_y * direction.y;
+            s.level = radius_level.y;
+            s.zero = r.border_zero && !(s.x >= 0.0f && s.x <= 1.0f && s.y >= 0.0f && s.y <= 1.0f);
+            make(s, layer, target + ring * r.wedge_count, samples);
+        }
+    }
 }
