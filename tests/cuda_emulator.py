@@ -42,12 +42,12 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
 
     Args:
         parameter: the name of its parameter's type.
-        changes: of the source or of block.cuh, for tests that break it: (what stands there once, what is put in its
+        changes: of the source or of a header, for tests that break it: (what stands there once, what is put in its
             place).
     """
     texts = {**sources.texts(), "intrinsics.cuh": SHIM.read_text()}
     for before, after in changes:
-        file = kernel.file if before in texts[kernel.file] else "block.cuh"
+        file = next((name for name in (kernel.file, *sources.headers()) if before in texts[name]), kernel.file)
         assert texts[file].count(before) == 1, f"{before!r} stands {texts[file].count(before)} times in {file}"
         texts[file] = texts[file].replace(before, after)
     unit = f"""

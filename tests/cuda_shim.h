@@ -76,6 +76,9 @@ inline unsigned short float_to_half(float value) {
     return (unsigned short)(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13));
 }
 
+inline float quick_root(float value) { return sqrtf(value); }
+inline float quick_log2(float value) { return log2f(value); }
+
 // -- the threads of a block -------------------------------------------------------------------------------------------
 
 struct Fiber {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compare import HARDWARE_WEIGHT_ERROR, assert_matches
@@ -99,6 +101,34 @@ def test_weights_of_maps_from_memory_are_exact(emulated: EmulatedDevice) -> None
         expected, texels, _ = polar_oracle(levels_of(pyramid), points, 16, 32)
         close = 2e-6 + max(pyramid.size) * 2.0**-22 * texels  # of fp32 places
         assert bool(((found.view_as(expected) - expected).abs() <= close).all())
+
+
+@read_as
+def test_pieces_of_rings_cover_every_wedge(emulated: EmulatedDevice, read_as: str) -> None:
+    pyramid = uploaded(lod.mipmap(noise(3, 40, 60)), read_as)
+    for wedges, pieces, threads in ((5, 1, 32), (33, 1, 64), (256, 1, 256), (257, 2, 160), (700, 3, 256)):
+        check_polar(pyramid, torch.rand(1, 2), 3, wedges)
+        assert emulated.named("launch")[-1][2:] == ((pieces, 3, 1), threads)
+
+
+@read_as
+@pytest.mark.parametrize("name", ["log_polar", "gather_patches"])
+def test_more_rows_and_layers_than_a_grid_has(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, name: str, read_as: str
+) -> None:
+    """Rings, parts of patches, and images: a block makes one after the other."""
+    pyramid = uploaded(lod.mipmap(noise(7, 3, 30, 41)), read_as)
+    points, sites = torch.rand(7, 2), random_sites(7, 2)
+
+    def sampled() -> torch.Tensor:
+        if name == "log_polar":
+            return lod.log_polar(pyramid, points, 11, 13, backend="cuda")
+        return lod.gather_patches(pyramid, sites, 30, backend="cuda")
+
+    expected = sampled()
+    monkeypatch.setattr(samplers, "MOST_ROWS", 3)
+    assert torch.equal(sampled(), expected)
+    assert emulated.named("launch")[-1][2][1:] == (3, 3)
 
 
 # -- foveate ----------------------------------------------------------------------------------------------------------
@@ -233,6 +263,54 @@ def test_sites_for_all_images_and_levels_past_the_last(emulated: EmulatedDevice)
     assert torch.equal(shared, lod.gather_patches(image, sites.expand(3, -1, -1), 8, backend="cuda"))
     far = lod.gather_patches(image, [[0.5, 0.5, 7.0], [0.5, 0.5, 1e30]], 4, backend="cuda")
     assert torch.allclose(far, lod.mipmap(image)[-1][:, None].expand_as(far), atol=1e-6)
+
+
+def wrong_rows(patch: int, share: int) -> bool:
+    """Of a patch's samples, found as sites.cuh does: rows do not fall, so that only their ends can be wrong."""
+    begins = np.arange(patch, dtype=np.uint64) * np.uint64(patch)
+    ends = begins + np.uint64(patch - 1)
+    return any(bool((at * np.uint64(share) >> np.uint64(32) != at // np.uint64(patch)).any()) for at in (begins, ends))
+
+
+def test_rows_of_patches_are_found_by_multiplying() -> None:
+    shares = {patch: samplers._share(patch) for patch in range(1, 2000)}
+    assert [patch for patch, share in shares.items() if share] == list(range(2, 1626))
+    assert all(share < 2**32 and not wrong_rows(patch, share) for patch, share in shares.items() if share)
+    assert wrong_rows(1649, -(-(2**32) // 1649)) and wrong_rows(14, 2**32 // 14)
+
+
+def test_rows_of_the_largest_patches_are_divided_by(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyramid, sites = lod.mipmap(noise(3, 40, 60)), random_sites(1, 3)
+    for read in (pyramid, pyramid.upload(backend="cuda")):
+        with monkeypatch.context() as here:
+            expected = lod.gather_patches(read, sites, 14, backend="cuda")
+            here.setattr(samplers, "_share", lambda _: 0)
+            assert torch.equal(lod.gather_patches(read, sites, 14, backend="cuda"), expected)
+
+
+# -- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def beside_a_bad_row(value: float) -> torch.Tensor:
+    """Samples of rows 3 to 6, halfway between columns, of a picture whose row 2 is `value`."""
+    image = noise(1, 16, 16)
+    image[:, 2] = value
+    pyramid = lod.mipmap(image, levels=1)
+    return lod.gather_patches(pyramid, [[8.5 / 16, 5.0 / 16, 0.0]], 4, backend="cuda")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_texels_that_weigh_nothing_are_not_read(emulated: EmulatedDevice, value: float) -> None:
+    assert bool(beside_a_bad_row(value).isfinite().all())
+    image = noise(2, 16, 16)
+    image[0, 3, 5], image[1, 7, 7:9] = value, math.inf
+    found = lod.foveate(image, (0.5, 0.5), 1e30, backend="cuda")
+    assert torch.equal(found.nan_to_num(7.0), image.nan_to_num(7.0))
+    emulated.changes = (("c.below = y.share != 0.0f ? width : 0;", "c.below = y.first + 1 < (int)height ? width : 0;"),)
+    image[:, :] = torch.arange(16.0)[:, None]
+    image[:, 5] = value
+    found = lod.foveate(image, (0.5, 0.5), 1e30, backend="cuda")
+    assert not bool(found[:, 4].isfinite().all()), "a texel that weighs nothing was read, and nobody saw it"
 
 
 # -- what all samplers share ------------------------------------------------------------------------------------------

@@ -1,113 +1,146 @@
 // Levels as they are in memory, planar, read with weights of fp32: for pictures that are read once, which textures are
-// not made of. STORED_ALIKE: they are of the result's dtype.
+// not made of.
 #pragma once
 #include "sampling.cuh"
 
 #define MOST_LEVELS 32
 
-// Texels of a level to a pixel, along one side: in double, and as what fp32 holds of it and the rest.
+// Texels of a level to a pixel, along one side: what fp32 holds of it, and the rest.
 struct Steps {
-    double whole[MOST_LEVELS];
     float near[MOST_LEVELS], rest[MOST_LEVELS];
 };
 
 struct Levels {
     const void* level[MOST_LEVELS];  // each [layers, channels, h, w]
     Steps x, y;
-    int height, width, last;         // last: level
-    int stored;                      // 0 uint8, 1 float16, 2 bfloat16, 3 float32
+    int height, width, last;  // last: level
+    int stored;               // 0 uint8, 1 float16, 2 bfloat16, 3 float32
 };
 
-__device__ __forceinline__ float loaded(const void* from, unsigned long long index, int stored) {
-#ifdef STORED_ALIKE
-    return to_float(((const element*)from)[index]);
-#else
-    if (stored == 0) return (float)((const unsigned char*)from)[index];
-    if (stored == 1) return half_to_float(((const unsigned short*)from)[index]);
-    if (stored == 2) return __uint_as_float((unsigned)((const unsigned short*)from)[index] << 16);
-    return ((const float*)from)[index];
-#endif
-}
+// What levels are stored as.
+struct Alike {  // as the result
+    typedef element type;
+    static __device__ __forceinline__ float value(element stored) { return to_float(stored); }
+};
+struct Counts {
+    typedef unsigned char type;
+    static __device__ __forceinline__ float value(unsigned char stored) { return (float)stored; }
+};
+struct Halves {
+    typedef unsigned short type;
+    static __device__ __forceinline__ float value(unsigned short stored) { return half_to_float(stored); }
+};
+struct Brains {  // bfloat16
+    typedef unsigned short type;
+    static __device__ __forceinline__ float value(unsigned short stored) {
+        return __uint_as_float((unsigned)stored << 16);
+    }
+};
+struct Floats {
+    typedef float type;
+    static __device__ __forceinline__ float value(float stored) { return stored; }
+};
 
-// Along one side of a level: the two texels about a place, and how far it is from the first.
+// Places along one side. `past` is how many texels of a level they are past `from`. Products are not rounded before it
+// is taken off, so that from a texel nearby the share of the next one is as exact as in double, whose conversions are
+// slow even where double is fast.
+struct OfSide {  // where it is in [0, 1]
+    float at;
+    __device__ __forceinline__ float past(float from, const Steps&, int, int texels) const {
+        return fmaf(at, (float)texels, -from);
+    }
+};
+struct Pixel {
+    float at;
+    __device__ __forceinline__ float past(float from, const Steps& steps, int level, int) const {
+        return fmaf(at, steps.near[level], -from) + at * steps.rest[level];
+    }
+};
+struct Beside {  // so many pixels beside one
+    float at, by;
+    __device__ __forceinline__ float past(float from, const Steps& steps, int level, int) const {
+        float near = steps.near[level], rest = (at + by) * steps.rest[level];
+        return fmaf(at, near, -from) + fmaf(by, near, rest);
+    }
+};
+
+// Along one side of a level: the first of two texels about a place, and how far it is to the second; none, where that
+// weighs nothing.
 struct Between {
-    int first, second;
+    int first;
     float share;
 };
 
-// In double: of a large picture's pixels fp32 leaves too little behind the point.
-__device__ __forceinline__ Between between(double pixel, const Steps& steps, int level, int texels) {
-    double at = pixel * steps.whole[level] - 0.5;
-    at = fmin(fmax(at, 0.0), (double)(texels - 1));
+template <class Place>
+__device__ __forceinline__ Between between(const Place& place, const Steps& steps, int level, int texels) {
+    float first = floorf(place.past(0.5f, steps, level, texels));
+    // From that texel's centre, which finds what `first` was rounded by.
+    float share = place.past(first + 0.5f, steps, level, texels), more = floorf(share), last = (float)(texels - 1);
+    first += more, share -= more;
     Between b;
-    b.first = (int)at;
-    b.second = b.first + 1 < texels ? b.first + 1 : b.first;
-    b.share = (float)(at - (double)b.first);
-    return b;
-}
-
-// The same of what fp32 holds exactly, a pixel's centre, for GPUs that are slow in double.
-__device__ __forceinline__ Between between(float pixel, const Steps& steps, int level, int texels) {
-    float step = steps.near[level];
-    float at = fminf(fmaxf(fmaf(pixel, step, -0.5f), 0.0f), (float)(texels - 1));
-    Between b;
-    b.first = (int)at;
-    // From the first texel's centre, which takes what `at` was rounded by.
-    b.share = fmaf(pixel, step, -((float)b.first + 0.5f)) + pixel * steps.rest[level];
-    if (b.share < 0.0f && b.first > 0) b.first -= 1, b.share += 1.0f;
-    b.second = b.first + 1 < texels ? b.first + 1 : b.first;
-    b.share = b.second == b.first ? 0.0f : fminf(fmaxf(b.share, 0.0f), 1.0f);
+    b.first = min((int)fminf(fmaxf(first, 0.0f), last), texels - 1);  // NaN is 0; `last` may be rounded up
+    b.share = first >= 0.0f && first < last ? share : 0.0f;
     return b;
 }
 
 // Of equal ones, infinities too, it is that.
-__device__ __forceinline__ float mixed(float a, float b, float share) {
-    return share == 0.0f || a == b ? a : a + (b - a) * share;
-}
+__device__ __forceinline__ float mixed(float a, float b, float share) { return a == b ? a : a + (b - a) * share; }
 
-struct Level {
-    int height, width;
-    Between x, y;
+// The four texels about a place. Those that weigh nothing are the first one again: nothing else is read, or mixed in.
+template <class Stored> struct Corners {
+    const typename Stored::type* at;
+    unsigned right, below;
+    float along, down;
+    unsigned long long area;  // to the next plane
+
+    __device__ __forceinline__ bool one() const { return (right | below) == 0; }
+    __device__ __forceinline__ float first() const { return Stored::value(at[0]); }
+    __device__ __forceinline__ float mean() const {
+        float a = Stored::value(at[0]), b = Stored::value(at[right]);
+        float c = Stored::value(at[below]), d = Stored::value(at[below + right]);
+        return mixed(mixed(a, b, along), mixed(c, d, along), down);
+    }
 };
 
-template <class Place> __device__ __forceinline__ Level seen(const Levels& p, int level, Place x, Place y) {
-    Level l;
-    l.height = p.height >> level > 0 ? p.height >> level : 1;
-    l.width = p.width >> level > 0 ? p.width >> level : 1;
-    l.x = between(x, p.x, level, l.width);
-    l.y = between(y, p.y, level, l.height);
-    return l;
+template <class Stored>
+__device__ __forceinline__ Corners<Stored> corners(const Levels& p, int level, Between x, Between y,
+                                                   unsigned plane) {
+    unsigned height = (unsigned)max(p.height >> level, 1), width = (unsigned)max(p.width >> level, 1);
+    Corners<Stored> c;
+    c.area = (unsigned long long)height * width;
+    c.at = (const typename Stored::type*)p.level[level] + plane * c.area +
+           ((unsigned long long)(unsigned)y.first * width + (unsigned)x.first);
+    c.right = x.share != 0.0f ? 1 : 0, c.below = y.share != 0.0f ? width : 0;
+    c.along = x.share, c.down = y.share;
+    return c;
 }
 
-__device__ __forceinline__ float bilinear(const Levels& p, int level, const Level& l, unsigned long long plane) {
-    const void* from = p.level[level];
-    unsigned long long area = (unsigned long long)(unsigned)l.height * (unsigned)l.width;
-    unsigned long long begin = plane * area + (unsigned long long)(unsigned)l.y.first * (unsigned)l.width;
-    float upper = loaded(from, begin + l.x.first, p.stored), lower = upper;
-    if (l.x.share != 0.0f) upper = mixed(upper, loaded(from, begin + l.x.second, p.stored), l.x.share);
-    if (l.y.share == 0.0f) return upper;
-    begin += l.y.second == l.y.first ? 0 : l.width;
-    lower = loaded(from, begin + l.x.first, p.stored);
-    if (l.x.share != 0.0f) lower = mixed(lower, loaded(from, begin + l.x.second, p.stored), l.x.share);
-    return mixed(upper, lower, l.y.share);
+template <class Stored, class Place>
+__device__ __forceinline__ Corners<Stored> seen(const Levels& p, int level, const Place& x, const Place& y,
+                                                unsigned plane) {
+    return corners<Stored>(p, level, between(x, p.x, level, max(p.width >> level, 1)),
+                           between(y, p.y, level, max(p.height >> level, 1)), plane);
 }
 
-// Between two levels, or from the first of them alone.
-__device__ __forceinline__ float trilinear(const Levels& p, int fine, const Level& near, const Level& far, float share,
-                                           unsigned long long plane) {
-    float value = bilinear(p, fine, near, plane);
-    return share == 0.0f ? value : mixed(value, bilinear(p, fine + 1, far, plane), share);
-}
-
-// A sample of `channels` planes from `plane` on, at a place in pixels, into as many planes of elements, `area` apart.
-template <class Place>
-__device__ __forceinline__ void store_trilinear(const Levels& p, Place x, Place y, float level, unsigned long long plane,
-                                                int channels, element* target, unsigned long long area) {
+// A sample of `channels` planes, at most four, from `plane` on, one after the other into `put`.
+template <class Stored, class Place, class Put>
+__device__ __forceinline__ void trilinear(const Levels& p, const Place& x, const Place& y, float level,
+                                          unsigned plane, int channels, const Put& put) {
     level = fminf(level, (float)p.last);
     int fine = (int)level;
     float share = level - (float)fine;
-    Level near = seen(p, fine, x, y), far = near;
-    if (share != 0.0f) far = seen(p, fine + 1, x, y);
-    for (int channel = 0; channel < channels; ++channel)
-        target[channel * area] = to_element(trilinear(p, fine, near, far, share, plane + channel));
+    Corners<Stored> near = seen<Stored>(p, fine, x, y, plane);
+    if (share == 0.0f) {
+        if (near.one())
+#pragma unroll 1
+            for (int i = 0; i < channels; ++i, near.at += near.area) put(near.first());
+        else
+#pragma unroll 1
+            for (int i = 0; i < channels; ++i, near.at += near.area) put(near.mean());
+        return;
+    }
+    Corners<Stored> far = seen<Stored>(p, fine + 1, x, y, plane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i, near.at += near.area, far.at += far.area)
+        if (i < channels) put(mixed(near.mean(), far.mean(), share));
 }

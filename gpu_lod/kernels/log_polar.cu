@@ -8,14 +8,9 @@ struct LogPolar {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_polar(const LogPolar p) {
-    const Rings& r = p.rings;
-    unsigned ring, wedge;
-    if (!sample_of_thread(r, ring, wedge)) return;
-    unsigned samples = r.ring_count * r.wedge_count, at = ring * r.wedge_count + wedge;
-    for (int layer = (int)blockIdx.y; layer < r.layers; layer += (int)gridDim.y) {
-        Sample s = sample_at(r, ring, wedge, layer);
+    each_sample(p.rings, [&](const Sample& s, int layer, element* target, unsigned apart) {
         float4 sample = {0.0f, 0.0f, 0.0f, 0.0f};
         if (!s.zero) sample = tex2DLayeredLod<float4>(p.texture, s.x, s.y, layer, s.level);
-        store_planes(r.target + (unsigned long long)layer * r.channels * samples + at, samples, r.channels, sample);
-    }
+        store_planes(target, apart, p.rings.channels, sample);
+    });
 }

@@ -1,6 +1,5 @@
 // The same from levels as they are in memory.
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
-#define STORED_ALIKE
 #include "levels.cuh"
 #include "rings.cuh"
 
@@ -10,19 +9,13 @@ struct LogPolarOfLevels {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_polar_of_levels(const LogPolarOfLevels p) {
-    const Rings& r = p.rings;
-    unsigned ring, wedge;
-    if (!sample_of_thread(r, ring, wedge)) return;
-    unsigned samples = r.ring_count * r.wedge_count, at = ring * r.wedge_count + wedge;
-    for (int layer = (int)blockIdx.y; layer < r.layers; layer += (int)gridDim.y) {
-        Sample s = sample_at(r, ring, wedge, layer);
-        unsigned long long plane = (unsigned long long)layer * r.channels;
-        element* target = r.target + plane * samples + at;
+    int channels = p.rings.channels;
+    each_sample(p.rings, [&](const Sample& s, int layer, element* target, unsigned apart) {
         if (s.zero)
-            for (int channel = 0; channel < r.channels; ++channel)
-                target[(unsigned long long)channel * samples] = to_element(0.0f);
+            for (int channel = 0; channel < channels; ++channel)
+                target[(unsigned long long)channel * apart] = to_element(0.0f);
         else
-            store_trilinear(p.levels, (double)s.x * p.levels.width, (double)s.y * p.levels.height, s.level, plane, r.channels,
-                            target, samples);
-    }
+            trilinear<Alike>(p.levels, OfSide{s.x}, OfSide{s.y}, s.level, (unsigned)(layer * channels), channels,
+                             [&](float value) { *target = to_element(value), target += apart; });
+    });
 }

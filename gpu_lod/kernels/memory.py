@@ -17,7 +17,6 @@ class Steps(ctypes.Structure):
     """Texels of a level to a pixel, along one side: levels.cuh."""
 
     _fields_ = (
-        ("whole", ctypes.c_double * MOST_LEVELS),
         ("near", ctypes.c_float * MOST_LEVELS),
         ("rest", ctypes.c_float * MOST_LEVELS),
     )
@@ -29,7 +28,7 @@ def steps(side: int) -> Steps:
     whole = [max(1, side >> level) / side for level in range(MOST_LEVELS)]
     near = (ctypes.c_float * MOST_LEVELS)(*whole)
     rest = (ctypes.c_float * MOST_LEVELS)(*(exact - rounded for exact, rounded in zip(whole, near, strict=True)))
-    return Steps((ctypes.c_double * MOST_LEVELS)(*whole), near, rest)
+    return Steps(near, rest)
 
 
 class Levels(ctypes.Structure):

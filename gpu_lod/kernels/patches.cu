@@ -1,41 +1,46 @@
-// Patches at sites: patch x patch samples 2^level pixels apart, read from a mean pyramid. A block makes (part of) a patch.
+// Patches at sites: patch x patch samples 2^level pixels apart, read from a mean pyramid. A block makes (part of) a
+// patch: x counts sites, y parts, z layers, so that no thread divides.
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32: the dtype of the result.
 #include "sites.cuh"
 
 struct Patches {
     cudaTextureObject_t texture, texels;  // the same memory, filtered and by the nearest texel
     float height, width, last;            // last: level
+    float pixel_x, pixel_y;               // 1 / (width, height)
     Wanted wanted;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) patches(const Patches t) {
+extern "C" __global__ void __launch_bounds__(THREADS, 8) patches(const Patches t) {
     const Wanted& p = t.wanted;
-    Asked asked = ask(p, blockIdx.x);
-    for (unsigned index = blockIdx.x; index < p.all; index += gridDim.x) {
-        unsigned layer = index / p.budget;
-        Site site = site_of(asked, t.width, t.height, t.last, p.patch);
-        asked = ask(p, index + gridDim.x);
-        float read = fminf(site.level, t.last), middle = 0.5f * (float)(p.patch - 1);
-        unsigned area = (unsigned)p.patch * (unsigned)p.patch;
-        element* target = p.target + (unsigned long long)index * p.channels * area;
+    float middle = 0.5f * (float)(p.patch - 1);
+    unsigned area = (unsigned)p.patch * (unsigned)p.patch;
+#pragma unroll 1
+    for (unsigned layer = blockIdx.z; layer < p.layers; layer += gridDim.z) {
+        unsigned index = layer * p.budget + blockIdx.x;
+        Site site = site_of(p.sites + 3ull * index, t.width, t.height, t.last, p.patch);
+        float read = fminf(site.level, t.last);
+        element* target = p.target + (unsigned long long)index * (unsigned)p.channels * area;
+#pragma unroll 1
         for (unsigned at = blockIdx.y * blockDim.x + threadIdx.x; at < area; at += gridDim.y * blockDim.x) {
-            unsigned v = at / (unsigned)p.patch, u = at - v * (unsigned)p.patch;
-            float x = site.centre_x + ((float)u - middle) * site.stride, y = site.centre_y + ((float)v - middle) * site.stride;
+            unsigned v = row_of(p, at), u = at - v * (unsigned)p.patch;
+            float x = site.centre_x + ((float)u - middle) * site.stride;
+            float y = site.centre_y + ((float)v - middle) * site.stride;
             float4 sample;
-            if (site.exact) {
+            if (site.exact) {  // a texel is `stride` pixels long, and a reciprocal is exact enough to meet it
                 float texel_x = clamped(site.begin_x + (float)u, 0.0f, site.side_x - 1.0f) + 0.5f;
                 float texel_y = clamped(site.begin_y + (float)v, 0.0f, site.side_y - 1.0f) + 0.5f;
-                sample = tex2DLayeredLod<float4>(t.texels, texel_x / site.side_x, texel_y / site.side_y, (int)layer, read);
+                sample = tex2DLayeredLod<float4>(t.texels, texel_x * (t.pixel_x * site.stride),
+                                                 texel_y * (t.pixel_y * site.stride), (int)layer, read);
             } else {
-                sample = tex2DLayeredLod<float4>(t.texture, x / t.width, y / t.height, (int)layer, read);
+                sample = tex2DLayeredLod<float4>(t.texture, x * t.pixel_x, y * t.pixel_y, (int)layer, read);
             }
             bool outside = p.border_zero && (x < 0.0f || x > t.width || y < 0.0f || y > t.height);
             float values[4] = {sample.x, sample.y, sample.z, sample.w};
+            element* here = target + at;
 #pragma unroll
-            for (int channel = 0; channel < 4; ++channel)
+            for (int channel = 0; channel < 4; ++channel, here += area)
                 if (channel < p.channels)
-                    target[(unsigned long long)channel * area + at] =
-                        to_element(outside ? 0.0f : values[channel] * p.scale[channel] + p.offset[channel]);
+                    *here = to_element(outside ? 0.0f : values[channel] * p.scale[channel] + p.offset[channel]);
         }
     }
 }

@@ -8,40 +8,47 @@ struct PatchesOfLevels {
     Wanted wanted;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) patches_of_levels(const PatchesOfLevels given) {
-    const Levels& l = given.levels;
-    const Wanted& p = given.wanted;
-    Asked asked = ask(p, blockIdx.x);
-    for (unsigned index = blockIdx.x; index < p.all; index += gridDim.x) {
-        unsigned layer = index / p.budget;
-        Site site = site_of(asked, (float)l.width, (float)l.height, (float)l.last, p.patch);
-        asked = ask(p, index + gridDim.x);
-        float read = fminf(site.level, (float)l.last), middle = 0.5f * (float)(p.patch - 1);
-        int fine = (int)read;
-        float share = read - (float)fine;
-        unsigned area = (unsigned)p.patch * (unsigned)p.patch;
-        unsigned long long plane = (unsigned long long)layer * p.channels;
-        element* target = p.target + (unsigned long long)index * p.channels * area;
+template <class Stored> __device__ __forceinline__ void make(const Levels& l, const Wanted& p) {
+    float middle = 0.5f * (float)(p.patch - 1), wide = (float)l.width, tall = (float)l.height;
+    unsigned area = (unsigned)p.patch * (unsigned)p.patch;
+#pragma unroll 1
+    for (unsigned layer = blockIdx.z; layer < p.layers; layer += gridDim.z) {
+        unsigned index = layer * p.budget + blockIdx.x;
+        Site site = site_of(p.sites + 3ull * index, wide, tall, (float)l.last, p.patch);
+        unsigned plane = layer * (unsigned)p.channels;
+        element* patch = p.target + (unsigned long long)index * (unsigned)p.channels * area;
+#pragma unroll 1
         for (unsigned at = blockIdx.y * blockDim.x + threadIdx.x; at < area; at += gridDim.y * blockDim.x) {
-            unsigned v = at / (unsigned)p.patch, u = at - v * (unsigned)p.patch;
-            double x = (double)site.centre_x + ((double)u - middle) * site.stride;
-            double y = (double)site.centre_y + ((double)v - middle) * site.stride;
-            Level near = seen(l, fine, x, y), far = near;
-            if (site.exact) {
-                near.x.first = (int)clamped(site.begin_x + (float)u, 0.0f, site.side_x - 1.0f), near.x.share = 0.0f;
-                near.y.first = (int)clamped(site.begin_y + (float)v, 0.0f, site.side_y - 1.0f), near.y.share = 0.0f;
-            } else if (share != 0.0f) {
-                far = seen(l, fine + 1, x, y);
-            }
-            bool outside = p.border_zero && (x < 0.0 || x > l.width || y < 0.0 || y > l.height);
-            for (int channel = 0; channel < p.channels; ++channel) {
-                float value = 0.0f;
-                if (!outside) {
-                    value = trilinear(l, fine, near, far, share, plane + channel);
-                    value = value * p.scale[channel] + p.offset[channel];
-                }
-                target[(unsigned long long)channel * area + at] = to_element(value);
+            unsigned v = row_of(p, at), u = at - v * (unsigned)p.patch;
+            Beside x = {site.centre_x, ((float)u - middle) * site.stride};
+            Beside y = {site.centre_y, ((float)v - middle) * site.stride};
+            element* target = patch + at;
+            int channel = 0;
+            auto put = [&](float value) {
+                *target = to_element(value * p.scale[channel] + p.offset[channel]);
+                target += area, ++channel;
+            };
+            float place_x = x.at + x.by, place_y = y.at + y.by;
+            if (p.border_zero && (place_x < 0.0f || place_x > wide || place_y < 0.0f || place_y > tall)) {
+#pragma unroll 1
+                for (; channel < p.channels; ++channel, target += area) *target = to_element(0.0f);
+            } else if (site.exact) {
+                Between column = {(int)clamped(site.begin_x + (float)u, 0.0f, site.side_x - 1.0f), 0.0f};
+                Between row = {(int)clamped(site.begin_y + (float)v, 0.0f, site.side_y - 1.0f), 0.0f};
+                Corners<Stored> texel = corners<Stored>(l, (int)site.level, column, row, plane);
+#pragma unroll 1
+                while (channel < p.channels) put(texel.first()), texel.at += texel.area;
+            } else {
+                trilinear<Stored>(l, x, y, site.level, plane, p.channels, put);
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) patches_of_levels(const PatchesOfLevels given) {
+    const Levels& l = given.levels;
+    if (l.stored == 0) make<Counts>(l, given.wanted);
+    else if (l.stored == 1) make<Halves>(l, given.wanted);
+    else if (l.stored == 2) make<Brains>(l, given.wanted);
+    else make<Floats>(l, given.wanted);
 }

@@ -18,9 +18,7 @@ from gpu_lod.kernels.sources import of_dtype
 from gpu_lod.kernels.textures import Source
 
 _ROWS = THREADS // 32
-"""Of samples that a block makes, 32 in each."""
-MOST_AT_ONCE = 2**11
-"""Patches that are begun at once: as many as a large GPU has room for."""
+"""That a block of foveation makes."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
 
@@ -64,6 +62,8 @@ class Gaze(ctypes.Structure):
         ("box_x", ctypes.c_float),
         ("box_y", ctypes.c_float),
         ("bias", ctypes.c_float),
+        ("pixel_x", ctypes.c_float),
+        ("pixel_y", ctypes.c_float),
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
         ("channels", ctypes.c_int),
@@ -92,9 +92,10 @@ class Wanted(ctypes.Structure):
         ("scale", ctypes.c_float * 4),
         ("offset", ctypes.c_float * 4),
         ("budget", ctypes.c_uint32),
-        ("all", ctypes.c_uint32),
+        ("share", ctypes.c_uint32),
         ("patch", ctypes.c_int),
         ("channels", ctypes.c_int),
+        ("layers", ctypes.c_uint32),
         ("border_zero", ctypes.c_int),
     )
 
@@ -108,6 +109,8 @@ class Patches(ctypes.Structure):
         ("height", ctypes.c_float),
         ("width", ctypes.c_float),
         ("last", ctypes.c_float),
+        ("pixel_x", ctypes.c_float),
+        ("pixel_y", ctypes.c_float),
         ("wanted", Wanted),
     )
 
@@ -139,6 +142,8 @@ def log_polar(
     target = source_like(source, source.channels, len(rings), len(wedges))
     points = placed(source.device, fixation, source.where)
     longer = max(source.height, source.width)
+    pieces = -(-len(wedges) // THREADS)
+    threads = -(-len(wedges) // pieces // 32) * 32
     for first, count, read in _parts(source):
         where = Rings(
             rings=rings.data_ptr(),
@@ -153,11 +158,11 @@ def log_polar(
             layers=count,
             border_zero=border_zero,
         )
-        grid = (-(-len(wedges) // 32) * -(-len(rings) // _ROWS), min(count, MOST_ROWS), 1)
+        grid = (pieces, min(len(rings), MOST_ROWS), min(count, MOST_ROWS))
         if isinstance(read, Levels):
-            _launch(source, "log_polar_of_levels", grid, LogPolarOfLevels(read, where))
+            _launch(source, "log_polar_of_levels", grid, LogPolarOfLevels(read, where), threads=threads)
         else:
-            _launch(source, "log_polar", grid, LogPolar(read.filtered, where))
+            _launch(source, "log_polar", grid, LogPolar(read.filtered, where), threads=threads)
     return target if source.batched else target[0]
 
 
@@ -185,6 +190,8 @@ def foveate(
             box_x=width / longer / e0,
             box_y=height / longer / e0,
             bias=bias,
+            pixel_x=1 / width,
+            pixel_y=1 / height,
             height=height,
             width=width,
             channels=source.channels,
@@ -229,19 +236,26 @@ def patches(
             scale=(ctypes.c_float * 4)(*(unit * value for value in scale)),
             offset=(ctypes.c_float * 4)(*offset),
             budget=budget,
-            all=count * budget,
+            share=_share(patch),
             patch=patch,
             channels=source.channels,
+            layers=count,
             border_zero=border_zero,
         )
-        grid = (min(count * budget, MOST_AT_ONCE), min(-(-area // threads), MOST_ROWS), 1)
+        grid = (budget, min(-(-area // threads), MOST_ROWS), min(count, MOST_ROWS))
         if isinstance(read, Levels):
             _launch(source, "patches_of_levels", grid, PatchesOfLevels(read, wanted), dtype, threads)
         else:
             size = float(source.height), float(source.width), float(source.levels - 1)
-            parameters = Patches(read.filtered, read.nearest, *size, wanted)
+            pixel = 1 / source.width, 1 / source.height
+            parameters = Patches(read.filtered, read.nearest, *size, *pixel, wanted)
             _launch(source, "patches", grid, parameters, dtype, threads)
     return target if source.batched else target[0]
+
+
+def _share(patch: int) -> int:
+    """Of 2^32, rounded up, where the rows of a patch's samples are found by multiplying with it: sites.cuh."""
+    return -(-(2**32) // patch) if patch > 1 and patch**3 < 2**32 else 0
 
 
 def _parts(source: Source | Memory) -> Iterator[tuple[int, int, DeviceTexture | Levels]]:

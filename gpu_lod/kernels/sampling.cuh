@@ -3,19 +3,6 @@
 #include "block.cuh"
 #include "elements.cuh"
 
-// Where a thread is in its block of 32 x 8 samples. Those of a warp are neighbours both ways: they share texels.
-#ifndef WARP_WIDE
-#define WARP_WIDE 8
-#endif
-__device__ __forceinline__ int column_in_block() {
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    return warp % (32 / WARP_WIDE) * WARP_WIDE + lane % WARP_WIDE;
-}
-__device__ __forceinline__ int row_in_block() {
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    return warp / (32 / WARP_WIDE) * (32 / WARP_WIDE) + lane / WARP_WIDE;
-}
-
 // Channels of a sample into planes that are `plane` elements apart. A texture's 1 is 255 counts.
 __device__ __forceinline__ void store_planes(element* target, unsigned long long plane, int channels, float4 sample) {
     target[0] = to_element(sample.x * TO_STORED);

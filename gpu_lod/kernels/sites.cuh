@@ -2,8 +2,8 @@
 #pragma once
 #include "sampling.cuh"
 
-// Of a side, 2^-22: as far off may fp32 positions be. A centre no further from a whole or half pixel is there: patches of the
-// grid meet texels exactly.
+// Of a side, 2^-22: as far off may fp32 positions be. A centre no further from a whole or half pixel is there: patches
+// of the grid meet texels exactly.
 #define ROUNDING (1.0f / 4194304.0f)
 
 __device__ __forceinline__ float clamped(float value, float least, float most) {
@@ -19,22 +19,18 @@ struct Wanted {
     const float* sites;         // x, y, level; [layers, budget, 3]
     element* target;            // [layers, budget, channels, patch, patch]
     float scale[4], offset[4];  // a result is what is read * scale + offset, by channel
-    unsigned budget, all;       // sites of an image, and of all images
+    unsigned budget;            // sites of an image
+    unsigned share;             // ceil(2^32 / patch), or 0 where that is not exact enough to find rows by
     int patch, channels;
+    unsigned layers;
     int border_zero;  // positions outside the image give 0; else they are clamped to the edge
 };
 
-// A block makes one site after the other, and asks for the next one before it needs it.
-struct Asked {
-    float x, y, level;
-};
-__device__ __forceinline__ Asked ask(const Wanted& w, unsigned index) {
-    Asked a = {0.0f, 0.0f, 0.0f};
-    if (index < w.all) {
-        const float* at = w.sites + 3ull * index;
-        a.x = at[0], a.y = at[1], a.level = at[2];
-    }
-    return a;
+// The row of a patch's sample, at / patch. With share = (2^32 + r) / patch, 0 <= r < patch, and at = row * patch +
+// column, at * share / 2^32 is row + (column + at * r / 2^32) / patch. That is below row + 1 wherever at * r < 2^32, as
+// column is at most patch - 1; and at * r < patch^3, which the host compares with 2^32.
+__device__ __forceinline__ unsigned row_of(const Wanted& w, unsigned at) {
+    return w.share ? (unsigned)((unsigned long long)at * w.share >> 32) : at / (unsigned)w.patch;
 }
 
 struct Site {
@@ -43,17 +39,19 @@ struct Site {
     bool exact;                               // its samples are texels of that level
 };
 
-// For a picture of this size whose last level is `last`.
-__device__ __forceinline__ Site site_of(const Asked& asked, float width, float height, float last, int patch) {
+// Of (x, y, level), for a picture of this size whose last level is `last`.
+__device__ __forceinline__ Site site_of(const float* site, float width, float height, float last, int patch) {
     Site s;
-    s.centre_x = on_pixels(asked.x, width), s.centre_y = on_pixels(asked.y, height);
-    s.level = clamped(asked.level, 0.0f, 30.0f);  // 30 is far beyond any image
+    s.centre_x = on_pixels(site[0], width), s.centre_y = on_pixels(site[1], height);
+    s.level = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
     int fine = (int)s.level;
-    float between = s.level - (float)fine, whole = (float)(1 << fine);
+    // 2^fine and 2^-fine: products with that are what quotients by the other are, bit for bit.
+    float between = s.level - (float)fine, whole = __uint_as_float((unsigned)(127 + fine) << 23);
+    float part = __uint_as_float((unsigned)(127 - fine) << 23);
     s.stride = between == 0.0f ? whole : whole * exp2f(between);
     // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
-    s.begin_x = s.centre_x / whole - 0.5f * (float)patch, s.begin_y = s.centre_y / whole - 0.5f * (float)patch;
-    s.side_x = width / whole, s.side_y = height / whole;
+    s.begin_x = s.centre_x * part - 0.5f * (float)patch, s.begin_y = s.centre_y * part - 0.5f * (float)patch;
+    s.side_x = width * part, s.side_y = height * part;
     s.exact = between == 0.0f && s.level <= last && s.begin_x == floorf(s.begin_x) && s.begin_y == floorf(s.begin_y) &&
               s.side_x == floorf(s.side_x) && s.side_y == floorf(s.side_y);
     return s;
