@@ -75,6 +75,10 @@ FILTERS, _SHARE, _REST = _kernels()
 along x, x^2 - 2.254 / 3 times the Gaussian, is `_SHARE` of the third and `_REST` of the first."""
 
 
+SHARES = _SHARE, _REST, 2 * _SECOND
+"""Of the third and the first filter in the kernel of Hxxy along x; of the second along both sides in Gxy."""
+
+
 @operators.verb
 def oriented_energy(
     image: torch.Tensor, levels: int | None = None, orientations: int = 4, backend: Backend = "auto"
