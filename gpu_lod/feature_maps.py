@@ -307,6 +307,12 @@ def luma_of(image: torch.Tensor) -> torch.Tensor:
     return _luma(_unit(image, torch.float32))
 
 
+def luma_weights(image: torch.Tensor) -> tuple[float, ...]:
+    """Of the first channels of [B, C, H, W], as they are stored, in that."""
+    unit = 1 / 255 if image.dtype == torch.uint8 else 1.0
+    return tuple(unit * weight for weight in (LUMA if image.shape[1] > 2 else (1.0,)))
+
+
 def _unit(x: torch.Tensor, work: torch.dtype) -> list[torch.Tensor]:
     """Red, green and blue [B, 1, H, W] in [0, 1]; three times the same if it is grey."""
     colours = x[:, : 1 if x.shape[1] <= 2 else 3].to(work)

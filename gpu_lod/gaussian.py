@@ -18,6 +18,8 @@ from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_plan
 BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 _LARGE = 2**18
 """Samples from which a CPU takes less for several sums in place than for a few that make something on the way."""
+_PADDED = 2**30
+"""Samples that torch surely pads on CUDA: it refuses those that 32 bits do not count."""
 
 
 @operators.verb
@@ -122,7 +124,7 @@ def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
 def reduce(x: torch.Tensor) -> torch.Tensor:
     """One level down: [..., h, w] to [..., ceil(h / 2), ceil(w / 2)]. Rows first: whole rows vectorise."""
     graph = dispatch.needs_grad(x) or checks.transformed(x)
-    in_place = x.device.type == "cpu" and not graph
+    in_place = checks.on_host(x) and not graph
     dims = [dim for dim in (-2, -1) if x.shape[dim] > 1]  # on a single sample every tap falls, and the weights sum to 1
     while dims and in_place and x.numel() >= _LARGE and x.shape[dims[0]] > 2:
         x = _summed_in_place(x, dims.pop(0))
@@ -176,8 +178,10 @@ def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """[..., h, w] with so many rows and columns more on both sides, mirrored about the outermost ones (reflect-101) as
     often as it takes."""
     height, width = x.shape[-2:]
-    if x.device.type == "cpu" and rows < height and columns < width:
-        # A fifth of the time of joining parts. On CUDA its backward would not be deterministic.
+    # On CUDA its backward would not be deterministic.
+    plain = checks.on_host(x) or not (x.numel() > _PADDED or dispatch.needs_grad(x) or checks.transformed(x))
+    if plain and rows < height and columns < width:
+        # A fifth of the time of joining parts, and half of the launches.
         around = (columns, columns, rows, rows)
         if x.ndim in (3, 4):  # as torch takes them
             return F.pad(x, around, mode="reflect")

@@ -23,7 +23,7 @@ def planewise(make: Callable[..., list[torch.Tensor]], *sources: torch.Tensor) -
     *outer, height, width = top.shape
     planes, at_once = top.numel() // (height * width), max(PART // (height * width), 1)
     free = not (needs_grad(*sources) or any(map(checks.transformed, sources)))
-    if planes <= at_once or top.device.type != "cpu" or not free:
+    if planes <= at_once or not checks.on_host(top) or not free:
         return make(*sources)
     result: list[torch.Tensor] = []
     for first, parts in enumerate(zip(*(s.flatten(0, -3).split(at_once) for s in sources), strict=True)):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks, precision
 from gpu_lod.dispatch import needs_grad
-from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, saliency_map
+from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, luma_weights, saliency_map
 from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.kernels import device as kernels
@@ -48,9 +48,8 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
     graph = needs_grad(images) or checks.transformed(images)
     plain = min(height, width) < _LEAST or not deep or graph or not precision.exact("matmul", images.device)
     if deep and not graph and images.dtype in ELEMENTS and by_kernel.usable(images):
-        unit = 1 / 255 if images.dtype == torch.uint8 else 1.0
         sizes, device = burt_sizes(height, width, LEVELS)[1:], kernels.device_of(images)
-        weights = tuple(unit * weight for weight in (LUMA if images.shape[1] > 2 else (1.0,)))
+        weights = luma_weights(images)
         found = by_kernel.attempt(
             images.device, lambda: saliency.cells(device, images, sizes, weights, patch, most=pool == "max")
         )

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from test_allocate import maps
 
 import gpu_lod as lod
+from gpu_lod import checks
 from gpu_lod.allocate import (
     AdaptiveStratified,
     GridTopK,
@@ -34,6 +35,7 @@ from gpu_lod.allocate import (
 )
 from gpu_lod.allocate.learned import even_points
 from gpu_lod.allocate.soft_top_k_coverage import in_spreads
+from gpu_lod.allocate.soft_vortex import means
 from gpu_lod.errors import InputError
 
 LEARNED = ["AdaptiveStratified", "PseudoLogPolar", "SoftTopKCoverage", "SoftVortex", "VortexLearned"]
@@ -620,6 +622,23 @@ def test_blends_are_convex_and_stand_where_they_look() -> None:
     assert torch.allclose(tokens.sites[..., :2], weights @ places, atol=1e-5)
     assert torch.allclose(4 ** tokens.sites[..., 2], 1 / weights.square().sum(-1), rtol=1e-4)
     assert torch.allclose(tokens.scores, tokens.blend(relevance.flatten(1)[..., None])[..., 0], atol=1e-5)
+
+
+def test_means_of_places_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their gradients."""
+    found = []
+    for on_host in (True, False):
+        monkeypatch.setattr(checks, "on_host", lambda value, here=on_host: here)
+        generator = torch.Generator().manual_seed(3)
+        weights, places = (
+            torch.rand(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+            for shape in ((2, 5, 7), (7, 2))
+        )
+        centres = means(weights, places)
+        towards = torch.rand(centres.shape, dtype=torch.float64, generator=generator)
+        found.append((centres, *torch.autograd.grad(centres, (weights, places), towards)))
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=1e-14)
 
 
 def test_tokens_are_dealt_to_vortices_at_growing_depth() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from images import DTYPES, noise
 
 import gpu_lod as lod
 from gpu_lod import by_kernel
-from gpu_lod.allocate.frequency_aware import given_away, served
+from gpu_lod.allocate.frequency_aware import energies, given_away, served
 from gpu_lod.allocate.learned import soft_top_k
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import shared_out
@@ -61,6 +62,18 @@ def test_served() -> None:
         counts = torch.tensor([[patches // 2, 3, 0, 1], [2, 2, 2, patches - 6], [1, 0, 0, 0]])
         taken = given_away(worth, counts, patches)
         assert torch.equal(served(worth.cuda(), counts.cuda()).cpu(), taken)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_energies(dtype: torch.dtype) -> None:
+    for size in ((256, 320), (61, 47), (1, 90)):
+        images = noise(3, 3, *size, dtype=dtype)
+        scenes = [
+            lod.allocate.Scene(size, 16, torch.ones(3, -(-size[0] // 16), -(-size[1] // 16)), None, images, None, None)
+        ]
+        scenes.append(replace(scenes[0], relevance=scenes[0].relevance.cuda(), image=images.cuda()))
+        expected, found = (energies(scene).cpu() for scene in scenes)
+        assert float((found - expected).abs().max()) < 1e-4 * float(expected.max())
 
 
 @pytest.mark.parametrize("kind", KINDS)

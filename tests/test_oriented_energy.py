@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from images import DTYPES, SIZES, noise
 from oracle import hilbert_transform, oriented_energy, second_derivative
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
-from gpu_lod import precision, transfer
+from gpu_lod import checks, precision, transfer
 from gpu_lod.errors import InputError, LimitError
 from gpu_lod.oriented_energy import FILTERS, basis, energy, reference, steering
 
@@ -24,7 +25,13 @@ BACKENDS: list[Any] = ["torch", "gl"]
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend; "bands" is torch as it takes large pictures, and "products" where convolutions are of fewer bits."""
+    """A backend; "bands" is torch as it takes large pictures, "products" where convolutions are of fewer bits, and
+    "device" and "device bands" as it does on a GPU."""
+    if request.param.startswith("device"):
+        monkeypatch.setattr(checks, "on_host", lambda value: False)
+        if request.param == "device bands":
+            monkeypatch.setattr(sys.modules["gpu_lod.oriented_energy"], "_DEVICE_BAND", 2**15)
+        return "torch"
     if request.param in ("bands", "products"):
         monkeypatch.setattr(sys.modules["gpu_lod.oriented_energy"], "_SMALL", 0)
         if request.param == "products":
@@ -33,7 +40,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-each_way = pytest.mark.parametrize("way", [*BACKENDS, "bands", "products"], indirect=True)
+each_way = pytest.mark.parametrize("way", [*BACKENDS, "bands", "products", "device"], indirect=True)
 
 
 def check(found: tuple[torch.Tensor, ...], truth: list[torch.Tensor], where: str = "", scale: float = 1.0) -> None:
@@ -87,7 +94,7 @@ def test_both_tilings_give_the_same(tile: str, monkeypatch: pytest.MonkeyPatch) 
         check(lod.oriented_energy(image, backend="gl"), oriented_energy(image), f"{height} x {width}")
 
 
-@pytest.mark.parametrize("way", ["bands", "products"], indirect=True)
+@pytest.mark.parametrize("way", ["bands", "products", "device bands"], indirect=True)
 def test_the_reference_works_in_bands(way: Any) -> None:
     """Larger pictures and batches than it takes on at once, in rows that are no whole blocks; wider ones."""
     for shape in ((1, 1, 700, 601), (5, 3, 150, 210), (1, 1, 70, 4097)):
@@ -95,6 +102,49 @@ def test_the_reference_works_in_bands(way: Any) -> None:
         for values in (image, image.clone().requires_grad_()):  # with a graph parts are joined
             found = lod.oriented_energy(values, 1, backend=way)
             check(tuple(level.detach() for level in found), oriented_energy(image, 1), f"{shape}")
+
+
+@pytest.mark.parametrize("way", ["device"], indirect=True)
+@pytest.mark.parametrize("fewer", [False, True], ids=["exact", "fewer bits"])
+def test_the_way_of_a_gpu_in_double_precision(way: Any, fewer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where products of fp32 may be of fewer bits."""
+    if fewer:
+        monkeypatch.setattr(precision, "exact", lambda kind, _: False)
+    for height, width in ((19, 11), (8, 16), (1, 1), (3, 40)):
+        x = torch.rand(2, 2, height, width, dtype=torch.float64, requires_grad=True)
+        found, expected = energy(x, 5), oriented_energy(x.detach(), 1, 5)[0]
+        assert float((found.detach() - expected).abs().max()) < 1e-12
+        assert energy(x.detach().float(), 5).dtype == torch.float32
+        weights = torch.rand_like(found)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checks, "on_host", lambda value: True)
+            other = energy(x, 5)
+        grads = (torch.autograd.grad(level, x, weights)[0] for level in (found, other))
+        assert torch.allclose(*grads, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["device"], indirect=True)
+@pytest.mark.parametrize("batch", [1, 32])
+def test_a_gpu_has_few_launches_whatever_the_batch(way: Any, batch: int) -> None:
+    image = torch.rand(batch, 1, 128, 128)
+    for _ in range(2):  # tables are brought by the first
+        with Counted() as counted:
+            lod.oriented_energy(image, 1, backend=way)
+    assert counted.found == ["reflection_pad2d", "clone", "mm", "clone", "bmm", "pow_", "addcmul"]
+
+
+class Counted(TorchDispatchMode):
+    """What torch does that would be launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if not func.is_view and not name.startswith(("new_empty", "empty", "_unsafe_view", "detach")):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------

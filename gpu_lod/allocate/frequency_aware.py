@@ -13,12 +13,15 @@ from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relev
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
-from gpu_lod.dispatch import Backend
+from gpu_lod.dispatch import Backend, needs_grad
 from gpu_lod.errors import InputError
+from gpu_lod.feature_maps import luma_weights
 from gpu_lod.gaussian import gaussian
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
-from gpu_lod.oriented_energy import oriented_energy
+from gpu_lod.kernels.energies import ANGLES, of_half
+from gpu_lod.kernels.sources import ELEMENTS
+from gpu_lod.oriented_energy import FILTERS, SHARES, oriented_energy, steering
 
 _OF = 273
 """The budget that the counts of `split` are for."""
@@ -105,12 +108,23 @@ class FrequencyAware(Allocator):
 
 def energies(scene: Scene) -> torch.Tensor:
     """Mean oriented energy of each patch, [B, 4, Hg, Wg], at 0, 45, 90 and 135 degrees."""
-    values = luma(scene)
-    # A CUDA graph holds nothing of OpenGL, and is to choose what a call does.
-    backend: Backend = "auto" if checks.on_host(values) else "torch"
-    half = gaussian(values, 2 if max(scene.size) > 1 else 1, backend=backend).levels[-1]
-    [found] = oriented_energy(half, 1, backend=backend)
-    return over_patches(checked(found[:, 0]), scene, 0, 2, scene.size)
+    found = _by_kernels(scene.top)
+    if found is None:
+        values = luma(scene)
+        # A CUDA graph holds nothing of OpenGL, and is to choose what a call does.
+        backend: Backend = "auto" if checks.on_host(values) else "torch"
+        half = gaussian(values, 2 if max(scene.size) > 1 else 1, backend=backend).levels[-1]
+        found = oriented_energy(half, 1, backend=backend)[0][:, 0]
+    return over_patches(checked(found), scene, 0, 2, scene.size)
+
+
+def _by_kernels(images: torch.Tensor) -> torch.Tensor | None:
+    """[B, 4, ceil(H / 2), ceil(W / 2)] in two launches, if kernels can and no graph is kept."""
+    graph = needs_grad(images) or checks.transformed(images)
+    if max(images.shape[-2:]) == 1 or graph or images.dtype not in ELEMENTS or not by_kernel.usable(images):
+        return None
+    device, weights = kernels.device_of(images), luma_weights(images)
+    return by_kernel.attempt(images.device, lambda: of_half(device, images, weights, FILTERS, SHARES, steering(ANGLES)))
 
 
 def given_away(worth: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Tensor:

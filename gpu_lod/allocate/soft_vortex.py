@@ -88,7 +88,7 @@ class SoftVortex(Learned):
         scores, weights = by_score(relevance, parts / total)
         places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
         # Rounding may step over the edge.
-        centre = (precision.factor(weights) @ precision.factor(places)).to(places.dtype).clamp(0, 1)
+        centre = means(precision.factor(weights), precision.factor(places)).to(places.dtype).clamp(0, 1)
         if checks.readable(centre) and not torch.isfinite(checks.values(centre)).all():
             raise InputError(
                 "the radii or twists of SoftVortex are so large that its sites are NaN. Load parameters of before they "
@@ -109,3 +109,12 @@ class SoftVortex(Learned):
         angle = 2 * math.pi * self.twists.float()[vortex] * depth
         direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
         return self.centres.float()[vortex] + radii[:, None] * direction / box, radii, vortex
+
+
+def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """weights [B, K, N] @ places [N, 2]."""
+    if checks.on_host(weights):
+        return weights @ places
+    # cuBLAS multiplies by a matrix of two columns at a tenth of the speed of memory, and by a vector at all of it.
+    rows = weights.flatten(0, 1)
+    return torch.stack([torch.mv(rows, column) for column in places.unbind(1)], dim=1).unflatten(0, weights.shape[:2])

@@ -44,8 +44,8 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-ALONE = AMOUNTS, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD = tuple(
-    Kernel(name, ()) for name in ("amounts", "peaks", "salient", "served", "shares", "threshold")
+ALONE = AMOUNTS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD = tuple(
+    Kernel(name, ()) for name in ("amounts", "oriented", "peaks", "salient", "served", "shares", "threshold")
 )
 """Those that know one dtype alone."""
 
