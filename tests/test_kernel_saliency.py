@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
+from cuda_emulator import ASCENDING, COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 from images import DTYPES, noise
 
 from gpu_lod.errors import LimitError
@@ -38,7 +38,8 @@ def made(emulated: EmulatedDevice) -> list[str]:
 def test_cells(emulated: EmulatedDevice, dtype: torch.dtype, pool: Any) -> None:
     for shape, patch in (
         ((2, 3, 64, 96), 16), ((1, 3, 61, 47), 14), ((3, 1, 40, 33), 7), ((2, 4, 33, 70), 20), ((1, 2, 90, 19), 1),
-        ((1, 3, 50, 21), 100), ((1, 3, 17, 1), 4), ((1, 1, 1, 40), 14), ((1, 3, 97, 80), 33),
+        ((1, 3, 50, 21), 100), ((1, 3, 17, 1), 4), ((1, 1, 1, 40), 14), ((1, 3, 97, 80), 33), ((1, 1, 18, 530), 9),
+        ((1, 1, 20, 700), 256), ((2, 1, 34, 600), 300), ((1, 3, 3, 64), 8), ((1, 1, 2, 64), 8),
     ):  # fmt: skip
         images = noise(*shape, dtype=dtype)
         emulated.calls.clear()
@@ -53,6 +54,61 @@ def test_no_order_of_threads_matters(emulated: EmulatedDevice, order: int) -> No
     expected = saliency_cells(images, 20)
     emulated.order, emulated.seed = order, 4
     assert torch.equal(saliency_cells(images, 20), expected)
+
+
+MUTANTS = {
+    "binomial": ("        }\n        __syncthreads();\n        float along", "        }\n        float along"),
+    "salient": ("DIFFERENCES(2);\n                    __syncthreads();", "DIFFERENCES(2);"),
+    "salient's sums": ("all[me] = found;\n            __syncthreads();", "all[me] = found;"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_missing_barrier_is_seen(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    images = noise(2, 3, 61, 47)
+    expected = saliency_cells(images, 20)
+    launch = emulated.launch
+
+    def broken(kernel: Any, *rest: Any) -> None:
+        emulated.changes = (MUTANTS[name],) if name.startswith(kernel.name) else ()
+        launch(kernel, *rest)
+
+    monkeypatch.setattr(emulated, "launch", broken)
+    found = []
+    for emulated.order in (ASCENDING, DESCENDING):
+        found.append(torch.equal(saliency_cells(images, 20), expected))
+    assert not all(found)
+
+
+def beside(images: torch.Tensor) -> torch.Tensor:
+    """The same, one element off."""
+    return torch.empty(images.numel() + 1, dtype=images.dtype)[1:].view(images.shape).copy_(images)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_images_may_begin_at_any_element(emulated: EmulatedDevice, dtype: torch.dtype) -> None:
+    images = noise(2, 3, 40, 64, dtype=dtype)
+    torch.testing.assert_close(saliency_cells(beside(images), 8), saliency_cells(images, 8), rtol=0, atol=1e-6)
+
+
+def test_elements_at_odd_places_are_not_read_in_fours(
+    emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = beside(noise(2, 3, 40, 64, dtype=torch.uint8))
+    saliency_cells(images, 8)
+    monkeypatch.setattr(saliency, "_fours", lambda *_: True)
+    with pytest.raises(AssertionError, match="nothing of its type may begin"):
+        saliency_cells(images, 8)
+
+
+def test_more_rows_and_layers_than_a_grid_has(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = noise(3, 3, 32, 60)
+    expected = saliency_cells(images, 7)
+    monkeypatch.setattr(saliency, "MOST_ROWS", 2)
+    assert torch.equal(saliency_cells(images, 7), expected)
+    assert [call[2][1:] for call in emulated.named("launch")[-6:]] == [(2, 2), *[(1, 2)] * 4, (2, 2)]
+    with pytest.raises(LimitError):
+        saliency.cells(device.device_of(images), noise(1, 1, 33, 60), [], (1.0,), 7, most=False)
 
 
 def test_large_values_and_what_is_not_finite(emulated: EmulatedDevice) -> None:

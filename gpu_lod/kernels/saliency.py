@@ -13,6 +13,8 @@ from gpu_lod.kernels.sources import SALIENT, of_dtype
 
 LEVELS = 5
 """Below the picture."""
+_TILE = (8, 64)
+"""Rows and columns of samples that a block of binomial.cu makes."""
 
 
 class Binomial(ctypes.Structure):
@@ -27,6 +29,7 @@ class Binomial(ctypes.Structure):
         ("layers", ctypes.c_int),
         ("stored", ctypes.c_int),
         ("weighed", ctypes.c_int),
+        ("fours", ctypes.c_int),
     )
 
 
@@ -38,8 +41,10 @@ class Salient(ctypes.Structure):
         ("target", ctypes.c_void_p),
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
+        ("layers", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
+        ("across", ctypes.c_int),
         ("patch", ctypes.c_int),
         ("most", ctypes.c_int),
     )
@@ -66,7 +71,7 @@ def cells(
     """
     batch, height, width = images.shape[0], images.shape[-2], images.shape[-1]
     rows, columns = -(-height // patch), -(-width // patch)
-    check_blocks(images, patch, fits=height <= MOST_ROWS * THREADS // 32)
+    check_blocks(images, patch, fits=height <= 2 * _TILE[0] * MOST_ROWS)
     images = images.detach().contiguous()
     memory = images.new_empty(batch * sum(math.prod(size) for size in sizes), dtype=torch.float32)
     levels = memory.split([batch * math.prod(size) for size in sizes])
@@ -81,20 +86,33 @@ def cells(
             layers=batch,
             stored=images.shape[1] if source is images else 1,
             weighed=len(weighing),
+            fours=_fours(source, above),
         )
-        grid = (-(-size[1] // 32), -(-size[0] // (THREADS // 32)), min(batch, MOST_ROWS))
+        grid = (-(-size[1] // _TILE[1]), -(-size[0] // _TILE[0]), min(batch, MOST_ROWS))
         device.launch(of_dtype("binomial", source.dtype), grid, THREADS, parameters)
         source, weighing, above = level, (1.0,), size
     target = images.new_empty((batch, rows, columns), dtype=torch.float32)
+    wide = min(patch, width, THREADS)
+    blocks = -(-columns // (THREADS // wide))
+    across = -(-columns // blocks)
     salient = Salient(
         level=(ctypes.c_void_p * LEVELS)(*(level.data_ptr() for level in levels)),
         target=target.data_ptr(),
         height=height,
         width=width,
+        layers=batch,
         rows=rows,
         columns=columns,
+        across=across,
         patch=patch,
         most=most,
     )
-    device.launch(SALIENT, (batch * rows * columns, 1, 1), THREADS, salient)
+    grid = (blocks, min(rows, MOST_ROWS), min(batch, MOST_ROWS))
+    device.launch(SALIENT, grid, -(-across * wide // 32) * 32, salient)
     return target
+
+
+def _fours(source: torch.Tensor, size: tuple[int, int]) -> bool:
+    """Whether four elements of a row can be loaded at once, of a picture that is mirrored once at most."""
+    at_fours = source.data_ptr() % (4 * source.element_size()) == 0 and size[1] % 4 == 0
+    return at_fours and size[0] > 2
