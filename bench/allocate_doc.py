@@ -60,7 +60,8 @@ def result_files() -> list[Path]:
 def update() -> None:
     """Write the doc's tables, and a plot beside it for each file."""
     for path in result_files():
-        write(plot(load(path)), plot_of(path))
+        if any(row["job"] == "sites" for row in load(path)["rows"]):
+            write(plot(load(path)), plot_of(path))
     write(with_tables(DOC.read_text("utf-8")), DOC)
 
 
@@ -91,6 +92,8 @@ def tables(path: Path) -> str:
         lines.append([name, *("" if row is None else figure(row) for row in cells)])
     first = next(iter(found.values()))
     rows, columns = first["grid"]
+    drawn = f"![Cost of choosing the sites over the side of the grid and over K]({plot_of(path).name})"
+    failed = dict.fromkeys(name.rpartition(": ")[2] for name in data["failures"] if ", planned, " in name)
     return "\n\n".join(
         [
             f"### {data['device']}, {data['date']}",
@@ -102,7 +105,8 @@ def tables(path: Path) -> str:
             "\n".join("| " + " | ".join(line) + " |" for line in lines),
             gpu_goals(found) if gpu else goals(found),
             batches(found),
-            f"![Cost of choosing the sites over the side of the grid and over K]({plot_of(path).name})",
+            *([f"No plans: {', '.join(failed)} wait for the GPU."] if failed else []),
+            *([drawn] if any(row["job"] == "sites" for row in data["rows"]) else []),
         ]
     )
 
@@ -137,7 +141,7 @@ def gpu_goals(found: Found) -> str:
             missed = [f"{name} {ms:.2f}" for name, ms in sorted(best.items(), key=lambda one: one[1]) if ms > most]
             reached = [name for name, ms in best.items() if ms <= most]
             tail = [f"missed: {', '.join(missed)}"] if missed else []
-            cells.append("; ".join([f"reached by {len(reached)} of {len(best)}", *tail]))
+            cells.append("; ".join([f"reached by {len(reached)} of {len(best)}", *tail]) if best else "not measured")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

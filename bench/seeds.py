@@ -54,6 +54,8 @@ SINCE = {
     "gather_patches": "2026-11-25",
 }
 """Verbs that a way became much faster of, and the day: earlier results say nothing of what it is now."""
+SINCE_ON_CUDA = {"oriented_energy": "2026-11-27", "feature_maps": "2026-11-27"}
+"""The same of CUDA tensors alone."""
 
 
 def results() -> list[Path]:
@@ -77,7 +79,7 @@ def table(data: dict[str, Any]) -> Table:
         software=data["software"],
     )
     entries: dict[Question, Entry] = {}
-    rows = [row for row in data["rows"] if data["date"] >= SINCE.get(row["verb"], "")]
+    rows = [row for row in data["rows"] if data["date"] >= _since(row["verb"], cuda)]
     alone = [row for row in rows if not row["note"].endswith(AND_BACK)]
     for row in alone:
         for entry in _entries(row, data["date"], cuda):
@@ -88,7 +90,14 @@ def table(data: dict[str, Any]) -> Table:
         if row["note"].endswith(AND_BACK):
             for entry in _entries(row, data["date"], cuda):
                 entries.setdefault(entry.question, entry)
+    for row in alone if cuda else ():  # and pictures that come from memory, where none from a cache answers
+        for entry in _entries(row, data["date"], cuda, "cold"):
+            entries.setdefault(entry.question, entry)
     return Table(machine, ()).merged(entries.values())
+
+
+def _since(verb: str, cuda: bool) -> str:
+    return max(SINCE.get(verb, ""), SINCE_ON_CUDA.get(verb, "") if cuda else "")
 
 
 def _gain(entry: Entry) -> float:
@@ -96,8 +105,8 @@ def _gain(entry: Entry) -> float:
     return max((torchs / timed.median_ms for way, timed in entry.ways.items() if way != "torch"), default=0.0)
 
 
-def _entries(row: dict[str, Any], date: str, cuda: bool) -> Iterator[Entry]:
-    if row["part"] != "end to end" or row["cache"] != "warm":
+def _entries(row: dict[str, Any], date: str, cuda: bool, cache: str = "warm") -> Iterator[Entry]:
+    if row["part"] != "end to end" or row["cache"] != cache:
         return
     for question in _questions(row):
         ways = _ways(row, dispatch.ways(question.verb, cuda=cuda))
@@ -201,7 +210,7 @@ def merged(calibrations: Iterable[Table], results: Iterable[Table]) -> list[Tabl
     """A table a machine."""
     found: dict[Machine, list[Entry]] = {}
     for known in (*calibrations, *results):
-        fresh = [entry for entry in known.entries if entry.date >= SINCE.get(entry.question.verb, "")]
+        fresh = [entry for entry in known.entries if entry.date >= _since(entry.question.verb, known.machine.tensors == "cuda")]
         found.setdefault(known.machine, []).extend(fresh)
     by_date = attrgetter("date")  # results stay behind calibrations of the same day
     return [Table(machine, ()).merged(sorted(entries, key=by_date)) for machine, entries in found.items()]
