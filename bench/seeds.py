@@ -210,7 +210,11 @@ def merged(calibrations: Iterable[Table], results: Iterable[Table]) -> list[Tabl
     """A table a machine."""
     found: dict[Machine, list[Entry]] = {}
     for known in (*calibrations, *results):
-        fresh = [entry for entry in known.entries if entry.date >= _since(entry.question.verb, known.machine.tensors == "cuda")]
+        fresh = [
+            entry
+            for entry in known.entries
+            if entry.date >= _since(entry.question.verb, known.machine.tensors == "cuda")
+        ]
         found.setdefault(known.machine, []).extend(fresh)
     by_date = attrgetter("date")  # results stay behind calibrations of the same day
     return [Table(machine, ()).merged(sorted(entries, key=by_date)) for machine, entries in found.items()]

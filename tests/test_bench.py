@@ -893,12 +893,16 @@ def test_a_cuda_file_gets_a_table_of_its_own(results: Path, measured: dict[str, 
     assert bench_cuda.problem_of(data) is None
     (results / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(data))
     after = report.readme_tables()
-    assert after.startswith(before + "\n\n") or after.endswith("\n\n" + before), "other tables stay as they are"
+    above, found, own = after.partition("Measured on NVIDIA H100")
+    below = own.partition("\n\nMeasured on ")[2]
+    assert found and before == (f"{above}Measured on {below}" if below else above.rstrip()), "others stay as they are"
     headings = "| " + " | ".join(text.HEADINGS) + " |"
     assert after.count(headings) == before.count(headings) + 1
     assert "NVIDIA H100 80GB HBM3, CUDA tensors, driver 580.1, CUDA 13.0" in after
     assert "(bench/results/nvidia-h100-80gb-hbm3.json)" in after
-    assert "with a synchronise behind every call" in after and "with a synchronise behind every call" not in before
+    assert (
+        after.count("with a synchronise behind every call") == before.count("with a synchronise behind every call") + 1
+    )
     assert "| mipmap | 3 x 1024 x 1024 float32, warm | compute: 1 ± 0.05 | avg_pool2d: 1 ± 0.05 | 1.00x |" in after
     assert "warm; without torch compiled |" in after
     assert "Left out for lack of time: mipmap 448x448x1. Failed: readers." in after
