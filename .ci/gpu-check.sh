@@ -10,6 +10,7 @@
 #   MINUTES  how long all of it may take, 9.5 for example (default: 9)
 #   STAGES   which to run, of doctor bench tests bridge shared-memory allocators (default: all); they share the time
 #   TESTS    which tests to run, as pytest's -k takes it (default: all)
+#   WORKERS  processes that run them beside one another (default: 1, as some measure, or fill, the GPU's whole memory)
 #   GPU_LOD_COMMIT  what the results name as measured, where the checkout has no history (default: what git says)
 #
 # Exit status: 0 if all is well; 1 if there is no GPU, the tests or the doctor fail, or a benchmark could not run.
@@ -278,13 +279,14 @@ mapfile -t files < <(
     gpu_files | grep allocate
     gpu_files | grep memory
 )
-mapfile -t aside < <("$python" - 2>/dev/null <<'PYTHON'
+mapfile -t aside < <("$python" - "${WORKERS:-1}" 2>/dev/null <<'PYTHON'
+import sys
 from importlib.util import find_spec
 
 import pytest
 
 if find_spec("xdist"):
-    print("-p", "xdist.plugin", "-n", "1", "--max-worker-restart", "20", sep="\n")
+    print("-p", "xdist.plugin", "-n", sys.argv[1], "--max-worker-restart", "20", sep="\n")
     if pytest.version_tuple >= (9,):
         print("-o", "faulthandler_exit_on_timeout=true", sep="\n")
     elif find_spec("pytest_timeout"):  # which ends the process too

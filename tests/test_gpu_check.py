@@ -125,11 +125,12 @@ def test_minutes_that_are_no_number_are_refused(check: Callable[..., subprocess.
 
 
 def test_make_hands_its_variables_on() -> None:
-    given = ["WHEELS=w", "LIBS=l", "MINUTES=3", "STAGES=doctor tests", "TESTS=not hiz"]
+    given = ["WHEELS=w", "LIBS=l", "MINUTES=3", "STAGES=doctor tests", "TESTS=not hiz", "WORKERS=8"]
     command = ["make", "-n", "-C", str(CHECKOUT), "gpu-check", *given]
     mine = {key: value for key, value in os.environ.items() if key not in ("OUT", "MAKEFLAGS", "MAKELEVEL")}
     line = subprocess.run(command, env=mine, capture_output=True, text=True, check=True).stdout
-    assert "WHEELS='w' LIBS='l' OUT='out/gpu-check' MINUTES='3' STAGES='doctor tests' TESTS='not hiz' .ci/gpu" in line
+    passed = "OUT='out/gpu-check' MINUTES='3' STAGES='doctor tests' TESTS='not hiz' WORKERS='8' .ci/gpu"
+    assert f"WHEELS='w' LIBS='l' {passed}" in line
     assert os.access(SCRIPT, os.X_OK)
 
 
@@ -206,12 +207,13 @@ def test_stages_are_told_where_to_write_and_how_long_they_have(
 def test_stages_that_are_wanted_share_the_time(
     check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
 ) -> None:
-    done = check(MINUTES="9", STAGES="tests bridge", TESTS="mean_chains or hiz")
+    done = check(MINUTES="9", STAGES="tests bridge", TESTS="mean_chains or hiz", WORKERS="3")
     assert [line.split()[0] for line in done.stdout.splitlines()[-4:-1]] == ["setup", "tests", "bridge"]
     assert "0 of 3 stages failed" in done.stdout and done.returncode == 0
     assert {path.stem for path in seen.glob("*.args")} == {"tests", "bridge"}
     words = (seen / "tests.args").read_text().splitlines()
     assert words[words.index("-k") + 1] == "mean_chains or hiz"
+    assert words[words.index("-n") + 1] == "3"
     bridge = (seen / "bridge.args").read_text().split()
     assert 70 < int(bridge[bridge.index("--seconds") + 1]) < 90, "45% of a third"
     files = [Path(word).stem for word in words if word.endswith(".py")]
