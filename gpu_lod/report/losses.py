@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 from gpu_lod.report.files import Data
 from gpu_lod.report.rows import Row, gain
+from gpu_lod.report.text import on_cuda
 
 SOFTWARE = "The renderer is software: shaders, texture filter and torch share the same cores."
+SHARED = (
+    "Where OpenGL is all that takes part, the GPU changes between CUDA's context and OpenGL's first, and back: a third of a "
+    "millisecond on an H200, whatever the work (docs/bridge.md)."
+)
 REASONS = {
     "mipmap": "A halving is a sum of four, and torch streams through it at the speed of memory, several elements an "
     "instruction. A shader adds index arithmetic for each texel, stores one invocation after the other, and a dispatch "
@@ -61,5 +66,6 @@ def losses(data: Data) -> list[Losses]:
         lost = sorted((row for row in rows if (gain(row) or 1) < 1), key=lambda row: gain(row) or 1)
         if lost:
             why = REASONS.get(verb, "Not looked into yet.")
-            found.append(Losses(verb, f"{why} {SOFTWARE}" if data["software"] else why, lost, len(rows)))
+            where = SOFTWARE if data["software"] else SHARED if on_cuda(data) else ""
+            found.append(Losses(verb, f"{why} {where}".rstrip(), lost, len(rows)))
     return found
