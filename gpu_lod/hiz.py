@@ -38,7 +38,7 @@ def hiz(
             "single-pass" (one for all), "fragment", or "sampler" (the texture unit's min/max filter,
             GL_EXT_texture_filter_minmax; takes no NaN). "auto" takes the one for the device; naming one implies
             backend="gl". The fragment and sampler paths may flush subnormal numbers to zero.
-        backend: "gl", "cuda" (one launch, or two or three for large odd sides; CUDA tensors only), "torch" or "auto";
+        backend: "gl", "cuda" (one launch, or two or three for large pictures; CUDA tensors only), "torch" or "auto";
             `explain(hiz, relevance)` says why.
 
     Returns:

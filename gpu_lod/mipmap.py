@@ -61,7 +61,7 @@ def mipmap(
             "single-pass-texture": the same from a texture, by bilinear fetches; mean only, and at odd sides by single
             texels. "fragment": a draw a level. "driver": glGenerateMipmap, mean only, and at odd sides OpenGL leaves
             the filter open. "auto" takes the one for the device; naming one implies backend="gl".
-        backend: "gl", "cuda" (one launch, or two or three for large odd sides; CUDA tensors only), "torch" or "auto",
+        backend: "gl", "cuda" (one launch, or two or three for large pictures; CUDA tensors only), "torch" or "auto",
             which takes what measures fastest; `explain(mipmap, image)` says why. All give gradients.
         mean, std: a number a channel; the pyramid is one of (value - mean) / std. "single-pass" does it, and a change
             of dtype, on the way to means; other generators, and all for "max" and "min", start from a converted copy.

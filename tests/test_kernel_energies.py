@@ -62,6 +62,7 @@ def test_patches_take_two_launches(emulated: EmulatedDevice) -> None:
     images = noise(2, 3, 48, 33)
     found = energies(scene_of(images, 8))
     assert [call[1].name for call in emulated.named("launch")] == ["binomial", "oriented"]
+    assert [call[2] for call in emulated.named("launch")] == [(1, 3, 2), (1, 2, 2)], "as many blocks as there are tiles"
     emulated.calls.clear()
     plain = energies(scene_of(images.clone().requires_grad_(), 8)).detach()
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)

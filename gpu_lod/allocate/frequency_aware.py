@@ -155,7 +155,7 @@ def served(worth: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     band."""
     bands, patches = worth.shape[1:]
     order = torch.sort(worth.flatten(1), dim=1, descending=True, stable=True).indices
-    if by_kernel.usable(order, counts):
+    if len(order) and by_kernel.usable(order, counts):
         taken = by_kernel.attempt(order.device, lambda: choosing.served(kernels.device_of(order), order, counts))
         if taken is not None:
             return taken

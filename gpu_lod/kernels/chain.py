@@ -147,7 +147,8 @@ class _Counters:
         self.all = torch.zeros(2 * COUNTERS, dtype=torch.int32, device=device.torch_device)
         device.finish(device.record())  # other streams read them
         self.taken = COUNTERS
-        """By the default stream, whose launches come one after the other, and by graphs, each of which has its own."""
+        """By the default stream, whose launches come one after the other, and by graphs, each of which has its own for
+        good, as nobody tells when it is gone. Those that come when all are taken bring theirs, and set them to zero."""
 
 
 _counters: dict[Device, _Counters] = {}

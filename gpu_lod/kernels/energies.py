@@ -9,8 +9,8 @@ import torch
 
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels.device import MOST_ROWS, THREADS, Device
-from gpu_lod.kernels.saliency import Binomial
-from gpu_lod.kernels.sources import ORIENTED, of_dtype
+from gpu_lod.kernels.saliency import halve
+from gpu_lod.kernels.sources import ORIENTED
 
 ANGLES = 4
 _TAPS = 9
@@ -61,19 +61,7 @@ def of_half(
         raise LimitError(f"images of {width} x {height} are more than a CUDA launch covers. Scale them down.")
     images = images.detach().contiguous()
     half = images.new_empty((batch, rows, columns), dtype=torch.float32)
-    binomial = Binomial(
-        source=images.data_ptr(),
-        target=half.data_ptr(),
-        weights=(ctypes.c_float * 3)(*weights),
-        height=height,
-        width=width,
-        layers=batch,
-        stored=channels,
-        weighed=len(weights),
-    )
-    layers = min(batch, MOST_ROWS)
-    grid = (-(-columns // 32), -(-rows // (THREADS // 32)), layers)
-    device.launch(of_dtype("binomial", images.dtype), grid, THREADS, binomial)
+    halve(device, images, half, (height, width), weights, batch, channels)
     target = half.new_empty((batch, ANGLES, rows, columns))
     second, third = steering
     parameters = Oriented(
@@ -89,5 +77,5 @@ def of_half(
         width=columns,
         layers=batch,
     )
-    device.launch(ORIENTED, (-(-columns // _TILE[1]), -(-rows // _TILE[0]), layers), THREADS, parameters)
+    device.launch(ORIENTED, (-(-columns // _TILE[1]), -(-rows // _TILE[0]), min(batch, MOST_ROWS)), THREADS, parameters)
     return target

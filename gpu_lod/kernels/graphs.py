@@ -26,9 +26,11 @@ def captured(run: Callable[[], Any], where: torch.device) -> tuple[Callable[[], 
     with torch.cuda.device(where):
         current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            run()  # whatever is made once for a stream
-        current.wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                run()  # whatever is made once for a stream
+        finally:
+            current.wait_stream(aside)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
             # Other threads may wait for the GPU meanwhile.

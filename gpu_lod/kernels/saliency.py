@@ -77,19 +77,7 @@ def cells(
     levels = memory.split([batch * math.prod(size) for size in sizes])
     source, weighing, above = images, weights, (height, width)
     for level, size in zip(levels, sizes, strict=True):
-        parameters = Binomial(
-            source=source.data_ptr(),
-            target=level.data_ptr(),
-            weights=(ctypes.c_float * 3)(*weighing),
-            height=above[0],
-            width=above[1],
-            layers=batch,
-            stored=images.shape[1] if source is images else 1,
-            weighed=len(weighing),
-            fours=_fours(source, above),
-        )
-        grid = (-(-size[1] // _TILE[1]), -(-size[0] // _TILE[0]), min(batch, MOST_ROWS))
-        device.launch(of_dtype("binomial", source.dtype), grid, THREADS, parameters)
+        halve(device, source, level, above, weighing, batch, images.shape[1] if source is images else 1)
         source, weighing, above = level, (1.0,), size
     target = images.new_empty((batch, rows, columns), dtype=torch.float32)
     wide = min(patch, width, THREADS)
@@ -110,6 +98,33 @@ def cells(
     grid = (blocks, min(rows, MOST_ROWS), min(batch, MOST_ROWS))
     device.launch(SALIENT, grid, -(-across * wide // 32) * 32, salient)
     return target
+
+
+def halve(
+    device: Device,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    size: tuple[int, int],
+    weights: Sequence[float],
+    layers: int,
+    stored: int = 1,
+) -> None:
+    """The next level of a Gaussian pyramid, fp32, of pictures of `stored` planes of a size, weighed by the first of
+    them."""
+    parameters = Binomial(
+        source=source.data_ptr(),
+        target=target.data_ptr(),
+        weights=(ctypes.c_float * 3)(*weights),
+        height=size[0],
+        width=size[1],
+        layers=layers,
+        stored=stored,
+        weighed=len(weights),
+        fours=_fours(source, size),
+    )
+    rows, columns = -(-size[0] // 2), -(-size[1] // 2)
+    grid = (-(-columns // _TILE[1]), -(-rows // _TILE[0]), min(layers, MOST_ROWS))
+    device.launch(of_dtype("binomial", source.dtype), grid, THREADS, parameters)
 
 
 def _fours(source: torch.Tensor, size: tuple[int, int]) -> bool:
