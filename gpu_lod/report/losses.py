@@ -10,8 +10,8 @@ from gpu_lod.report.text import on_cuda
 
 SOFTWARE = "The renderer is software: shaders, texture filter and torch share the same cores."
 SHARED = (
-    "Where OpenGL is all that takes part, the GPU changes between CUDA's context and OpenGL's first, and back: a third of "
-    "a millisecond on an H200, whatever the work (docs/bridge.md)."
+    "Where OpenGL is all that takes part, the GPU changes between CUDA's context and OpenGL's first, and back: a third "
+    "of a millisecond on an H200, whatever the work (docs/bridge.md)."
 )
 REASONS = {
     "mipmap": "A halving is a sum of four, and torch streams through it at the speed of memory, several elements an "
