@@ -65,7 +65,7 @@ def test_patches_take_two_launches(emulated: EmulatedDevice) -> None:
     assert [call[2] for call in emulated.named("launch")] == [(1, 3, 2), (1, 2, 2)], "as many blocks as there are tiles"
     emulated.calls.clear()
     plain = energies(scene_of(images.clone().requires_grad_(), 8)).detach()
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-7)
     assert energies(scene_of(noise(1, 3, 1, 1), 8)).shape == (1, 4, 1, 1)
     assert not emulated.named("launch")
 

@@ -4,6 +4,7 @@
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
 #include "block.cuh"
 #include "elements.cuh"
+#include "mirrored.cuh"
 
 #define WIDE 64
 #define TALL 8
@@ -18,12 +19,6 @@ struct Binomial {
     int height, width, layers, stored, weighed;  // weighed: how many channels
     int fours;  // rows begin and end at multiples of four elements, and there are three of them or more
 };
-
-__device__ __forceinline__ int mirrored(int i, int n) {
-    if (n == 1) return 0;
-    while ((unsigned)i >= (unsigned)n) i = i < 0 ? -i : 2 * n - 2 - i;  // more than once where n is tiny
-    return i;
-}
 
 __device__ __forceinline__ float luma(const Binomial& p, const element* at, unsigned long long area) {
     float sum = p.weights[0] * to_float(at[0]);

@@ -1,6 +1,7 @@
 // The oriented energy of planes at 0, 45, 90 and 135 degrees: rows by the four filters, then columns by the basis of seven,
 // steered. A block makes a tile; borders are mirrored about the outermost samples.
 #include "block.cuh"
+#include "mirrored.cuh"
 
 #define REACH 4
 #define TAPS (2 * REACH + 1)
@@ -17,14 +18,6 @@ struct Oriented {
     float second[4][3], third[4][4];
     int height, width, layers;
 };
-
-__device__ __forceinline__ int mirrored(int i, int n) {
-    if (n == 1) return 0;
-    int period = 2 * n - 2;
-    i = i < 0 ? -i : i;
-    i %= period;
-    return i < n ? i : period - i;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) oriented(const Oriented p) {
     __shared__ float around[ABOVE][WIDTH + 2 * REACH];
