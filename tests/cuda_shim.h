@@ -85,8 +85,8 @@ struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
     bool done;
-    int line;     // of the barrier that it waits at
-    bool fenced;  // since it last wrote anything that others count on
+    int line;     // of the barrier that it waits at, or was last at
+    bool fenced;  // since that barrier
 };
 
 static std::vector<Fiber> fibers;
@@ -108,6 +108,7 @@ inline void wait_at(int line) {
     complain("a barrier in a kernel that is said to have none", line);
 #endif
     fibers[running].line = line;
+    fibers[running].fenced = false;
     swapcontext(&fibers[running].context, &scheduler);
 }
 #define __syncthreads() wait_at(__LINE__)
@@ -115,8 +116,10 @@ inline void wait_at(int line) {
 inline void __threadfence() { fibers[running].fenced = true; }
 
 inline unsigned count_up(unsigned* counter, unsigned by, int line) {
+    if (!fibers[running].fenced) complain("a block is counted without a fence", line);
+    // Nothing but the fence may stand between: what a thread writes there could come after the count.
     for (const Fiber& fiber : fibers)
-        if (!fiber.fenced) complain("a block is counted before all its threads have fenced", line);
+        if (line - fiber.line > 3) complain("a block is counted behind no barrier", line);
     unsigned before = *counter;
     *counter += by;
     return before;

@@ -206,7 +206,7 @@ def test_every_barrier_is_needed(which: int) -> None:
         emulated = EmulatedDevice()
         device.KIND, device.open_device = "cpu", lambda _: emulated
         torch.manual_seed(0)
-        images = torch.rand(1, 1, 200, 131), torch.rand(1, 1, 128, 256)
+        images = torch.rand(1, 1, 200, 131), torch.rand(1, 1, 128, 256), torch.rand(1, 1, 64, 6400).half()
         assert all(agree(orders(emulated, image, "mean")) for image in images)
         emulated.changes = (({before + "__syncthreads();"!r}, {before!r}),)
         print("began", flush=True)
@@ -220,9 +220,7 @@ def test_every_barrier_is_needed(which: int) -> None:
 
 
 def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
-    emulated.changes = (
-        ("            __threadfence();  // what this thread wrote is there before the count says so\n", ""),
-    )
+    emulated.changes = (("        __threadfence();  // what the block wrote is there before the count says so\n", ""),)
     with pytest.raises(AssertionError, match="fence"):
         lod.mipmap(noise(1, 200, 131), backend="cuda")
 

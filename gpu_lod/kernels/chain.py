@@ -24,7 +24,7 @@ TILE = 1 << GROUP
 MOST_LEVELS = 32
 MOST_TEXELS = 2**30
 """Along a side."""
-RESIDENT = {torch.uint8: 6, torch.float16: 5, torch.bfloat16: 5}
+RESIDENT = {torch.uint8: 5, torch.float16: 5, torch.bfloat16: 5}
 """Blocks of a multiprocessor that there is room for where sides are even. So many make the tiles of an image, each as
 many as fall to it: of one it would read too little for the time that it waits."""
 COUNTERS = 2**15
@@ -43,6 +43,8 @@ class Chain(ctypes.Structure):
         ("first_wide", ctypes.c_uint64 * MOST_LEVELS),
         ("part_y", ctypes.c_float * MOST_LEVELS),
         ("part_x", ctypes.c_float * MOST_LEVELS),
+        ("to_row", ctypes.c_int64 * 3),
+        ("to_plane", ctypes.c_int64 * 3),
         ("height", ctypes.c_int),
         ("width", ctypes.c_int),
         ("levels", ctypes.c_int),
@@ -93,6 +95,11 @@ def _layout(
     made = Chain(height=height, width=width, levels=levels, fours=fours)
     for level, (h, w) in enumerate(sizes):
         made.part_y[level], made.part_x[level] = _part(h), _part(w)
+    for level, (h, w) in enumerate(sizes[:3]):
+        side = TILE >> level
+        along = (tiles[0][1] - 1) * side
+        made.to_row[level] = side * w - along
+        made.to_plane[level] = h * w - (tiles[0][0] - 1) * side * w - along
     end, views = 0, []
     for level, (h, w) in enumerate(sizes[1:], start=1):
         made.first[level] = end // size

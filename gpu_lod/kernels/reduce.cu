@@ -10,7 +10,7 @@
 //
 // EVEN is defined where the image's sides, down to the last level of a tile, are even: then tiles share nothing, and a
 // thread makes two levels at a time of 4 x 4 texels, which it reads at once. A block may make several tiles, one after the
-// other, and reads the next one before it makes what is small of this one.
+// other: it reads the next one before it makes this one, and makes the levels from 3 on of many tiles together.
 //
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32; one of REDUCE_MEAN, REDUCE_MAX, REDUCE_MIN.
 #ifdef REDUCE_MEAN
@@ -26,7 +26,7 @@
 // Blocks of a multiprocessor that registers suffice for; chain.py has those of EVEN too.
 #ifndef EVEN
 #define LEAST_BLOCKS 4
-#elif defined(FLOAT32) || defined(UINT8)
+#elif defined(FLOAT32)
 #define LEAST_BLOCKS 6
 #else
 #define LEAST_BLOCKS 5
@@ -46,6 +46,8 @@ struct Chain {
     unsigned long long first[MOST_LEVELS];       // of each level in `packed`
     unsigned long long first_wide[MOST_LEVELS];  // of each level in `wide`, or NOT_KEPT
     float part_y[MOST_LEVELS], part_x[MOST_LEVELS];  // of each level, 1 / side
+    // If EVEN: elements from a tile's corner to the next tile's, at levels 0 to 2, where that begins a row, or a plane.
+    long long to_row[3], to_plane[3];
     int height, width, levels;                   // levels: level 0 included
     int base, group;                             // tiles are of level `base`, and give `group` levels below it
     int tiles_x, tiles_y;
@@ -326,6 +328,7 @@ __device__ __forceinline__ Halves halves(const Square& s) {
 // The same of an image's texels: the first level as it is stored, by rows.
 struct Quarters {
     Two stored[2];
+    element stored_whole;
     Value whole;
 };
 
@@ -351,7 +354,9 @@ __device__ __forceinline__ Quarters quarters(const Stored& s) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)  // to the nearest, ties to even
             q.stored[i].at[j] = (element)((sums[i][j] + 1u + (sums[i][j] >> 2 & 1u)) >> 2);
-    q.whole = (float)(sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1]) * 0.0625f;
+    unsigned sum = sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1];
+    q.stored_whole = (element)((sum + 7u + (sum >> 4 & 1u)) >> 4);
+    q.whole = (float)sum * 0.0625f;
     return q;
 #else
     Square square;
@@ -360,24 +365,11 @@ __device__ __forceinline__ Quarters quarters(const Stored& s) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) square.at[i][j] = load(s.rows[i].at[j]);
     Halves h = halves(square);
-    Quarters q = {{{{store(h.half[0][0]), store(h.half[0][1])}}, {{store(h.half[1][0]), store(h.half[1][1])}}}, h.whole};
+    Quarters q = {{{{store(h.half[0][0]), store(h.half[0][1])}}, {{store(h.half[1][0]), store(h.half[1][1])}}},
+                  store(h.whole),
+                  h.whole};
     return q;
 #endif
-}
-
-__device__ __forceinline__ void read(const FromPlane& from, int y, int x, Stored& square) {
-    const element* at = from.plane + (unsigned long long)y * from.width + x;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) square.rows[i] = *(const Four*)(at + (unsigned long long)i * from.width);
-}
-
-// Levels 1 and 2 of the square whose texels are those from (4 y, 4 x) on.
-__device__ __forceinline__ void write_quarters(const Chain& c, unsigned plane, int y, int x, const Quarters& q) {
-    Level first = level_of(c, plane, 1);
-    element* at = first.plane + (unsigned long long)(2 * y) * first.width + 2 * x;
-    *(Two*)at = q.stored[0];
-    *(Two*)(at + first.width) = q.stored[1];
-    write(level_of(c, plane, 2), y, x, q.whole);
 }
 
 // A square of 4 x 4 values in shared memory. Of those beyond the image nothing is written.
@@ -414,62 +406,148 @@ __device__ __forceinline__ Tile tile_at(const Chain& c, unsigned index) {
     return t;
 }
 
-__device__ __forceinline__ Tile tile_after(const Chain& c, Tile t) {
-    if (++t.x == c.tiles_x) {
-        t.x = 0;
-        if (++t.y == c.tiles_y) t.y = 0, ++t.plane;
-    }
-    return t;
-}
-
 #define SQUARES (TILE / 4)  // of a side of a tile
+#define BATCH 16            // tiles whose levels from 3 on are made together, so that all threads have one to make
+// Squares of a tile that a thread makes, below one another: of bytes a single one would be too little to wait for. So
+// many parts of a block make tiles of their own.
+#ifdef UINT8
+#define PIECES 2
+#else
+#define PIECES 1
+#endif
+#define BELOW (TILE / PIECES)     // texels from one square to the next
+#define STEPS (BATCH / PIECES)    // tiles of a part to a batch
+#define PART (THREADS / PIECES)   // threads
 
-// Levels 1 to `group`, two at least, of `many` tiles from `begin` on. The two levels of the smallest
-// squares a thread makes of what it has read; of those, sixteen threads make the next two while the others go on; of these,
-// a thread of another warp makes the last two a tile later.
-__device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, unsigned many, Value* second, Value* fourth) {
-    int row = (int)threadIdx.x / SQUARES, column = (int)threadIdx.x % SQUARES;
-    Tile tile = tile_at(c, begin), before = tile;
-    Stored square;
-    bool inside = tile.y * TILE + 4 * row < c.height && tile.x * TILE + 4 * column < c.width;
-    if (inside) read(plane_of(c, tile.plane), tile.y * TILE + 4 * row, tile.x * TILE + 4 * column, square);
-    for (unsigned i = 0; i < many; ++i) {
-        Tile next = tile_after(c, tile);
-        Value *seconds = second + i % 2 * THREADS, *fourths = fourth + i % 2 * 16;
-        Quarters q;
-        bool made = inside;
-        if (made) q = quarters(square);
-        if (i + 1 < many) {
-            inside = next.y * TILE + 4 * row < c.height && next.x * TILE + 4 * column < c.width;
-            if (inside) read(plane_of(c, next.plane), next.y * TILE + 4 * row, next.x * TILE + 4 * column, square);
-        }
-        if (made) {
-            write_quarters(c, tile.plane, tile.y * SQUARES + row, tile.x * SQUARES + column, q);
-            seconds[threadIdx.x] = q.whole;
+// A thread's squares of one tile after the other. From tile to tile what it reads and writes only moves on: to find it
+// anew would take more than to make it.
+struct Walk {
+    int tile_y, tile_x;
+    const element* at;
+    element *first, *second;  // of levels 1 and 2
+
+    __device__ __forceinline__ int y() const { return tile_y * TILE + (int)threadIdx.x % PART / SQUARES * 4; }
+    __device__ __forceinline__ int x() const { return tile_x * TILE + (int)threadIdx.x % SQUARES * 4; }
+    __device__ __forceinline__ void find_source(const Chain& c, const Tile& t) {
+        tile_y = t.y, tile_x = t.x;
+        at = c.source + (t.plane * (unsigned long long)c.height + y()) * c.width + x();
+    }
+    __device__ __forceinline__ void find_levels(const Chain& c, const Tile& t) {
+        unsigned long long row = t.plane * (unsigned long long)(c.height / 2) + y() / 2;
+        first = c.packed + c.first[1] + row * (c.width / 2) + x() / 2;
+        row = t.plane * (unsigned long long)(c.height / 4) + y() / 4;
+        second = c.packed + c.first[2] + row * (c.width / 4) + x() / 4;
+    }
+    // How many of the squares are inside the image.
+    __device__ __forceinline__ int inside(const Chain& c) const {
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) count += x() < c.width && y() + i * BELOW < c.height;
+        return count;
+    }
+    __device__ __forceinline__ void read(const Chain& c, int count, Stored (&squares)[PIECES]) const {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            if (i < count)
+#pragma unroll
+                for (int row = 0; row < 4; ++row)
+                    squares[i].rows[row] = *(const Four*)(at + (long long)(i * BELOW + row) * c.width);
+    }
+    __device__ __forceinline__ void write(const Chain& c, int piece, const Quarters& q) const {
+        element* row = first + (long long)(piece * BELOW / 2) * (c.width / 2);
+        *(Two*)row = q.stored[0];
+        *(Two*)(row + c.width / 2) = q.stored[1];
+        second[(long long)(piece * BELOW / 4) * (c.width / 4)] = q.stored_whole;
+    }
+};
+
+#ifdef KEEP_WIDE
+// Level 2 of a batch of tiles, unrounded, where the next launch goes on from it.
+__device__ void keep_wide(const Chain& c, unsigned begin, unsigned end, unsigned tiles, unsigned done,
+                          const Value* second) {
+    for (unsigned slot = 0; slot < BATCH; ++slot) {
+        unsigned which = slot / STEPS * tiles + done + slot % STEPS;
+        if (done + slot % STEPS >= tiles || begin + which >= end) continue;
+        Tile t = tile_at(c, begin + which);
+        int y = t.y * SQUARES + (int)threadIdx.x / SQUARES, x = t.x * SQUARES + (int)threadIdx.x % SQUARES;
+        Level level = level_of(c, t.plane, 2);
+        if (y < c.height / 4 && x < level.width)
+            level.wide[(unsigned long long)y * level.width + x] = second[slot * (SQUARES * SQUARES) + threadIdx.x];
+    }
+}
+#endif
+
+// Levels 1 to `group`, two at least, of tiles from `begin` to before `end`. The two levels of the smallest squares a
+// thread makes of what it has read; of those of a batch of tiles, each thread makes the next two; of these, one the last
+// two.
+__device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, unsigned end, Value* second,
+                                                Value* fourth) {
+    unsigned part = threadIdx.x / PART, tiles = (end - begin + PIECES - 1) / PIECES;  // of a part
+    unsigned mine = end - begin - min(part * tiles, end - begin);
+    if (mine > tiles) mine = tiles;
+    Tile tile = tile_at(c, begin + part * tiles);
+    Walk walk;
+    walk.find_source(c, tile);
+    Stored squares[PIECES];
+    int inside = mine ? walk.inside(c) : 0;
+    walk.read(c, inside, squares);
+    walk.find_levels(c, tile);
+#pragma unroll 1
+    for (unsigned done = 0; done < tiles; done += STEPS) {
+#pragma unroll 1
+        for (unsigned step = 0; step < STEPS && done + step < mine; ++step) {
+            Quarters made[PIECES];
+            int count = inside;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                if (i < count) made[i] = quarters(squares[i]);
+            long long by[3] = {TILE, TILE / 2, TILE / 4};
+            if (++walk.tile_x == c.tiles_x) {
+                walk.tile_x = 0;
+                bool ends = ++walk.tile_y == c.tiles_y;
+                if (ends) walk.tile_y = 0;
+#pragma unroll
+                for (int i = 0; i < 3; ++i) by[i] = ends ? c.to_plane[i] : c.to_row[i];
+            }
+            walk.at += by[0];
+            inside = done + step + 1 < mine ? walk.inside(c) : 0;
+            walk.read(c, inside, squares);
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                if (i < count) {
+                    walk.write(c, i, made[i]);
+                    second[((part * STEPS + step) * PIECES + i) * PART + threadIdx.x % PART] = made[i].whole;
+                }
+            walk.first += by[1], walk.second += by[2];
         }
         __syncthreads();
-        if (c.group > 2 && threadIdx.x < 16) {
-            int y = (int)threadIdx.x / 4, x = (int)threadIdx.x % 4;
-            fourths[threadIdx.x] = write_square(c, tile.plane, 2, c.group - 2, tile.y * 4 + y, tile.x * 4 + x,
-                                                seconds + 4 * y * SQUARES + 4 * x, SQUARES);
-        } else if (c.group > 4 && threadIdx.x == 32 && i > 0) {
-            write_square(c, before.plane, 4, c.group - 4, before.y, before.x, fourth + (i - 1) % 2 * 16, 4);
+#ifdef KEEP_WIDE
+        if (c.group == 2 && c.first_wide[2] != NOT_KEPT) keep_wide(c, begin, end, tiles, done, second);
+#endif
+        unsigned slot = threadIdx.x / 16, y = threadIdx.x / 4 % 4, x = threadIdx.x % 4;
+        unsigned which = slot / STEPS * tiles + done + slot % STEPS;
+        if (c.group > 2 && done + slot % STEPS < tiles && begin + which < end) {
+            Tile t = tile_at(c, begin + which);
+            fourth[threadIdx.x] = write_square(c, t.plane, 2, c.group - 2, t.y * 4 + (int)y, t.x * 4 + (int)x,
+                                               second + slot * (SQUARES * SQUARES) + 4 * y * SQUARES + 4 * x, SQUARES);
         }
-        before = tile;
-        tile = next;
+        __syncthreads();
+        slot = threadIdx.x;
+        which = slot / STEPS * tiles + done + slot % STEPS;
+        if (c.group > 4 && slot < BATCH && done + slot % STEPS < tiles && begin + which < end) {
+            Tile t = tile_at(c, begin + which);
+            write_square(c, t.plane, 4, c.group - 4, t.y, t.x, fourth + 16 * slot, 4);
+        }
     }
-    __syncthreads();
-    if (c.group > 4 && threadIdx.x == 32)
-        write_square(c, before.plane, 4, c.group - 4, before.y, before.x, fourth + (many - 1) % 2 * 16, 4);
 }
 #endif
 
 // Whether this block is the last one that makes tiles of a plane: all that were before it has then been written.
 __device__ __forceinline__ bool last_of_plane(const Chain& c, unsigned plane, unsigned mine, int* last) {
     unsigned all = (unsigned)(c.tiles_x * c.tiles_y);
-    __threadfence();  // what this thread wrote is there before the count says so
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence();  // what the block wrote is there before the count says so
         *last = atomicAdd(c.finished + plane, mine) == all - mine;
         if (*last) c.finished[plane] = 0;
     }
@@ -486,12 +564,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
     unsigned of_plane = (unsigned)(c.tiles_x * c.tiles_y);
 #ifdef EVEN
 #ifdef FLOAT32  // what a thread reads of one tile is enough to wait for
-    unsigned begin = blockIdx.x, many = 1, end = begin + 1;
+    unsigned begin = blockIdx.x, end = begin + 1;
 #else
     unsigned begin = blockIdx.x * c.at_once, end = begin + c.at_once < c.tiles ? begin + c.at_once : c.tiles;
-    unsigned many = end - begin;
 #endif
-    make_even_tiles(c, begin, many, odd, even);
+    make_even_tiles(c, begin, end, odd, even);
     if (!c.finish) return;
     for (unsigned plane = begin / of_plane; plane * of_plane < end; ++plane) {
         unsigned first = plane * of_plane, beyond = first + of_plane;
