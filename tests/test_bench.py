@@ -174,6 +174,10 @@ def test_rows_tell_losses_and_leave_other_jobs_out() -> None:
     assert result["auto_ok"]
     row.sides["auto"] = timing(2.2)
     assert not row.as_dict(bandwidth=1e9)["auto_ok"]
+    # A graph is the fastest way, but nothing that a call could be.
+    row.sides |= {"auto": timing(2.0), "torch graph of b": timing(0.5)}
+    result = row.as_dict(bandwidth=1e9)
+    assert result["best_torch"] == "torch graph of b" and result["auto_ok"] and result["auto_behind_ms"] == 0
 
 
 # -- CUDA tensors: what needs no GPU -----------------------------------------------------------------------------------
