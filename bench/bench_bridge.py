@@ -149,9 +149,11 @@ def end_to_end(bench: Bench, side: int, seconds: float) -> dict[str, Any]:
             return back(lod.mipmap(here, backend="gl"))
 
     ways, _ = torch_ways(side, side)
+    planned = lod.plan(lod.mipmap, image, backend="gl")
     sides = Sides(bench.watch)
     for name, way in {
         "gl": lambda: lod.mipmap(image, backend="gl"),
+        "gl, planned": lambda: planned(image),
         "gl, image in GL memory": lambda: lod.mipmap(held, backend="gl"),
         "gl fragment": lambda: lod.mipmap(image, generator="fragment"),
         "host, compute": lambda: through_host("compute"),

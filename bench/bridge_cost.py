@@ -15,7 +15,7 @@ from cuda_timer import Stopwatch, wall_ms
 from timer import percentile
 
 import gpu_lod as lod
-from gpu_lod.bridge import InteropBridge
+from gpu_lod.bridge import InteropBridge, egl
 
 P50_US, P99_US = 30.0, 150.0
 """What the bridge may cost a call."""
@@ -203,9 +203,29 @@ def timing(bridge: InteropBridge, before: Callable[[str], None] | None = None) -
         bridge.driver = driver
 
 
+@contextmanager
+def switches(spent: list[float]) -> Iterator[None]:
+    """Note the seconds of each change of the thread's current GL context."""
+    switch = egl.switch
+
+    def timed(*contexts: egl.Current) -> None:
+        start = time.perf_counter()
+        try:
+            switch(*contexts)
+        finally:
+            spent.append(time.perf_counter() - start)
+
+    egl.switch = timed
+    try:
+        yield
+    finally:
+        egl.switch = switch
+
+
 def share(rig: Rig, verb: Callable[[], object], seconds: float) -> dict[str, Any]:
     """What map and unmap take of a verb, result awaited. A driver may wait for the shader inside map; "drained" is with
-    that wait made before, by glFinish and a synchronise."""
+    that wait made before, by glFinish and a synchronise. Beside it stand all other calls of the driver, and making the
+    GL context current and letting it go."""
 
     def drain(name: str) -> None:
         if name == "unmap":
@@ -221,21 +241,26 @@ def share(rig: Rig, verb: Callable[[], object], seconds: float) -> dict[str, Any
         whole: list[float] = []
         bridge: list[float] = []
         others: list[float] = []
-        with timing(rig.bridge, before) as timed:
+        contexts: list[float] = []
+        current: list[float] = []
+        with timing(rig.bridge, before) as timed, switches(current):
 
             def once() -> None:
                 timed.clear()
+                current.clear()  # noqa: B023
                 whole.append(wall_ms(verb, rig.watch) * 1e-3)  # noqa: B023
                 bridge.append(timed.bridge_seconds)  # noqa: B023
                 others.append(sum(timed.spent.values()) - timed.bridge_seconds)  # noqa: B023
+                contexts.append(sum(current))  # noqa: B023
 
             once()
-            for samples in (whole, bridge, others):
+            for samples in (whole, bridge, others, contexts):
                 samples.clear()
             calls = repeat(once, seconds / 2, 50, 1000)
             found |= p50_p99(bridge, f"{prefix}bridge_")
             if before is None:
                 found |= {"calls": calls, **p50_p99(whole, "whole_"), **p50_p99(others, "other_driver_calls_")}
+                found |= p50_p99(contexts, "context_switch_")
                 found["share"] = round(statistics.median(b / w for b, w in zip(bridge, whole, strict=True)), 4)
                 found |= {"maps": timed.calls["map"], "unmaps": timed.calls["unmap"]}
     found["met"] = found["bridge_p50_us"] <= P50_US and found["bridge_p99_us"] <= P99_US

@@ -1118,6 +1118,9 @@ def test_the_share_of_a_verb_is_that_of_its_one_map_and_unmap(bench: bench_bridg
     assert 0 < found["bridge_p50_us"] <= found["bridge_p99_us"]
     assert found["bridge_p50_us"] < found["whole_p50_us"]
     assert isinstance(bench.bridge.driver, FakeCuda)
+    assert 0 < found["context_switch_p50_us"] < found["whole_p50_us"]
+    with bench.ctx:  # nothing to change
+        assert bridge_cost.share(bench, lambda: lod.mipmap(image, backend="gl"), 0.05)["context_switch_p99_us"] == 0
 
 
 def test_the_share_grows_with_what_the_driver_takes(bench: bench_bridge.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
