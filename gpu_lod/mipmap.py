@@ -17,6 +17,7 @@ from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
 from gpu_lod.planewise import PART
 from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
+from gpu_lod.tuning import generator_of
 
 _REDUCES = ("mean", "max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver")
@@ -100,18 +101,27 @@ def _choose(
     image = checks.image(image)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
-    _conversion(image, mean, std, dtype)
+    converted = _conversion(image, mean, std, dtype) is not None
     batch, state = image.shape[0] if image.ndim == 4 else 1, "mean" if reduce == "mean" else "max, min"
-    return choose_generator("mipmap", image, generator, backend, state, image.shape[-3], batch)
+    return choose_generator("mipmap", image, generator, backend, state, image.shape[-3], batch, converted=converted)
 
 
 def choose_generator(
-    verb: str, image: torch.Tensor, generator: str, backend: Backend, state: str, channels: int, batch: int
+    verb: str,
+    image: torch.Tensor,
+    generator: str,
+    backend: Backend,
+    state: str,
+    channels: int,
+    batch: int,
+    *,
+    converted: bool = False,
 ) -> Choice:
     """Shared by the verbs that make chains.
 
     Args:
         state, channels, batch: as in `tables.Question`.
+        converted: values are scaled, or become another dtype, on the way.
     """
     dispatch.check_backend(backend, cuda=True)
     if generator != "auto" and backend in ("torch", "cuda"):
@@ -125,7 +135,7 @@ def choose_generator(
             return Choice("gl", "asked for", generator)
         if torch.compiler.is_compiling():
             return Choice("gl", "asked for")
-        return Choice("gl", "asked for", context_for(image).tuning.generator)
+        return Choice("gl", "asked for", generator_of(context_for(image).tuning, image, converted=converted))
     if backend == "torch":
         return Choice("torch", "asked for")
     barred = dispatch.barred(image)
@@ -259,7 +269,7 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     if chosen.backend == "cuda":
         return _cuda(image, levels, reduce, values)
     ctx = context_for(image)
-    generator = chosen.generator or ctx.tuning.generator
+    generator = chosen.generator or generator_of(ctx.tuning, image, converted=values is not None)
     if values is not None:
         converted = dispatch.run_gl(
             lambda x: _gl_converted(ctx, x, levels, reduce, generator, values),

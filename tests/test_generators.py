@@ -89,6 +89,12 @@ def test_what_is_taken_where_nothing_is_named(ctx: lod.Context, monkeypatch: pyt
     monkeypatch.setattr(ctx, "tuning", tuning(software=False))
     assert lod.mipmap(image, backend="gl").generator == "single-pass"
     assert lod.explain(lod.hiz, image, backend="gl").generator == "single-pass"
+    even = noise(1, 64, 192)
+    assert lod.mipmap(even, backend="gl").generator == lod.hiz(even, backend="gl").generator == "registers"
+    assert lod.explain(lod.mipmap, even, backend="gl").generator == "registers"
+    for how in ({"dtype": torch.float16}, {"mean": [0.5]}):
+        assert lod.mipmap(even, backend="gl", **how).generator == "single-pass"
+        assert lod.explain(lod.mipmap, even, backend="gl", **how).generator == "single-pass"
 
 
 def test_every_number_of_levels(restored_limits: lod.Context) -> None:
