@@ -67,24 +67,32 @@ class Wavelet(Allocator):
         rounding = 3 * (scene.patch / 2) ** 2 * ROUNDING
         bands = band_energies(scene, top + 1, self.wavelet)
         worth = [share * (energy + rounding) for share, energy in zip(relevance, bands, strict=True)]
-        # Patches at the far edges overlap: a band counts once there too.
-        once = [
-            (values * constant(scene.device, _inside, scene.size, self.patch, level)).double().sum((1, 2))
-            for level, values in enumerate(worth)
-        ]
+        once = [_once(scene, level, values).double().sum((1, 2)) for level, values in enumerate(worth)]
         weight = torch.stack(once, dim=1)
         room = numbers(tuple(there), torch.int64, scene.device).expand_as(weight)
         counts = shared_out(weight, room, self.budget, least=0)
-        nodes = [(level, _best(values, counts[:, level], self.budget)) for level, values in enumerate(worth)]
+        taken = torch.arange(self.budget, device=scene.device) < counts[..., None]
+        nodes = [(level, _best(values, taken[:, level])) for level, values in enumerate(worth)]
         return tokens_at(scene, nodes, relevance, self.budget)
 
 
-def _best(values: torch.Tensor, count: torch.Tensor, most: int) -> torch.Tensor:
-    """Where the highest `count` [B] of values [B, h, w] are, at most `most`; equal ones by their place."""
+def _once(scene: Scene, level: int, values: torch.Tensor) -> torch.Tensor:
+    """Of values [B, h_l, w_l] of a level what each node adds to the others: patches at the far edges overlap."""
+    side = scene.patch * 2**level
+    if not any(n % side for n in scene.size):
+        return values
+    return values * constant(scene.device, _inside, scene.size, scene.patch, level)
+
+
+def _best(values: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """Where the highest of values [B, h, w] are, equal ones by their place.
+
+    Args:
+        taken: [B, most], whether the highest, the next one, and so on, are among them.
+    """
     flat = values.flatten(1)
-    order = ordered(flat, most)[1]
-    taken = torch.arange(order.shape[1], device=order.device) < count[:, None]
-    return torch.zeros_like(flat, dtype=torch.bool).scatter(1, order, taken).view_as(values)
+    order = ordered(flat, taken.shape[1])[1]
+    return torch.zeros_like(flat, dtype=torch.bool).scatter(1, order, taken[:, : order.shape[1]]).view_as(values)
 
 
 def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torch.Tensor]:
@@ -99,7 +107,9 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
         raise InputError(f"wavelet is {wavelet!r}; expected a discrete one of PyWavelets, such as 'haar' or 'db2'.")
     multiple = 2**levels
     bottom, right = (-n % multiple for n in scene.size)
-    values = F.pad(luma(scene), (0, right, 0, bottom), mode="replicate")
+    values = luma(scene)
+    if bottom or right:
+        values = F.pad(values, (0, right, 0, bottom), mode="replicate")
     if not precision.exact("conv", values.device):  # what it is made of
         values = values.double()
     filters: Any = constant(values.device, _filters, wavelet, values.dtype).unbind()
