@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gpu_lod import by_kernel, checks, dispatch, heap, precision
 from gpu_lod.allocate.fixations import peaks_of
 from gpu_lod.allocate.scale import HIGHEST, Summable
-from gpu_lod.cached import known, numbers
+from gpu_lod.cached import constant, known, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
@@ -110,6 +110,12 @@ class Scene:
             for relevance, image, fixation, query, labels in zip(self.relevance.split(count), *parts, strict=True)
         ]
 
+    def centres(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x of the centres of each column of level-0 patches, and y of those of each row, in parts of the sides."""
+        rows, columns = self.grid
+        x, y = constant(self.device, centres_of, self.size, self.patch).split((columns, rows))
+        return x, y
+
     def sites(self, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level: one for all, or one each.
 
@@ -134,6 +140,13 @@ def sites_of(size: tuple[int, int], patch: int, levels: tuple[int, ...]) -> torc
         count = math.prod(-(-cells // 2**level) for cells in cells_of(size, patch))
         found.append(_sites(size, patch, level, torch.arange(count, device="cpu")))
     return torch.cat(found)
+
+
+def centres_of(size: tuple[int, int], patch: int) -> torch.Tensor:
+    """[columns + rows], x of the centres of each column of level-0 patches, and y of those of each row."""
+    rows, columns = cells_of(size, patch)
+    x = _sites(size, patch, 0, torch.arange(columns, device="cpu"))[:, 0]
+    return torch.cat([x, _sites(size, patch, 0, torch.arange(rows, device="cpu") * columns)[:, 1]])
 
 
 def _sites(size: tuple[int, int], patch: int, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from gpu_lod import checks, precision
+from gpu_lod import by_kernel, checks, dispatch, precision
 from gpu_lod.allocate.base import Pool, Scene, register
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance, parameter
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
+from gpu_lod.kernels import device as kernels
+from gpu_lod.kernels.vortices import vortices
 
 INNERMOST = 0.05
 """Where a spiral begins, in units of the vortex's radius."""
@@ -78,24 +80,35 @@ class SoftVortex(Learned):
         box = numbers((width, height), torch.float32, scene.device) / longer
         anchors, radii, vortex = self._anchors(box)
         squares = (self.width * radii).square() + (0.5 * scene.patch / longer) ** 2
-        near = distances(scene, anchors[None]) / (-2 * squares[:, None])
-        strengths = self.strengths.float()[vortex, None]
-        parts, total, _ = convex(strengths * log_relevance(scene).float()[:, None] + near)
-        amounts = scene.amounts().flatten(1)[:, None]
-        least = amounts.amin(-1, keepdim=True)
-        # From the least on, so that equal relevance gives equal scores to the last bit, and an order of its own.
-        relevance = ((parts * (amounts - least)).sum(-1, keepdim=True) / total + least)[..., 0]
-        scores, weights = by_score(relevance, parts / total)
-        places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
-        # Rounding may step over the edge.
-        centre = means(precision.factor(weights), precision.factor(places)).to(places.dtype).clamp(0, 1)
-        if checks.readable(centre) and not torch.isfinite(checks.values(centre)).all():
+        strengths = self.strengths.float()[vortex]
+        found = self._by_kernel_of(scene, anchors, squares, strengths)
+        sites, scores, weights = found or _blends(scene, anchors, squares, strengths)
+        if checks.readable(sites) and not torch.isfinite(checks.values(sites)).all():
             raise InputError(
                 "the radii or twists of SoftVortex are so large that its sites are NaN. Load parameters of before they "
                 "diverged, and train at a lower rate."
             )
-        levels = -0.5 * weights.square().sum(-1, keepdim=True).log2()
-        return torch.cat([centre, levels.clamp(min=0)], dim=-1), scores, weights
+        return sites, scores, weights
+
+    @staticmethod
+    def _by_kernel_of(
+        scene: Scene, anchors: torch.Tensor, squares: torch.Tensor, strengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As `_blends`, by two launches; None where torch is to do it, as for gradients."""
+        relevance, given = scene.relevance, (anchors, squares, strengths)
+        if dispatch.needs_grad(relevance, *given) or not by_kernel.usable(relevance, *given):
+            return None
+        return by_kernel.attempt(
+            scene.device,
+            lambda: vortices(
+                kernels.device_of(relevance),
+                log_relevance(scene).float(),
+                scene.amounts().flatten(1),
+                *given,
+                scene.centres(),
+                scene.size,
+            ),
+        )
 
     def _anchors(self, box: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where tokens stand [K, 2], (x, y) in parts of width and height; how far from the centre [K], in units of the
@@ -109,6 +122,24 @@ class SoftVortex(Learned):
         angle = 2 * math.pi * self.twists.float()[vortex] * depth
         direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
         return self.centres.float()[vortex] + radii[:, None] * direction / box, radii, vortex
+
+
+def _blends(
+    scene: Scene, anchors: torch.Tensor, squares: torch.Tensor, strengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sites [B, K, 3], scores [B, K] and weights [B, K, Hg Wg] of tokens at anchors [K, 2]."""
+    near = distances(scene, anchors[None]) / (-2 * squares[:, None])
+    parts, total, _ = convex(strengths[:, None] * log_relevance(scene).float()[:, None] + near)
+    amounts = scene.amounts().flatten(1)[:, None]
+    least = amounts.amin(-1, keepdim=True)
+    # From the least on, so that equal relevance gives equal scores to the last bit, and an order of its own.
+    relevance = ((parts * (amounts - least)).sum(-1, keepdim=True) / total + least)[..., 0]
+    scores, weights = by_score(relevance, parts / total)
+    places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
+    # Rounding may step over the edge.
+    centre = means(precision.factor(weights), precision.factor(places)).to(places.dtype).clamp(0, 1)
+    levels = -0.5 * weights.square().sum(-1, keepdim=True).log2()
+    return torch.cat([centre, levels.clamp(min=0)], dim=-1), scores, weights
 
 
 def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

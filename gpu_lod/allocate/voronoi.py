@@ -36,9 +36,7 @@ class Voronoi(Allocator):
 def distances(scene: Scene, points: torch.Tensor) -> torch.Tensor:
     """Squared, from points [B, S, 2] to the centres of level-0 patches: [B, S, Hg Wg], in units of the longer side."""
     height, width = scene.size
-    rows, columns = scene.grid
-    x = scene.sites(0, torch.arange(columns, device=scene.device))[:, 0]
-    y = scene.sites(0, torch.arange(rows, device=scene.device) * columns)[:, 1]
+    x, y = scene.centres()
     longer = max(height, width)
     dx = (x - points[..., :1]) * (width / longer)
     dy = (y - points[..., 1:]) * (height / longer)

@@ -44,10 +44,12 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-ALONE = AMOUNTS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD = tuple(
-    Kernel(name, ()) for name in ("amounts", "oriented", "peaks", "salient", "served", "shares", "threshold")
+ALONE = AMOUNTS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VORTICES = tuple(
+    Kernel(name, ())
+    for name in ("amounts", "oriented", "peaks", "salient", "served", "shares", "threshold", "vortices")
 )
 """Those that know one dtype alone."""
+VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
 
 SAMPLERS = tuple(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
 OF_DTYPES = "binomial", "fill", "losses", *SAMPLERS
@@ -59,6 +61,7 @@ def variants() -> list[Kernel]:
         *(reduction(dtype, reduce, even) for dtype in ELEMENTS for reduce in REDUCTIONS for even in (False, True)),
         *(of_dtype(name, dtype) for name in OF_DTYPES for dtype in ELEMENTS),
         *ALONE,
+        VORTICES_WEIGHTS,
     ]
 
 

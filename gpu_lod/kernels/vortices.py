@@ -1,0 +1,95 @@
+"""How much virtual tokens blend of each patch: memory and launches of vortices.cu."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from gpu_lod.errors import LimitError
+from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
+from gpu_lod.kernels.sources import VORTICES, VORTICES_WEIGHTS
+
+MOST_PATCHES = 2**13
+"""For which a block has room."""
+
+
+class Vortices(ctypes.Structure):
+    """The parameter of vortices.cu."""
+
+    _fields_ = (
+        ("relevance", ctypes.c_void_p),
+        ("amounts", ctypes.c_void_p),
+        ("least", ctypes.c_void_p),
+        ("anchors", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
+        ("strengths", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("sites", ctypes.c_void_p),
+        ("across", ctypes.c_float),
+        ("down", ctypes.c_float),
+        ("tokens", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+    )
+
+
+def vortices(
+    device: Device,
+    relevance: torch.Tensor,
+    amounts: torch.Tensor,
+    anchors: torch.Tensor,
+    squares: torch.Tensor,
+    strengths: torch.Tensor,
+    centres: tuple[torch.Tensor, torch.Tensor],
+    size: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sites [B, K, 3], scores [B, K] and weights [B, K, N] of tokens, high scores first: as `SoftVortex` has it. All
+    are fp32.
+
+    Args:
+        relevance, amounts: [B, N], of the patches, row by row, the former as logarithms.
+        anchors, squares, strengths: [K, 2] in parts of width and height, [K] squared spreads in units of the longer
+            side, and [K].
+        centres: [columns] and [rows], of the patches in parts of the sides.
+        size: (height, width).
+
+    Raises:
+        LimitError: more patches than a block has room for, or more tokens than a launch has blocks.
+    """
+    (images, patches), tokens = relevance.shape, len(anchors)
+    if patches > MOST_PATCHES or images * tokens > MOST_BLOCKS:
+        raise LimitError(
+            f"{images} x {tokens} tokens of {patches} patches are more than a launch takes ({MOST_BLOCKS} of "
+            f"{MOST_PATCHES})."
+        )
+    x, y = centres
+    longer = max(size)
+    given = [values.detach().contiguous() for values in (relevance, amounts, anchors, -2 * squares, strengths)]
+    least = given[1].amin(1)
+    scores = given[0].new_empty(images, tokens)
+    parameters = Vortices(
+        **{name: values.data_ptr() for name, values in zip(_GIVEN, given, strict=True)},
+        least=least.data_ptr(),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        scores=scores.data_ptr(),
+        across=size[1] / longer,
+        down=size[0] / longer,
+        tokens=tokens,
+        rows=len(y),
+        columns=len(x),
+    )
+    device.launch(VORTICES, (images * tokens, 1, 1), THREADS, parameters)
+    scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    weights, sites = given[0].new_empty(images, tokens, patches), given[0].new_empty(images, tokens, 3)
+    parameters.order, parameters.weights, parameters.sites = order.data_ptr(), weights.data_ptr(), sites.data_ptr()
+    device.launch(VORTICES_WEIGHTS, (images * tokens, 1, 1), THREADS, parameters)
+    return sites, scores, weights
+
+
+_GIVEN = "relevance", "amounts", "anchors", "squares", "strengths"
