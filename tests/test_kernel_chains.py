@@ -228,7 +228,7 @@ def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ("2 * side.end[k + 1] + side.n[k] % 2", "2 * side.end[k + 1]"),
+        ("2 * end + n % 2", "2 * end"),
         ("return n % 2 ? three(a, b, from.at(y, 2 * x + 2), shares) : two(a, b)", "return two(a, b)"),
         ("c.first_wide[index] != NOT_KEPT", "false"),
         ("== all - mine", "== all - 2 * mine"),
@@ -302,7 +302,7 @@ def test_layouts(emulated: EmulatedDevice) -> None:
 
 
 def test_a_vector_load_where_none_may_begin_is_seen(emulated: EmulatedDevice) -> None:
-    emulated.changes = (("if (c.fours) make_first_level", "if (true) make_first_level"),)
+    emulated.changes = (("if (c.fours) make_level_of_fours", "if (true) make_level_of_fours"),)
     lod.mipmap(noise(32 * 32).view(1, 32, 32), backend="cuda")
     with pytest.raises(AssertionError, match="where nothing of its type may begin"):
         lod.mipmap(noise(32 * 32 + 1)[1:].view(1, 32, 32), backend="cuda")

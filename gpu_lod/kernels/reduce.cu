@@ -68,18 +68,18 @@ struct Side {
 
 __device__ int side_of_level(int n, int level) { return max(n >> level, 1); }
 
-__device__ __forceinline__ void span(const Chain& c, Side& side, bool down, int tile, int base, int levels) {
-    int n = down ? c.height : c.width;
-    for (int k = levels; k >= 0; --k) {
-        side.n[k] = side_of_level(n, base + k);
-        side.part[k] = down ? c.part_y[base + k] : c.part_x[base + k];
-        side.begin[k] = tile << (GROUP - k);
-        side.own[k] = max(min((tile + 1) << (GROUP - k), side.n[k]), side.begin[k]);
-        int needed = side.begin[k];
-        if (k < levels && side.end[k + 1] > side.begin[k + 1])
-            needed = side.n[k] == 1 ? 1 : 2 * side.end[k + 1] + side.n[k] % 2;
-        side.end[k] = max(side.own[k], needed);
+// Level k of a side, from the last one upwards: what its outputs need of it.
+__device__ __forceinline__ void span(const Chain& c, Side& side, bool down, int tile, int base, int levels, int k) {
+    int all = down ? c.height : c.width, n = 0, begin = 0, own = 0, end = 0;
+    for (int j = levels; j >= k; --j) {
+        bool wanted = end > begin;  // any of the level below
+        n = side_of_level(all, base + j);
+        begin = tile << (GROUP - j);
+        own = max(min(begin + (1 << (GROUP - j)), n), begin);
+        end = max(own, wanted ? (n == 1 ? 1 : 2 * end + n % 2) : begin);
     }
+    side.n[k] = n, side.begin[k] = begin, side.own[k] = own, side.end[k] = end;
+    side.part[k] = down ? c.part_y[base + k] : c.part_x[base + k];
 }
 
 // Where texels are read: at (y, x) of a level.
@@ -243,9 +243,45 @@ __device__ void make_level_from(const From& from, const Side& down, const Side& 
     }
 }
 
+// The same of the image, both of its sides longer than a texel. Where a texel is read is told once a piece, and which taps
+// there are when this is compiled: to find each by itself would take three times what making a level does.
+template <bool ODD_ROWS, bool ODD_COLUMNS>
+__device__ __forceinline__ void make_level_of_image(const FromPlane& from, const Side& down, const Side& right, Value* tile,
+                                                    int stride, const Level& level) {
+    Piece p = piece_of(down, right, 1);
+    if (p.first >= p.last) return;
+    Shares by_width = shares(p.x, right.n[0], right.part[0]);
+    const element* texels = from.plane + (unsigned long long)(2 * p.first) * from.width + 2 * p.x;
+    element* stored = level.plane + (unsigned long long)p.first * level.width + p.x;
+    Value* target = tile + (p.first - down.begin[1]) * stride + p.x - right.begin[1];
+    int owned = p.x < right.own[1] ? down.own[1] : 0;
+    for (int y = p.first; y < p.last; y += ROWS_AT_ONCE) {
+        Value rows[2 * ROWS_AT_ONCE + ODD_ROWS];
+        int last = 2 * (p.last - y) + ODD_ROWS - 1;  // row that there is
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS_AT_ONCE + ODD_ROWS; ++i) {
+            const element* row = texels + (long long)min(i, last) * from.width;
+            Value a = load(row[0]), b = load(row[1]);
+            rows[i] = ODD_COLUMNS ? three(a, b, load(row[1 + ODD_COLUMNS]), by_width) : two(a, b);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; ++i)
+            if (y + i < p.last) {
+                Value value = ODD_ROWS ? three(rows[2 * i], rows[2 * i + 1], rows[2 * i + 2 * ODD_ROWS],
+                                               shares(y + i, down.n[0], down.part[0]))
+                                       : two(rows[2 * i], rows[2 * i + 1]);
+                target[i * stride] = value;
+                if (y + i < owned) stored[(long long)i * level.width] = store(value);
+            }
+        texels += (long long)(2 * ROWS_AT_ONCE) * from.width;
+        stored += (long long)ROWS_AT_ONCE * level.width;
+        target += ROWS_AT_ONCE * stride;
+    }
+}
+
 // Level 1 where rows are whole groups of four: two neighbours from each row of fours.
-__device__ void make_first_level(const FromPlane& from, const Side& down, const Side& right, Value* tile, int stride,
-                                 const Level& level) {
+__device__ void make_level_of_fours(const FromPlane& from, const Side& down, const Side& right, Value* tile, int stride,
+                                    const Level& level) {
     int height = down.n[0], top = down.begin[1], own_y = down.own[1], bottom = down.end[1];
     int left = right.begin[1], own_x = right.own[1], end = right.end[1];
     int rows = height == 1 ? 1 : 2 + height % 2;
@@ -279,22 +315,38 @@ __device__ void make_first_level(const FromPlane& from, const Side& down, const 
         }
 }
 
+#ifndef EVEN
+__device__ __forceinline__ void make_first_level(const Chain& c, unsigned plane, const Side& down, const Side& right,
+                                                 int levels, Value* tile, int stride, const Level& level) {
+    FromPlane image = plane_of(c, plane);
+    bool odd_rows = c.height % 2, odd_columns = c.width % 2;
+    if (c.fours) make_level_of_fours(image, down, right, tile, stride, level);
+    else if (c.height == 1 || c.width == 1 || levels == 1) make_level_from(image, down, right, tile, stride, level);
+    else if (odd_rows && odd_columns) make_level_of_image<true, true>(image, down, right, tile, stride, level);
+    else if (odd_rows) make_level_of_image<true, false>(image, down, right, tile, stride, level);
+    else if (odd_columns) make_level_of_image<false, true>(image, down, right, tile, stride, level);
+    else make_level_of_image<false, false>(image, down, right, tile, stride, level);
+}
+#endif
+
 // Levels base + 1 to base + `levels` of a tile of level base.
 __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int tile_y, int tile_x, Value* even,
                           Value* odd, Side& down, Side& right) {
-    if (threadIdx.x == 0) span(c, down, true, tile_y, base, levels);
-    if (threadIdx.x == 32) span(c, right, false, tile_x, base, levels);
+    int k = (int)threadIdx.x % 32;
+    if (threadIdx.x < 32 && k <= levels) span(c, down, true, tile_y, base, levels, k);
+    else if (threadIdx.x < 64 && k <= levels) span(c, right, false, tile_x, base, levels, k);
     __syncthreads();
-    for (int k = 1; k <= levels; ++k) {
+    for (k = 1; k <= levels; ++k) {
         Level level = level_of(c, plane, base + k);
         Value* target = k % 2 ? odd : even;
         int stride = k % 2 ? TILE : TILE / 2;
         if (k > 1) {
             FromShared from = {k % 2 ? even : odd, k % 2 ? TILE / 2 : TILE, down.begin[k - 1], right.begin[k - 1]};
             make_level(from, down, right, k, target, stride, level);
+#ifndef EVEN  // else that is done already
         } else if (base == 0) {
-            if (c.fours) make_first_level(plane_of(c, plane), down, right, target, stride, level);
-            else make_level_from(plane_of(c, plane), down, right, target, stride, level);
+            make_first_level(c, plane, down, right, levels, target, stride, level);
+#endif
         } else {
             make_level_from(made_of(c, plane, base), down, right, target, stride, level);
         }
