@@ -243,11 +243,11 @@ __device__ void make_level_from(const From& from, const Side& down, const Side& 
     }
 }
 
-// The same of the image, both of its sides longer than a texel. Where a texel is read is told once a piece, and which taps
-// there are when this is compiled: to find each by itself would take three times what making a level does.
+// The same of the image, both of its sides longer than a texel. Where a texel is read is told once a piece, and which
+// taps there are when this is compiled: to find each by itself would take three times what making a level does.
 template <bool ODD_ROWS, bool ODD_COLUMNS>
-__device__ __forceinline__ void make_level_of_image(const FromPlane& from, const Side& down, const Side& right, Value* tile,
-                                                    int stride, const Level& level) {
+__device__ __forceinline__ void make_level_of_image(const FromPlane& from, const Side& down, const Side& right,
+                                                    Value* tile, int stride, const Level& level) {
     Piece p = piece_of(down, right, 1);
     if (p.first >= p.last) return;
     Shares by_width = shares(p.x, right.n[0], right.part[0]);
