@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 
-from gpu_lod.allocate.base import Scene, at_sites, ordered
+from gpu_lod import by_kernel
+from gpu_lod.allocate.base import Scene, at_sites, ordered, scored
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, reach
+from gpu_lod.kernels import device as kernels
+from gpu_lod.kernels import spirals
 
 RAYS = 128
 """Directions in which a cell is looked at."""
@@ -31,21 +35,47 @@ class PeakCells:
         counts: [B, S], the tokens of each peak: the budget shared out by the relevance that its cell holds, largest
             remainder, at least one for each cell that holds the centre of a patch (the heaviest, if there are not
             enough).
+        weight: [B, S], that relevance, in float64.
         points: [B, S, 2], in float64.
     """
 
     def __init__(self, scene: Scene, peaks: int, budget: int) -> None:
         self.scene, self.budget = scene, budget
         peaks = min(peaks, scene.grid[0] * scene.grid[1])
-        points = scene.fixations(peaks)
-        owner = distances(scene, points).argmin(1)
-        zeros = torch.zeros(scene.batch, peaks, dtype=torch.float64, device=scene.device)
-        weight = zeros.scatter_add(1, owner, scene.amounts().flatten(1).double())
-        room = zeros.scatter_add(1, owner, torch.ones_like(owner, dtype=torch.float64)) > 0
-        self.counts = shared_out(weight, room.long() * budget, budget)
-        self.points = points.double()
+        self._peaks = scene.fixations(peaks)
+        self.weight, room = _held(scene, self._peaks, budget)
+        self.counts = shared_out(self.weight, room, budget)
+        self.points = self._peaks.double()
         self.box = box_of(self.points, scene.size)
-        self.rays = (torch.arange(RAYS, dtype=torch.float64, device=scene.device) + 0.5) * (2 * math.pi / RAYS)
+
+    @cached_property
+    def rays(self) -> torch.Tensor:
+        """Angles of directions, evenly all around, [RAYS]."""
+        numbers = torch.arange(RAYS, dtype=torch.float64, device=self.scene.device)
+        return (numbers + 0.5) * (2 * math.pi / RAYS)
+
+    def launched(self, kind: str, floor: float = 0.0) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `tokens` gives of a spiral of one of `sources.SPIRALS`; None where no kernel makes it. Torch asks how many
+        sites there are to look at.
+
+        Args:
+            floor: of a "whirlwind", as `Whirlwind` has it.
+        """
+        scene, points = self.scene, self._peaks
+        if not by_kernel.usable(points, self.counts):
+            return None
+        sites = by_kernel.attempt(
+            points.device,
+            lambda: spirals.spirals(
+                kernels.device_of(points), kind, points, self.counts, self.budget, scene.size, scene.patch,
+                scene.amounts(), self.weight, floor,
+            ),
+            waits=True,
+        )  # fmt: skip
+        if sites is None:
+            return None
+        sites, scores = scored(scene, sites)
+        return sites.float(), scores
 
     def reach(self, angle: torch.Tensor) -> torch.Tensor:
         """[B, S, N] how far each cell reaches at angles [N] or [B, S, N], from +x towards +y."""
@@ -105,6 +135,24 @@ class PeakCells:
         first = torch.sort(taken.gather(1, order).byte(), dim=1, descending=True, stable=True).indices[:, : self.budget]
         order = order.gather(1, first)
         return sites.gather(1, order[..., None].expand(-1, -1, 3)).float(), scores.gather(1, first)
+
+
+def _held(scene: Scene, points: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much relevance the cell of each point holds, [B, S], float64; and room for `most` tokens, or none where it
+    holds the centre of no patch."""
+    amounts = scene.amounts()
+    if amounts.dtype == points.dtype == torch.float32 and by_kernel.usable(points, amounts):
+        held = by_kernel.attempt(
+            points.device,
+            lambda: spirals.cells(kernels.device_of(points), amounts, points, scene.size, scene.patch, most),
+        )
+        if held is not None:
+            return held
+    owner = distances(scene, points).argmin(1)
+    zeros = torch.zeros(points.shape[:2], dtype=torch.float64, device=scene.device)
+    weight = zeros.scatter_add(1, owner, amounts.flatten(1).double())
+    room = zeros.scatter_add(1, owner, torch.ones_like(owner, dtype=torch.float64)) > 0
+    return weight, room.long() * most
 
 
 def vogel(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,6 +53,9 @@ class Spiral(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         cells = PeakCells(scene, self.peaks, self.budget)
+        found = cells.launched(self.kind)
+        if found is not None:
+            return found
         return self._golden(cells) if self.kind == "golden" else self._even(cells)
 
     def _even(self, cells: PeakCells) -> tuple[torch.Tensor, torch.Tensor]:

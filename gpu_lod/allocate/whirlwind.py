@@ -49,6 +49,9 @@ class Whirlwind(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         cells = PeakCells(scene, self.peaks, self.budget)
+        made = cells.launched("whirlwind", self.floor)
+        if made is not None:
+            return made
         rays = cells.reach(cells.rays)
         density = self._density(cells, rays)
         edges = torch.linspace(0, 1, STEPS + 1, dtype=rays.dtype, device=rays.device).square()

@@ -44,12 +44,17 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-ALONE = AMOUNTS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VORTICES = tuple(
+ALONE = AMOUNTS, CELLS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VORTICES = tuple(
     Kernel(name, ())
-    for name in ("amounts", "oriented", "peaks", "salient", "served", "shares", "threshold", "vortices")
+    for name in ("amounts", "cells", "oriented", "peaks", "salient", "served", "shares", "threshold", "vortices")
 )
 """Those that know one dtype alone."""
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
+
+SPIRALS = {
+    kind: Kernel("spirals", (kind.upper(),)) for kind in ("golden", "archimedean", "fibonacci", "whirlwind")
+}
+"""By the kind of spiral."""
 
 SAMPLERS = tuple(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))
 OF_DTYPES = "binomial", "fill", "losses", *SAMPLERS
@@ -62,6 +67,7 @@ def variants() -> list[Kernel]:
         *(of_dtype(name, dtype) for name in OF_DTYPES for dtype in ELEMENTS),
         *ALONE,
         VORTICES_WEIGHTS,
+        *SPIRALS.values(),
     ]
 
 
