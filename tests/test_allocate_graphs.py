@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpu_lod as lod
 from gpu_lod import by_kernel, cached, checks
 from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
-from gpu_lod.kernels import device
+from gpu_lod.kernels import device, spirals
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
@@ -103,12 +103,25 @@ def test_nothing_waits_while_a_graph_is_captured(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["FoveatedPyramid", "PyramidTopK", "Stratified", "Voronoi"])
+@pytest.mark.parametrize("name", ["FoveatedPyramid", "PyramidTopK", "Spiral", "Stratified", "Voronoi", "Whirlwind"])
 def test_grids_of_more_cells_than_a_block_takes_are_captured_too(name: str, capture: Callable[[bool], None]) -> None:
-    """Relevance is scaled by torch then, which waits for nothing."""
+    """Relevance is scaled, and what peaks' cells hold summed, by torch then, which waits for nothing."""
     allocator, relevance = lod.allocate.make(name, 37, PATCH), torch.rand(1, 300, 300)
     for _ in range(2):
         expected = allocator(relevance=relevance)
+    capture(True)
+    with Watch() as watch:
+        found = allocator(relevance=relevance)
+    assert not watch.waits
+    assert torch.equal(found.sites, expected.sites) and torch.equal(found.scores, expected.scores)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["golden", "archimedean", "fibonacci"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_spirals_of_any_kind_are_captured(kind: str, batch: int, capture: Callable[[bool], None]) -> None:
+    allocator, relevance = lod.allocate.make("Spiral", 273, PATCH, kind=kind), torch.rand(batch, 31, 47)
+    expected = allocator(relevance=relevance)
     capture(True)
     with Watch() as watch:
         found = allocator(relevance=relevance)
@@ -121,8 +134,8 @@ def test_what_only_kernels_do_without_waiting_is_named(
     capture: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strata, cells = lod.allocate.Stratified(37, PATCH, strata=(65, 65)), torch.rand(1, 130, 130)
-    polar = lod.allocate.LogPolar(37, PATCH)
-    for allocator in (strata, polar):
+    polar, spiral = lod.allocate.LogPolar(37, PATCH), lod.allocate.Spiral(37, PATCH)
+    for allocator in (strata, polar, spiral):
         allocator(relevance=cells)
     monkeypatch.setattr(by_kernel, "_failed", {cells.device})
     capture(True)
@@ -131,6 +144,9 @@ def test_what_only_kernels_do_without_waiting_is_named(
     monkeypatch.setattr(by_kernel, "_failed", set())
     with pytest.raises(LimitError, match="4225 strata"):
         strata(relevance=cells)
+    monkeypatch.setattr(spirals, "MOST_SITES", 36)
+    with pytest.raises(LimitError, match="37 sites"):
+        spiral(relevance=cells)
     monkeypatch.setattr(sys.modules["gpu_lod.cortical_sites"], "_AT_ONCE", 0)
     with pytest.raises(CaptureError, match="sites to choose from"):
         polar(relevance=cells)

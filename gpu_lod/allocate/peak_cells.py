@@ -55,8 +55,8 @@ class PeakCells:
         return (numbers + 0.5) * (2 * math.pi / RAYS)
 
     def launched(self, kind: str, floor: float = 0.0) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `tokens` gives of a spiral of one of `sources.SPIRALS`; None where no kernel makes it. Torch asks how many
-        sites there are to look at.
+        """What `tokens` gives of a spiral of one of `sources.SPIRALS`, without asking how many sites there are to look
+        at; None where no kernel makes it.
 
         Args:
             floor: of a "whirlwind", as `Whirlwind` has it.
@@ -64,14 +64,9 @@ class PeakCells:
         scene, points = self.scene, self._peaks
         if not by_kernel.usable(points, self.counts):
             return None
-        sites = by_kernel.attempt(
-            points.device,
-            lambda: spirals.spirals(
-                kernels.device_of(points), kind, points, self.counts, self.budget, scene.size, scene.patch,
-                scene.amounts(), self.weight, floor,
-            ),
-            waits=True,
-        )  # fmt: skip
+        amounts, device = scene.amounts(), kernels.device_of(points)
+        given = points, self.counts, self.budget, scene.size, scene.patch, amounts, self.weight, floor
+        sites = by_kernel.attempt(points.device, lambda: spirals.spirals(device, kind, *given), waits=True)
         if sites is None:
             return None
         sites, scores = scored(scene, sites)

@@ -51,9 +51,7 @@ ALONE = AMOUNTS, CELLS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VOR
 """Those that know one dtype alone."""
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
 
-SPIRALS = {
-    kind: Kernel("spirals", (kind.upper(),)) for kind in ("golden", "archimedean", "fibonacci", "whirlwind")
-}
+SPIRALS = {kind: Kernel("spirals", (kind.upper(),)) for kind in ("golden", "archimedean", "fibonacci", "whirlwind")}
 """By the kind of spiral."""
 
 SAMPLERS = tuple(f"{name}{of}" for name in ("log_polar", "foveate", "patches") for of in ("", "_of_levels"))

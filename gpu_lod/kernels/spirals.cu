@@ -37,7 +37,7 @@ struct Cell {
     const float* points;  // of all peaks
     int peaks;
     double box_x, box_y;
-    double x, y;  // of its own peak, in units of the longer side
+    double x, y;  // of its own peak, as those
 };
 
 struct Way {
@@ -50,22 +50,22 @@ struct Way {
 __device__ __forceinline__ Way way_at(const Cell& cell, double angle) {
     Way way;
     sincos(angle, &way.y, &way.x);
-    double far = way.x > 0.0 ? cell.box_x - cell.x : cell.x, fast = fabs(way.x);
-    double down = way.y > 0.0 ? cell.box_y - cell.y : cell.y, sinks = fabs(way.y);
+    double far = (way.x > 0.0 ? 1.0 - cell.x : cell.x) * cell.box_x, fast = fabs(way.x);
+    double down = (way.y > 0.0 ? 1.0 - cell.y : cell.y) * cell.box_y, sinks = fabs(way.y);
     if (down * fast < far * sinks) far = down, fast = sinks;
     for (int other = 0; other < cell.peaks; ++other) {
-        double dx = (double)cell.points[2 * other] * cell.box_x - cell.x;
-        double dy = (double)cell.points[2 * other + 1] * cell.box_y - cell.y;
-        // One that stands in the same place, or is the same, sets no border; nor does one that is behind.
+        double dx = ((double)cell.points[2 * other] - cell.x) * cell.box_x;
+        double dy = ((double)cell.points[2 * other + 1] - cell.y) * cell.box_y;
         double half = (dx * dx + dy * dy) / 2.0, towards = way.x * dx + way.y * dy;
-        if (half > 0.0 && towards > 0.0 && half * fast < far * towards) far = half, fast = towards;
+        // One that stands in the same place, or is the same, is at 0 and sets no border; nor does one that is behind.
+        if (half * fast < far * towards) far = half, fast = towards;
     }
     way.reach = far / fast * MARGIN;
     return way;
 }
 
-// Of a site: where it turns to, and the law's number of sites nearer to the peak; of a golden spiral its radius, the first
-// one's being 1.
+// Of a site: where it turns to, and the law's number of sites nearer to the peak; of a golden spiral its radius, the
+// first one's being 1.
 struct Turn {
     double angle, within;
 };
@@ -79,7 +79,7 @@ struct Law {
     double growth, turn, step;
 };
 __device__ __forceinline__ Turn turn_of(const Law& law, int site) {
-    return {(double)site * law.turn, exp(fmin((double)site * law.growth, 300.0))};  // what is beyond is far outside
+    return {(double)site * law.turn, exp((double)site * law.growth)};  // infinite is far outside
 }
 __device__ __forceinline__ double entered(const Law&, int site, const Turn& turn, double reach) {
     return site > 0 ? turn.within / reach : 0.0;
@@ -102,7 +102,7 @@ __device__ __forceinline__ Turn turn_of(const Law&, int site) {
 #ifdef ARCHIMEDEAN
     double length = TAU * turn.within;
     turn.angle = sqrt(2.0 * length);
-    for (int i = 0; i < 8; ++i) {  // Newton; the length of the arm is convex in the angle
+    for (int i = 0; i < 5; ++i) {  // Newton, of the length of the arm; then only rounding changes
         double slope = sqrt(1.0 + turn.angle * turn.angle);
         turn.angle -= ((turn.angle * slope + asinh(turn.angle)) / 2.0 - length) / slope;
     }
@@ -140,7 +140,7 @@ __device__ __forceinline__ double entered(const Law& law, int, const Turn& turn,
 __device__ __forceinline__ Placed placed(const Law& law, int, const Turn& turn, double reach, double density) {
     int number = ray_at(turn.angle), step = 0;
     const float* ray = law.density + number * PITCH_OF_RAYS;
-    double mass = fmin(turn.within / (density * reach * reach), law.mass[number]), begin = 0.0, end = mass_in(ray, 0);
+    double mass = turn.within / (density * reach * reach), begin = 0.0, end = mass_in(ray, 0);
     while (step < STEPS - 1 && end < mass) begin = end, end += mass_in(ray, ++step);
     double along = fmin(fmax((mass - begin) / (end - begin), 0.0), 1.0);
     double area = ((double)(step * step) + along * (double)(2 * step + 1)) / (STEPS * STEPS);
@@ -159,8 +159,8 @@ __device__ __forceinline__ float relevance_at(const Spirals& p, const float* amo
 }
 #endif
 
-// The density from which on a site is inside the cell. Inlined here and there, it might be rounded otherwise, and a site be
-// counted that is not found again.
+// The density from which on a site is inside the cell. Inlined here and there, it might be rounded otherwise, and a
+// site be counted that is not found again.
 __device__ __noinline__ double entering(const Cell& cell, const Law& law, int site) {
     Turn turn = turn_of(law, site);
     return entered(law, site, turn, way_at(cell, turn.angle).reach);
@@ -203,8 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) spirals(const Spirals p) {
     for (unsigned other = threadIdx.x; other < peak; other += THREADS) before += (int)counts[other];
     before = sum_of_block(before, wholes);
     const float* points = p.points + 2ull * first;
-    double middle_x = (double)points[2 * peak], middle_y = (double)points[2 * peak + 1];
-    Cell cell = {points, p.peaks, p.box_x, p.box_y, middle_x * p.box_x, middle_y * p.box_y};
+    Cell cell = {points, p.peaks, p.box_x, p.box_y, (double)points[2 * peak], (double)points[2 * peak + 1]};
 
     // How much of the law there is to the border along each ray: some directions need more sites to be looked at.
     bool is_ray = me < RAYS;
@@ -226,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) spirals(const Spirals p) {
         step_y[me] = (float)(2.0 * p.part_y / p.box_y * ray.y * ray.reach);
     }
     __syncthreads();
-    float x = (float)(2.0 * p.part_x * middle_x - 1.0);
-    float y = (float)(2.0 * p.part_y * middle_y - 1.0);
+    float x = (float)(2.0 * p.part_x * cell.x - 1.0);
+    float y = (float)(2.0 * p.part_y * cell.y - 1.0);
     const float* amounts = p.amounts + (unsigned long long)image * (unsigned)(p.rows * p.columns);
     for (int i = me; i < RAYS * STEPS; i += THREADS) {
         int number = i / STEPS, step = i - number * STEPS;
@@ -283,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) spirals(const Spirals p) {
         Turn turn = turn_of(law, site);
         Way way = way_at(cell, turn.angle);
         Placed place = placed(law, site, turn, way.reach, scale);
-        sites[3 * row] = middle_x + place.radius * way.x / p.box_x;
-        sites[3 * row + 1] = middle_y + place.radius * way.y / p.box_y;
+        sites[3 * row] = cell.x + place.radius * way.x / p.box_x;
+        sites[3 * row + 1] = cell.y + place.radius * way.y / p.box_y;
         sites[3 * row + 2] = fmax(log2(place.spacing / p.patch), 0.0);
     }
 }

@@ -107,7 +107,7 @@ def spirals(
     weight: torch.Tensor,
     floor: float = 0.0,
 ) -> torch.Tensor:
-    """[B, `budget`, 3] sites of spirals about points [B, S, 2], fp32, `counts` [B, S] of each, in float64: peak by peak,
+    """[B, `budget`, 3], float64, sites of spirals about points [B, S, 2], fp32, `counts` [B, S] of each: peak by peak,
     from each outward; as `Spiral` and `Whirlwind` have it.
 
     Args:
