@@ -287,7 +287,7 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     result = dispatch.run_gl(below, lambda x: reference(x, levels, reduce)[1:], image)
     # Level 0 is the image, so there is nothing to differentiate; without gradients take the copy in GL memory.
     top = image if dispatch.needs_grad(image) else kept[1]
-    pyramid = Pyramid((top, *result), reduce, generator)
+    pyramid = Pyramid.made((top, *result), reduce, generator)
     if kept[0] is not None:
         pyramid._keep_textures(ctx, kept[0])
     return pyramid
