@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from gpu_lod import checks, operators
+from gpu_lod import by_kernel, checks, operators
 from gpu_lod.cached import numbers
+from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import CaptureError, InputError
+from gpu_lod.kernels import cortical
+from gpu_lod.kernels import device as kernels
 from gpu_lod.quiet import MKL, SEARCHES, quietly
 
 GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
@@ -55,7 +58,9 @@ def cortical_sites(
         raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
     checks.no_vmap(fixation, "cortical_sites", "how far it looks depends on the values. Pass all fixations, [B, 2].")
     points, single = checks.fixations(fixation)
-    sites = sites_about(points.double(), budget, (height, width), patch, e0).float()
+    points = points.double()
+    found = by_one_launch(points, budget, (height, width), patch, e0)
+    sites = sites_about(points, budget, (height, width), patch, e0).float() if found is None else found[0]
     return sites[0] if single else sites
 
 
@@ -65,6 +70,28 @@ def _like(fixation: torch.Tensor, budget: int = 273, *_: Any) -> torch.Tensor:
 
 
 operators.register(cortical_sites, _like)
+
+
+def by_one_launch(
+    points: torch.Tensor,
+    budget: int,
+    size: tuple[int, int],
+    patch: int,
+    e0: float | torch.Tensor,
+    relevance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...] | None:
+    """`sites_about` in fp32, and if relevance [B, Hg, Wg] is given, [B, K] that times magnification there. None where
+    torch is to make them."""
+    given = [value for value in (points, e0, relevance) if isinstance(value, torch.Tensor)]
+    if needs_grad(*given) or not by_kernel.usable(*given):
+        return None
+    candidates = most_candidates(size, budget)
+    return by_kernel.attempt(
+        points.device,
+        lambda: cortical.sites(
+            kernels.device_of(points), points, size, budget, candidates, patch, e0, relevance=relevance
+        ),
+    )
 
 
 Candidates = tuple[torch.Tensor, torch.Tensor]
@@ -165,7 +192,7 @@ def every_candidate(points: torch.Tensor, size: tuple[int, int], budget: int, tr
     Raises:
         CaptureError: it is, and a CUDA graph is being captured.
     """
-    count = _most_candidates(size, budget)
+    count = most_candidates(size, budget)
     if checks.on_host(points):
         return None
     if tries * count > _AT_ONCE:
@@ -180,7 +207,7 @@ def every_candidate(points: torch.Tensor, size: tuple[int, int], budget: int, tr
         return index, reach(points, direction_of(index)[None], box_of(points, size))
 
 
-def _most_candidates(size: tuple[int, int], budget: int) -> int:
+def most_candidates(size: tuple[int, int], budget: int) -> int:
     """As many sites of the spiral as hold the K + 1 in any case, wherever the fixation is and whatever e0.
 
     N(e) / e^2 falls with e. So in the mean over all directions N at the edge is at least N(diagonal) times the mean of

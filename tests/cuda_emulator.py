@@ -62,7 +62,7 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
         }}
     """
     flags = [*_FLAGS, *_CHECKS, *(f"-D{name}" for name in kernel.defines)]
-    if not any(barrier in texts[kernel.file] for barrier in ("__syncthreads", "_of_block(")):
+    if not any(barrier in texts[kernel.file] for barrier in ("__syncthreads", "_of_block(", "_in_block(")):
         flags.append("-DNO_BARRIERS")  # threads need not be fibers, which take longer
     digest = hashlib.sha256(repr((sorted(texts.items()), unit, flags, COMPILER)).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"gpu_lod-emulator-{os.getuid()}"

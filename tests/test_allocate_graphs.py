@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpu_lod as lod
 from gpu_lod import by_kernel, cached, checks
 from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
-from gpu_lod.kernels import device, spirals
+from gpu_lod.kernels import cortical, device, spirals
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
@@ -147,6 +147,11 @@ def test_what_only_kernels_do_without_waiting_is_named(
     monkeypatch.setattr(spirals, "MOST_SITES", 36)
     with pytest.raises(LimitError, match="37 sites"):
         spiral(relevance=cells)
+    capture(False)
+    monkeypatch.setattr(cortical, "MOST_CANDIDATES", 0)
+    polar(relevance=cells)
+    capture(True)
+    polar(relevance=cells)
     monkeypatch.setattr(sys.modules["gpu_lod.cortical_sites"], "_AT_ONCE", 0)
     with pytest.raises(CaptureError, match="sites to choose from"):
         polar(relevance=cells)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gpu_lod as lod
 from gpu_lod import checks
-from gpu_lod.cortical_sites import _most_candidates, box_of, eccentricity, first_to_enter, magnified, sites_about
+from gpu_lod.cortical_sites import box_of, eccentricity, first_to_enter, magnified, most_candidates, sites_about
 from gpu_lod.errors import CaptureError, InputError
 
 unit = st.floats(0, 1)
@@ -170,7 +170,7 @@ def test_the_most_candidates_are_enough(size: tuple[int, int], budget: int) -> N
     for e0 in (1e-3, 0.05, 1.0, 300.0):
         each = torch.full((1, 1), e0, dtype=torch.float64)
         _, _, last = first_to_enter(points, size, budget, each)
-        assert float((last[:, 0, 1:] * magnified(farthest, e0)).max()) < _most_candidates(size, budget)
+        assert float((last[:, 0, 1:] * magnified(farthest, e0)).max()) < most_candidates(size, budget)
 
 
 @pytest.mark.parametrize(("size", "budget"), [((480, 640), 273), ((30, 900), 9), ((64, 64), 1)])

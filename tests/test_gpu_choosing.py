@@ -13,6 +13,7 @@ import gpu_lod as lod
 from gpu_lod import by_kernel
 from gpu_lod.allocate.frequency_aware import energies, given_away, served
 from gpu_lod.allocate.learned import soft_top_k
+from gpu_lod.allocate.log_polar import foveal_e0
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.salient_cells import saliency_cells
@@ -101,6 +102,20 @@ def test_saliency_and_losses(dtype: torch.dtype) -> None:
         allocator = lod.allocate.TokenDAG(1, patch)
         for one, two in zip(allocator.errors(images.cuda()), allocator.errors(images), strict=True):
             torch.testing.assert_close(one.cpu(), two, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 273, 1024])
+def test_cortical_sites(budget: int) -> None:
+    points = torch.tensor([[0.31, 0.62], [0, 0], [1, 1], [0.5, 0], [1, 0.3], [0.5, 0.5]])
+    for size in ((1024, 1024), (1080, 1920), (700, 40)):
+        for e0 in (1e-3, 0.05, 1e3):
+            found = lod.cortical_sites(points.cuda(), budget, size, 14, e0).cpu()
+            expected = lod.cortical_sites(points, budget, size, 14, e0)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for fovea, radius in ((0.0, 0.1), (0.3, 0.1), (1.0, 0.3)):
+        where = points.double(), (1080, 1920), budget, round(fovea * budget), radius
+        found = foveal_e0(where[0].cuda(), *where[1:]).cpu()
+        torch.testing.assert_close(found, foveal_e0(*where), rtol=1e-12, atol=0)
 
 
 def test_nothing_failed_above() -> None:

@@ -7,11 +7,22 @@ from typing import ClassVar
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
 from gpu_lod.cached import numbers
-from gpu_lod.cortical_sites import Candidates, box_of, every_candidate, first_to_enter, magnified, sites_about
+from gpu_lod.cortical_sites import (
+    Candidates,
+    box_of,
+    by_one_launch,
+    every_candidate,
+    first_to_enter,
+    magnified,
+    most_candidates,
+    sites_about,
+)
 from gpu_lod.errors import InputError
+from gpu_lod.kernels import cortical
+from gpu_lod.kernels import device as kernels
 
 E0_RANGE = 1e-3, 1e3
 """Eccentricities of half magnification that are tried, in units of the fovea's radius: from a density of nearly
@@ -20,7 +31,7 @@ E0_RANGE = 1e-3, 1e3
 RADIUS_RANGE = 1e-3, 10.0
 """Of the fovea: below, fp32 no longer tells its sites apart; above, it is more than any picture."""
 
-_TRIED, _ROUNDS = 32, 3
+_TRIED, _ROUNDS = cortical.TRIES, 3
 """How many of them at once, and how often, each time between the two that the number asked for lies between. In the
 end they are 13.8 / 32^3 of their logarithm apart: among thousands of sites, one at most crosses the fovea's border."""
 
@@ -67,15 +78,19 @@ class LogPolar(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
-        points = fixation.double()
-        among = every_candidate(points, scene.size, self.budget, _TRIED * len(points))
+        points, amounts = fixation.double(), scene.amounts()
         count = round(self.fovea * self.budget)
+        among = None
+        if not by_kernel.usable(points):
+            among = every_candidate(points, scene.size, self.budget, _TRIED * len(points))
         e0 = foveal_e0(points.detach(), scene.size, self.budget, count, self.radius, among)
-        sites = sites_about(points, self.budget, scene.size, self.patch, e0, among)
-        away = ((sites[..., :2] - points[:, None]) * box_of(points, scene.size)).norm(dim=-1)
-        relevance = at_sites(scene, scene.amounts(), sites)
-        scores, order = ordered(relevance * (e0 / (away + e0)).float(), self.budget)
-        return sites.gather(1, order[..., None].expand(-1, -1, 3)).float(), scores
+        found = by_one_launch(points, self.budget, scene.size, self.patch, e0, amounts)
+        if found is None:
+            sites = sites_about(points, self.budget, scene.size, self.patch, e0, among)
+            away = ((sites[..., :2] - points[:, None]) * box_of(points, scene.size)).norm(dim=-1)
+            found = sites, at_sites(scene, amounts, sites) * (e0 / (away + e0)).float()
+        scores, order = ordered(found[1], self.budget)
+        return found[0].gather(1, order[..., None].expand(-1, -1, 3)).float(), scores
 
 
 def foveal_e0(
@@ -91,6 +106,23 @@ def foveal_e0(
     Convention: with e0 the density changes continuously, so that sites enter and leave the fovea one by one: where one
         end of the range has fewer than wanted, and the other as many or more, there is an e0 between with the number.
     """
+    if by_kernel.usable(points):
+        e0 = by_kernel.attempt(
+            points.device,
+            lambda: cortical.foveal_e0(
+                kernels.device_of(points),
+                points,
+                size,
+                budget,
+                most_candidates(size, budget),
+                count=count,
+                radius=radius,
+                between=(E0_RANGE[0] * radius, E0_RANGE[1] * radius),
+                rounds=_ROUNDS,
+            ),
+        )
+        if e0 is not None:
+            return e0
     border = numbers(radius, points.dtype, points.device)
     ends = tuple(math.log(end * radius) for end in E0_RANGE)
     tried = numbers(ends, points.dtype, points.device).expand(len(points), 2)

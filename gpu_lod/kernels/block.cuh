@@ -30,3 +30,16 @@ template <class T> __device__ __forceinline__ T highest_of_block(T value, T* sha
     __syncthreads();
     return found;
 }
+
+// Of the threads before.
+template <class T> __device__ __forceinline__ T sum_before_in_block(T value, T* shared) {
+    shared[threadIdx.x] = value;
+    __syncthreads();
+    for (unsigned step = 1; step < THREADS; step *= 2) {
+        T before = threadIdx.x < step ? T(0) : shared[threadIdx.x - step];
+        __syncthreads();
+        shared[threadIdx.x] += before;
+        __syncthreads();
+    }
+    return shared[threadIdx.x] - value;
+}

@@ -47,9 +47,10 @@ __device__ __forceinline__ Smallest smallest_of_block(const Value& value, int co
             shared.groups[me] = sum;
         }
         __syncthreads();
-        unsigned bin = 0u;
-        for (; shared.groups[bin / GROUP_BINS] <= rank; bin += GROUP_BINS) rank -= shared.groups[bin / GROUP_BINS];
-        for (; shared.bins[bin] <= rank; ++bin) rank -= shared.bins[bin];
+        unsigned group = 0u;
+        for (; group < BIN_GROUPS - 1 && shared.groups[group] <= rank; ++group) rank -= shared.groups[group];
+        unsigned bin = group * GROUP_BINS;
+        for (; bin < BINS - 1 && shared.bins[bin] <= rank; ++bin) rank -= shared.bins[bin];
         alike = shared.bins[bin];
         start = start << 8 | bin;
         __syncthreads();

@@ -44,9 +44,12 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
     return Kernel(name, (ELEMENTS[dtype],))
 
 
-ALONE = AMOUNTS, CELLS, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VORTICES = tuple(
-    Kernel(name, ())
-    for name in ("amounts", "cells", "oriented", "peaks", "salient", "served", "shares", "threshold", "vortices")
+_ALONE = (
+    *("amounts", "cells", "cortical", "foveal", "foveal_e0", "oriented", "peaks", "salient", "served", "shares"),
+    *("threshold", "vortices"),
+)
+ALONE = AMOUNTS, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VORTICES = (
+    tuple(Kernel(name, ()) for name in _ALONE)
 )
 """Those that know one dtype alone."""
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
