@@ -176,20 +176,6 @@ struct Entering {
     }
 };
 
-// Of the threads before, all together.
-__device__ __forceinline__ int sum_before(int value, int* shared) {
-    unsigned me = threadIdx.x;
-    shared[me] = value;
-    __syncthreads();
-    for (unsigned step = 1; step < THREADS; step *= 2) {
-        int more = me >= step ? shared[me - step] : 0;
-        __syncthreads();
-        shared[me] += more;
-        __syncthreads();
-    }
-    return shared[me] - value;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) spirals(const Spirals p) {
     __shared__ double sums[THREADS], kept[KEPT];
     __shared__ int wholes[THREADS];
@@ -270,8 +256,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) spirals(const Spirals p) {
         double from = enters(site);
         inside += from < last.kth, equal += from == last.kth;
     }
-    equal = sum_before(equal, wholes);
-    inside = sum_before(inside, wholes);
+    equal = sum_before_in_block(equal, wholes);
+    inside = sum_before_in_block(inside, wholes);
     double* sites = p.sites + 3ull * image * (unsigned)p.budget;
     for (int site = begin; site < end; ++site) {
         double from = enters(site);
