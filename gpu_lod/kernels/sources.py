@@ -52,6 +52,8 @@ ALONE = AMOUNTS, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, SALIENT, S
     tuple(Kernel(name, ()) for name in _ALONE)
 )
 """Those that know one dtype alone."""
+SUPERPIXELS = LAB, NEAREST, MEANS, CONNECTED = tuple(Kernel(name, ()) for name in ("lab", "nearest", "means", "connected"))
+"""So do these."""
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
 
 SPIRALS = {kind: Kernel("spirals", (kind.upper(),)) for kind in ("golden", "archimedean", "fibonacci", "whirlwind")}
@@ -67,6 +69,7 @@ def variants() -> list[Kernel]:
         *(reduction(dtype, reduce, even) for dtype in ELEMENTS for reduce in REDUCTIONS for even in (False, True)),
         *(of_dtype(name, dtype) for name in OF_DTYPES for dtype in ELEMENTS),
         *ALONE,
+        *SUPERPIXELS,
         VORTICES_WEIGHTS,
         *SPIRALS.values(),
     ]
