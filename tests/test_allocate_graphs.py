@@ -199,19 +199,6 @@ def test_a_fixation_of_numbers_is_brought_once(capture: Callable[[bool], None]) 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", sorted({*lod.allocate.names()} - {*GRAPHS}))
-def test_the_others_would(name: str, capture: Callable[[bool], None]) -> None:
-    if name in ("Wavelet", "HybridAtlas"):
-        pytest.importorskip({"Wavelet": "ptwt", "HybridAtlas": "skimage"}[name])
-    allocator, what = given(name)
-    allocator(**what)
-    capture(True)
-    with Watch() as watch:
-        allocator(**what)
-    assert watch.waits
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", lod.allocate.names())
 def test_whose_sites_are_all_of_the_finest_level(name: str) -> None:
     """Of these no other level is made on a GPU: what says so of itself and is not would be read wrongly."""

@@ -8,12 +8,16 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
 from gpu_lod.allocate.energy import checked, relevances
 from gpu_lod.allocate.stratified import best_of, held, shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
-from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.cached import constant
+from gpu_lod.errors import CaptureError, InputError, UnsupportedError
+from gpu_lod.kernels import choosing
+from gpu_lod.kernels import device as kernels
+from gpu_lod.kernels.superpixels import superpixels
 
 
 @register
@@ -24,8 +28,10 @@ class HybridAtlas(Allocator):
     smallest of equally frequent ones). Of labels that are given, 0 is background and all others are foreground;
     `labels_of` makes such a map of any segmenter's masks. Without labels regions are SLIC's superpixels of the picture
     (of the relevance map, if there is no picture), and those are foreground whose mean relevance is above the
-    picture's. SLIC is scikit-image's: it runs on the host, image after image, and sees each patch as a pixel, so that
-    it takes milliseconds.
+    picture's. SLIC sees each patch as a pixel. On CUDA tensors it runs on the GPU, on all images at once, and finds the
+    same superpixels as scikit-image's, but for colours whose last bits decide. Elsewhere, and of grids of more than
+    2^16 patches, or more than 2^26 pairs of a patch and a superpixel, it is scikit-image's: that runs on the host,
+    image after image, and takes milliseconds.
 
     The background's share of the budget is rounded to whole tokens. Its patches, along a Z-order curve, are cut into as
     many runs of even length, and each run gets one token: read at the level at which its P x P samples span the
@@ -43,7 +49,10 @@ class HybridAtlas(Allocator):
         compactness: of superpixels: how much near counts against alike, as in scikit-image, on Lab colours.
 
     Raises:
-        UnsupportedError: no labels, and scikit-image is not installed.
+        UnsupportedError: no labels, and scikit-image is needed and not installed.
+        CaptureError: a CUDA graph is being captured, no labels, and kernels cannot be used.
+        LimitError: a CUDA graph is being captured, and the grid is larger than kernels take: as above, or of more than
+            2^12 patches with labels.
 
     Source: Achanta et al., "SLIC Superpixels" (2012); Morton (1966) for the Z-order.
     """
@@ -70,15 +79,12 @@ class HybridAtlas(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])
-        labels = self._superpixels(scene) if scene.labels is None else majority(scene.labels, scene)
-        values, region = torch.unique(labels.flatten(1), return_inverse=True)
-        room, weight = held(scene, region, len(values))
-        if scene.labels is None:
+        region, count, ahead = self._superpixels(scene) if scene.labels is None else given_regions(scene, scene.labels)
+        room, weight = held(scene, region, count)
+        if ahead is None:
             # More than the picture's mean, and none where relevance is even: sums of equal numbers are exact.
             ahead = weight * room.sum(1, keepdim=True) > weight.sum(1, keepdim=True) * room
-        else:
-            ahead = (values != 0).expand_as(room)
-        behind = ~ahead.gather(1, region).view_as(labels)
+        behind = ~ahead.gather(1, region).view_as(scene.relevance)
         ground = behind.flatten(1).sum(1)
         most = room.sum(1) - ground
         spare = torch.minimum(torch.full_like(ground, round(self.background * self.budget)), ground)
@@ -90,26 +96,56 @@ class HybridAtlas(Allocator):
         sites = [every, squares(scene, behind, run, self.budget)]
         return tokens_at(scene, [(0, front), (0, rest)], [scene.relevance], self.budget, sites=sites)
 
-    def _superpixels(self, scene: Scene) -> torch.Tensor:
-        """[B, Hg, Wg], from 1 on."""
+    def _superpixels(self, scene: Scene) -> tuple[torch.Tensor, int, None]:
+        """Which one each patch is in, from 0 on, [B, Hg Wg], and how many there can be."""
+        if scene.image is None:
+            seen = relevances(scene, 0)[0][:, None]
+        else:
+            seen = checked(F.avg_pool2d(scene.pixels(), scene.patch, ceil_mode=True))
+        colour = seen.shape[1] >= 3
+        # Grey is from 0 to 1, and not from 0 to 100 as in Lab.
+        compactness = self.compactness if colour else self.compactness / 100
+        if by_kernel.usable(seen):
+            device = kernels.device_of(seen)
+            made = by_kernel.attempt(
+                seen.device, lambda: superpixels(device, seen, self.segments, compactness), waits=True
+            )
+            if made is not None:
+                return made[0].flatten(1), made[1], None
+        if not checks.readable(seen):
+            raise CaptureError(
+                "a CUDA graph is being captured, and superpixels are made by kernels there alone, which cannot be used "
+                f"for tensors on {seen.device}. Pass labels=, or call the allocator outside the graph."
+            )
         try:
             from skimage.segmentation import slic
         except ImportError as error:
             raise UnsupportedError(
                 f"superpixels need scikit-image ({error}): pip install 'gpu-lod[allocate]'. Or pass labels=."
             ) from None
-        if scene.image is None:
-            seen = relevances(scene, 0)[0][:, None]
-        else:
-            seen = checked(F.avg_pool2d(scene.pixels(), scene.patch, ceil_mode=True))
-        colour = seen.shape[1] >= 3
         pictures = seen[:, : 3 if colour else 1].permute(0, 2, 3, 1).detach().double().cpu().numpy()
-        # Grey is from 0 to 1, and not from 0 to 100 as in Lab.
-        weight = self.compactness if colour else self.compactness / 100
         found = [
-            torch.from_numpy(slic(one, n_segments=self.segments, compactness=weight, start_label=1)) for one in pictures
+            torch.from_numpy(slic(one, n_segments=self.segments, compactness=compactness, start_label=1))
+            for one in pictures
         ]
-        return torch.stack(found).to(scene.device)
+        region = torch.stack(found).flatten(1) - 1
+        return region.to(scene.device), int(region.max()) + 1, None
+
+
+def given_regions(scene: Scene, labels: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Regions of a label map, in the order of their labels: which one each patch is in, [B, Hg Wg], how many there can
+    be, and which are foreground, [B, R]."""
+    labels = majority(labels, scene).flatten(1)
+    most = labels.shape[1]
+    if not by_kernel.usable(labels) or (most > choosing.MOST_STRATA and checks.readable(labels)):
+        values, region = torch.unique(labels, return_inverse=True)
+        return region, len(values), (values != 0).expand(len(labels), -1)
+    # So that a GPU need not be asked how many there are: as many as there are patches, if need be.
+    found, order = torch.sort(labels, dim=1)
+    ranks = F.pad(found[:, 1:] != found[:, :-1], (1, 0)).cumsum(1)
+    region = torch.empty_like(order).scatter_(1, order, ranks)
+    ahead = torch.zeros_like(labels, dtype=torch.bool).scatter_(1, region, labels != 0)
+    return region, most, ahead
 
 
 def majority(labels: torch.Tensor, scene: Scene) -> torch.Tensor:
@@ -133,15 +169,13 @@ def runs(eligible: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, tor
     Args:
         count: no more than are eligible.
     """
-    rows, columns = (torch.arange(n, device=eligible.device) for n in eligible.shape[1:])
-    order = torch.argsort((_apart(rows)[:, None] * 2 + _apart(columns)).flatten())
+    order, back = constant(eligible.device, _z_order, *eligible.shape[1:])
     along = eligible.flatten(1).index_select(1, order)
     there, parts = along.sum(1, keepdim=True).clamp(min=1), count[:, None]
     turn = (along.cumsum(1) - 1).clamp(min=0)
     run = turn * parts // there
     first, end = (-(-number * there // parts.clamp(min=1)) for number in (run, run + 1))
     middle = along & (parts > 0) & (turn == (first + end - 1) // 2)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     run, middle = (x.index_select(1, back).view_as(eligible) for x in (run, middle))
     return run, middle
 
@@ -171,6 +205,13 @@ def squares(scene: Scene, cells: torch.Tensor, run: torch.Tensor, most: int) -> 
     single = scene.sites(0, (top * cells.shape[2] + left).clamp(0, cells[0].numel() - 1))
     found = torch.where(((top == bottom) & (left == right))[..., None], single, found)
     return found.gather(1, index[..., None].expand(-1, -1, 3))
+
+
+def _z_order(rows: int, columns: int) -> torch.Tensor:
+    """[2, rows * columns]: the cells of a grid along the curve, and where on it each cell is."""
+    y, x = (torch.arange(n, device="cpu") for n in (rows, columns))
+    order = torch.argsort((_apart(y)[:, None] * 2 + _apart(x)).flatten())
+    return torch.stack([order, torch.argsort(order)])
 
 
 def _apart(values: torch.Tensor) -> torch.Tensor:
