@@ -52,7 +52,9 @@ ALONE = AMOUNTS, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, SALIENT, S
     tuple(Kernel(name, ()) for name in _ALONE)
 )
 """Those that know one dtype alone."""
-SUPERPIXELS = LAB, NEAREST, MEANS, CONNECTED = tuple(Kernel(name, ()) for name in ("lab", "nearest", "means", "connected"))
+SUPERPIXELS = LAB, NEAREST, MEANS, CONNECTED = tuple(
+    Kernel(name, ()) for name in ("lab", "nearest", "means", "connected")
+)
 """So do these."""
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
 

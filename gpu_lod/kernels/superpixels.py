@@ -1,4 +1,4 @@
-"""SLIC's superpixels as scikit-image makes them: memory and launches of lab.cu, nearest.cu, means.cu and connected.cu."""
+"""SLIC's superpixels as scikit-image makes them: memory and launches of lab.cu, nearest.cu, means.cu, connected.cu."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ class Connected(ctypes.Structure):
     )
 
 
-def superpixels(
-    device: Device, pictures: torch.Tensor, segments: int, compactness: float
-) -> tuple[torch.Tensor, int]:
+def superpixels(device: Device, pictures: torch.Tensor, segments: int, compactness: float) -> tuple[torch.Tensor, int]:
     """Superpixels of pictures [B, C, h, w], fp32: of each pixel which it is in, [B, h, w], int64, from 0 on; and how
     many a picture of this size can have. As `skimage.segmentation.slic(picture, n_segments=segments,
     compactness=compactness, start_label=1)` numbers them, less one.
