@@ -14,7 +14,7 @@ from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
 from gpu_lod import by_kernel, cached, checks
-from gpu_lod.allocate.hybrid_atlas import given_regions
+from gpu_lod.allocate.hybrid_atlas import given_regions, majority
 from gpu_lod.errors import CaptureError, KernelError, LimitError
 from gpu_lod.kernels import device, sources, superpixels
 
@@ -164,7 +164,10 @@ def test_pixels_that_are_in_no_window_keep_their_labels(emulated: EmulatedDevice
         ("means", ("sum / (double)count", "sum / (double)(count + 1)")),
         ("connected", ("i == 2 ? pixel + columns", "i == 3 ? pixel + columns")),
         ("connected", ("p.part[other] < first) found", "p.part[other] < first && found == first) found")),
-        ("connected", ("number[pixel] = searched(picture, pixel, p.most)", "number[pixel] = searched(picture, pixel, pixels)")),
+        (
+            "connected",
+            ("number[pixel] = searched(picture, pixel, p.most)", "number[pixel] = searched(picture, pixel, pixels)"),
+        ),
         ("connected", ("number[pixel] >= p.least ? large++", "number[pixel] > p.least ? large++")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -356,3 +359,15 @@ def test_regions_of_labels_are_in_their_order(emulated: EmulatedDevice) -> None:
     region, most, ahead = given_regions(scene, labels)
     assert most == 6 and region.tolist() == [[2, 2, 1, 0, 2, 3], [0] * 6]
     assert ahead.tolist() == [[True, False, True, True, False, False], [True] + [False] * 5]
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 9, 400])
+def test_the_most_frequent_label_of_large_patches(monkeypatch: pytest.MonkeyPatch, kinds: int) -> None:
+    """Which torch's own would wait for: counted by a sort."""
+    labels = torch.randint(-kinds // 2, kinds, (3, 50, 75))
+    scene = lod.allocate.Scene((50, 75), 7, torch.ones(3, 8, 11), None, None, None, labels)
+    expected = majority(labels, scene)
+    monkeypatch.setattr(checks, "on_host", lambda value: False)
+    monkeypatch.setattr("gpu_lod.allocate.hybrid_atlas._MODE", 0)
+    monkeypatch.setattr(torch.Tensor, "mode", None)
+    assert torch.equal(majority(labels, scene), expected)

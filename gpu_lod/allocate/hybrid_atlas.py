@@ -13,7 +13,7 @@ from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
 from gpu_lod.allocate.energy import checked, relevances
 from gpu_lod.allocate.stratified import best_of, held, shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
-from gpu_lod.cached import constant
+from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import CaptureError, InputError, UnsupportedError
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
@@ -87,7 +87,7 @@ class HybridAtlas(Allocator):
         behind = ~ahead.gather(1, region).view_as(scene.relevance)
         ground = behind.flatten(1).sum(1)
         most = room.sum(1) - ground
-        spare = torch.minimum(torch.full_like(ground, round(self.background * self.budget)), ground)
+        spare = ground.clamp(max=round(self.background * self.budget))
         spare = torch.maximum(spare, self.budget - most)
         counts = shared_out(weight * ahead, room * ahead, self.budget - spare, least=0)
         front = best_of(scene.relevance, region, room, counts)
@@ -159,7 +159,21 @@ def majority(labels: torch.Tensor, scene: Scene) -> torch.Tensor:
         starts = torch.arange(-(-n // scene.patch), device=labels.device) * scene.patch
         pixels.append(starts.clamp(max=n - side)[:, None] + torch.arange(side, device=labels.device))
     rows, columns = pixels
-    return labels[:, rows[:, None, :, None], columns[:, None, :]].flatten(3).mode(-1).values
+    return _most_frequent(labels[:, rows[:, None, :, None], columns[:, None, :]].flatten(3))
+
+
+_MODE = 2048
+"""Numbers of which a GPU finds the most frequent one in one launch; of more torch waits for it."""
+
+
+def _most_frequent(values: torch.Tensor) -> torch.Tensor:
+    """Of [..., N], the smallest of equally frequent ones."""
+    if checks.on_host(values) or values.shape[-1] <= _MODE:
+        return values.mode(-1).values
+    found, place = values.sort(-1).values, torch.arange(values.shape[-1], device=values.device)
+    begins = F.pad(found[..., 1:] != found[..., :-1], (1, 0)) * place
+    longest = (place - begins.cummax(-1).values).argmax(-1, keepdim=True)
+    return found.gather(-1, longest)[..., 0]
 
 
 def runs(eligible: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,23 +202,27 @@ def squares(scene: Scene, cells: torch.Tensor, run: torch.Tensor, most: int) -> 
     Args:
         most: runs there can be.
     """
-    index, there = run.flatten(1), cells.flatten(1)
-    ends = []
-    for n, axis in zip(scene.size, (-2, -1), strict=True):
-        shape = [1, 1, 1]
-        shape[axis] = -1
-        place = torch.arange(cells.shape[axis], device=cells.device).view(shape).expand_as(cells).flatten(1)
-        box = place.new_zeros(len(index), most)
-        low = box.scatter_reduce(1, index, place.where(there, 2**24), "amin", include_self=False)
-        high = box.scatter_reduce(1, index, place.where(there, -1), "amax", include_self=False)
-        ends.append((low, high, (low * scene.patch).double(), ((high + 1) * scene.patch).clamp(max=n).double(), n))
-    (top, bottom, y0, y1, height), (left, right, x0, x1, width) = ends
-    level = torch.log2(torch.maximum(y1 - y0, x1 - x0).clamp(min=1) / scene.patch).clamp(min=0)
-    found = torch.stack([(x0 + x1) / (2 * width), (y0 + y1) / (2 * height), level], dim=-1).float()
+    index, columns = run.flatten(1), cells.shape[2]
+    ends = constant(cells.device, _ends, *cells.shape[1:])
+    ends = ends.where(cells.flatten(1)[:, None], 2**24)
+    # The least and, of those that are turned round, the greatest.
+    box = ends.new_zeros(len(index), 4, most)
+    box = box.scatter_reduce(2, index[:, None].expand_as(ends), ends, "amin", include_self=False)
+    low, high = box[:, :2], -box[:, 2:]
+    sides = numbers(((scene.size[1],), (scene.size[0],)), torch.float64, cells.device)
+    start, end = (low * scene.patch).double(), torch.minimum(((high + 1) * scene.patch).double(), sides)
+    level = torch.log2((end - start).amax(1).clamp(min=1) / scene.patch).clamp(min=0)
+    found = torch.cat([(start + end) / (2 * sides), level[:, None]], dim=1).transpose(1, 2).float()
     # A cell by itself is read where it lies: at a far edge that is not about its middle.
-    single = scene.sites(0, (top * cells.shape[2] + left).clamp(0, cells[0].numel() - 1))
-    found = torch.where(((top == bottom) & (left == right))[..., None], single, found)
+    single = scene.sites(0, (low[:, 1] * columns + low[:, 0]).clamp(0, cells[0].numel() - 1))
+    found = torch.where((low == high).all(1)[..., None], single, found)
     return found.gather(1, index[..., None].expand(-1, -1, 3))
+
+
+def _ends(rows: int, columns: int) -> torch.Tensor:
+    """[4, rows * columns]: x and y of the cells of a grid, and both of them negative."""
+    y, x = torch.meshgrid(torch.arange(rows, device="cpu"), torch.arange(columns, device="cpu"), indexing="ij")
+    return torch.stack([x, y, -x, -y]).flatten(1)
 
 
 def _z_order(rows: int, columns: int) -> torch.Tensor:
