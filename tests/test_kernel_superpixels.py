@@ -279,7 +279,7 @@ LABELS: dict[str, Callable[[], torch.Tensor]] = {
 def test_tokens_of_labels(emulated: EmulatedDevice, kind: str) -> None:
     labels, relevance = LABELS[kind](), torch.rand(3, 15, 20)
     for how in ({}, {"background": 0.5}, {"background": 0.0}):
-        allocator = lod.allocate.HybridAtlas(40, 4, **how)  # type: ignore[arg-type]
+        allocator = lod.allocate.HybridAtlas(40, 4, **how)
         for amounts in (relevance, torch.ones_like(relevance)):
             found = allocator(relevance=amounts, labels=labels)
             assert "nearest" not in [call[1].name for call in emulated.named("launch")]
