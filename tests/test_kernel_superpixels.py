@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -332,6 +333,11 @@ def test_more_than_kernels_take(emulated: EmulatedDevice, monkeypatch: pytest.Mo
 def test_larger_grids_than_kernels_take_are_named(emulated: EmulatedDevice, size: tuple[int, int]) -> None:
     with pytest.raises(LimitError, match=f"{size[0]} x {size[1]} patches"):
         ours(torch.rand(1, 1, *size), 5, 10.0)
+
+
+def test_kernels_need_no_scikit_image(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "skimage.segmentation", None)
+    assert lod.allocate.HybridAtlas(20, 4)(torch.rand(1, 3, 36, 48)).budget == 20
 
 
 def test_where_kernels_fail(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:

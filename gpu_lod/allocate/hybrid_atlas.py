@@ -52,7 +52,7 @@ class HybridAtlas(Allocator):
         UnsupportedError: no labels, and scikit-image is needed and not installed.
         CaptureError: a CUDA graph is being captured, no labels, and kernels cannot be used.
         LimitError: a CUDA graph is being captured, and the grid is larger than kernels take: as above, or of more than
-            2^12 patches with labels.
+            2^12 patches with labels, or with room for more than 2^12 superpixels of half the usual size.
 
     Source: Achanta et al., "SLIC Superpixels" (2012); Morton (1966) for the Z-order.
     """
