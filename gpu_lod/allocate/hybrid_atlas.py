@@ -15,7 +15,6 @@ from gpu_lod.allocate.stratified import best_of, held, shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import CaptureError, InputError, UnsupportedError
-from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.superpixels import superpixels
 
@@ -136,16 +135,15 @@ def given_regions(scene: Scene, labels: torch.Tensor) -> tuple[torch.Tensor, int
     """Regions of a label map, in the order of their labels: which one each patch is in, [B, Hg Wg], how many there can
     be, and which are foreground, [B, R]."""
     labels = majority(labels, scene).flatten(1)
-    most = labels.shape[1]
-    if not by_kernel.usable(labels) or (most > choosing.MOST_STRATA and checks.readable(labels)):
+    if checks.readable(labels):
         values, region = torch.unique(labels, return_inverse=True)
         return region, len(values), (values != 0).expand(len(labels), -1)
-    # So that a GPU need not be asked how many there are: as many as there are patches, if need be.
+    # Nobody may ask how many there are: as many as there are patches, if need be.
     found, order = torch.sort(labels, dim=1)
     ranks = F.pad(found[:, 1:] != found[:, :-1], (1, 0)).cumsum(1)
     region = torch.empty_like(order).scatter_(1, order, ranks)
     ahead = torch.zeros_like(labels, dtype=torch.bool).scatter_(1, region, labels != 0)
-    return region, most, ahead
+    return region, labels.shape[1], ahead
 
 
 def majority(labels: torch.Tensor, scene: Scene) -> torch.Tensor:
