@@ -161,7 +161,7 @@ class EmulatedDevice:
         self.changes: tuple[tuple[str, str], ...] = ()
         self.fail: dict[str, Exception] = {}
         self.texture_side, self.texture_layers = 32768, 2048
-        self.multiprocessors = 1
+        self.multiprocessors, self.shared_bytes = 1, 233472
         self.stream_now, self.is_capturing = 7, False
         self._events = 0
 

@@ -77,6 +77,9 @@ def test_even_sides(emulated: EmulatedDevice, reduce: str, dtype: torch.dtype) -
     check(noise(2, 1, *size, dtype=dtype), reduce)
     many = emulated.named("launch")[-1]
     assert many[2][0] == 2 * 32 * 2 and (few[2][0] == many[2][0]) == (dtype == torch.float32)
+    emulated.multiprocessors, emulated.shared_bytes = 1, 3 * chains.BLOCK_BYTES  # of some GPUs
+    check(noise(2, 1, *size, dtype=dtype), reduce)
+    assert emulated.named("launch")[-1][2][0] == (128 if dtype == torch.float32 else 3)
     image = noise(1, 2, 128, 192, dtype=dtype)
     offset = torch.cat([image.new_zeros(1), image.flatten()])[1:].view_as(image)  # no groups of four begin there
     before = len(emulated.named("launch"))

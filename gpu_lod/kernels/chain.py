@@ -25,8 +25,10 @@ MOST_LEVELS = 32
 MOST_TEXELS = 2**30
 """Along a side."""
 RESIDENT = {torch.uint8: 5, torch.float16: 5, torch.bfloat16: 5}
-"""Blocks of a multiprocessor that there is room for where sides are even. So many make the tiles of an image, each as
-many as fall to it: of one it would read too little for the time that it waits."""
+"""Blocks of a multiprocessor that registers suffice for where sides are even. So many make the tiles of an image, each
+as many as fall to it: of one it would read too little for the time that it waits."""
+BLOCK_BYTES = 21788
+"""Of shared memory that a block takes, with what CUDA keeps of it: some GPUs have room for fewer blocks."""
 COUNTERS = 2**15
 """That a device keeps for chains of its default stream, and as many again for those of graphs."""
 
@@ -77,11 +79,10 @@ class _Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(
-    shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool, multiprocessors: int
-) -> _Layout:
+def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool, resident: int) -> _Layout:
     """Args:
     fours: rows of level 0 are whole groups of four elements, and begin where one may.
+    resident: blocks that run at once, of those that make several tiles.
     """
     *outer, height, width = shape
     planes, size = math.prod(outer), dtype.itemsize
@@ -121,7 +122,7 @@ def _layout(
         made.base, made.group, made.finish = base, group, finish
         made.tiles_y, made.tiles_x = tiles[base]
         made.tiles = planes * math.prod(tiles[base])
-        made.at_once = -(-made.tiles // (multiprocessors * RESIDENT[dtype])) if even and dtype in RESIDENT else 1
+        made.at_once = -(-made.tiles // resident) if even and dtype in RESIDENT else 1
         launches.append((reduction(dtype, reduce, even), -(-made.tiles // made.at_once), bytes(made)))
     return _Layout(launches, end // size, wide, planes if rounds[-1][-1] else 0, views)
 
@@ -190,7 +191,8 @@ def chain(device: Device, image: torch.Tensor, levels: int, reduce: str) -> list
         return []
     source = image.data_ptr()
     fours = image.shape[-1] % 4 == 0 and source % (4 * image.dtype.itemsize) == 0
-    layout = _layout(image.shape, levels, image.dtype, reduce, fours, device.multiprocessors)
+    resident = min(RESIDENT.get(image.dtype, 1), device.shared_bytes // BLOCK_BYTES)
+    layout = _layout(image.shape, levels, image.dtype, reduce, fours, device.multiprocessors * max(resident, 1))
     packed = torch.empty(layout.elements, dtype=image.dtype, device=image.device)
     finished = wide = 0
     keep: list[torch.Tensor] = []  # until all is queued

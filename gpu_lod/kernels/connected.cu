@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) connected(const Connected 
     long long* regions = p.regions + (unsigned long long)blockIdx.x * (unsigned)pixels;
     int* scratch = p.scratch + 4ull * blockIdx.x * (unsigned)pixels;
     Picture picture = {p.rows, p.columns, scratch, scratch + pixels, scratch + 2ll * pixels, scratch + 3ll * pixels};
-    int *whole = picture.whole, *number = picture.number;
+    volatile int* whole = picture.whole;  // which threads read while others write it
+    int* number = picture.number;
     for (int pixel = me; pixel < pixels; pixel += THREADS) whole[pixel] = pixel, picture.next[pixel] = -1;
     __syncthreads();
 

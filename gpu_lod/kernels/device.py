@@ -98,6 +98,10 @@ class Device(Protocol):
     @property
     def multiprocessors(self) -> int: ...
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of a multiprocessor."""
+
     def capturing(self) -> bool:
         """True while the current stream is captured into a CUDA graph."""
 

@@ -104,6 +104,7 @@ class CudaDevice:
 
         self.arch = f"sm_{limit('COMPUTE_CAPABILITY_MAJOR')}{limit('COMPUTE_CAPABILITY_MINOR')}"
         self.multiprocessors = limit("MULTIPROCESSOR_COUNT")
+        self.shared_bytes = limit("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
         kinds = ("TEXTURE2D_LAYERED", "SURFACE2D_LAYERED", "TEXTURE2D_MIPMAPPED")
         self.texture_side = limit(*(f"MAXIMUM_{kind}_{side}" for kind in kinds for side in ("WIDTH", "HEIGHT")))
         self.texture_layers = limit(*(f"MAXIMUM_{kind}_LAYERS" for kind in kinds[:2]))

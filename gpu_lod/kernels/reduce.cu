@@ -594,7 +594,8 @@ __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, 
 }
 #endif
 
-// Whether this block is the last one that makes tiles of a plane: all that were before it has then been written.
+// Whether this block is the last one that makes tiles of a plane: all that were before it has then been written. The fences
+// of one thread are the block's, as barriers stand before and behind them.
 __device__ __forceinline__ bool last_of_plane(const Chain& c, unsigned plane, unsigned mine, int* last) {
     unsigned all = (unsigned)(c.tiles_x * c.tiles_y);
     __syncthreads();
@@ -602,9 +603,9 @@ __device__ __forceinline__ bool last_of_plane(const Chain& c, unsigned plane, un
         __threadfence();  // what the block wrote is there before the count says so
         *last = atomicAdd(c.finished + plane, mine) == all - mine;
         if (*last) c.finished[plane] = 0;
+        __threadfence();  // and what the others wrote, before any of it is read
     }
     __syncthreads();
-    if (*last) __threadfence();
     return *last;
 }
 
