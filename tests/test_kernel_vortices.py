@@ -63,19 +63,23 @@ def test_tokens(emulated: EmulatedDevice, case: str, kind: str, order: int) -> N
     torch.testing.assert_close(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
     assert (found.scores[:, :-1] >= found.scores[:, 1:]).all()
     torch.testing.assert_close(found.weights.sum(-1), torch.ones_like(found.scores), rtol=0, atol=1e-5)
-    # Tokens whose scores differ by rounding alone may stand in another order.
-    for one, two in zip(found.scores, expected.scores, strict=True):
-        apart = (two[:-1] - two[1:]) > 1e-5 * two.abs().max()
-        if not apart.all() and kind != "flat":
-            return
-        assert one.shape == two.shape
-    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.sites, expected.sites, rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(found.patches, expected.patches, rtol=1e-4, atol=1e-5)
+    # Tokens whose scores differ by rounding alone may stand in another order: each has one like it there.
+    for image in range(2):
+        pair = [
+            torch.cat([one.weights[image], one.sites[image], one.patches[image].flatten(1)], dim=1)  # type: ignore[index]
+            for one in (found, expected)
+        ]
+        apart = (pair[0][:, None] - pair[1]).abs().amax(-1)
+        assert float(apart.amin(0).max()) < 5e-5 and float(apart.amin(1).max()) < 5e-5
+    gaps = expected.scores[:, :-1] - expected.scores[:, 1:]
+    if kind == "flat" or (gaps > 1e-5 * expected.scores.abs().amax(1, keepdim=True)).all():
+        torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.sites, expected.sites, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(found.patches, expected.patches, rtol=1e-4, atol=1e-5)
 
 
 def test_most_cases_have_an_order(emulated: EmulatedDevice) -> None:
-    """Else the test above would compare scores alone."""
+    """Else the test above would compare tokens whatever their order is."""
     found = tokens(emulated, "even", "any", plain=True).scores
     assert ((found[:, :-1] - found[:, 1:]) > 1e-5 * found.abs().max()).all()
 
