@@ -148,7 +148,19 @@ inline unsigned count_up(unsigned* counter, unsigned by, int line) {
     *counter += by;
     return before;
 }
+// What is an int a block counts in memory that nobody else reads.
+inline int count_up(int* counter, int by, int) {
+    int before = *counter;
+    *counter += by;
+    return before;
+}
 #define atomicAdd(counter, by) count_up(counter, by, __LINE__)
+
+inline int atomicMin(int* lowest, int value) {
+    int before = *lowest;
+    *lowest = min(before, value);
+    return before;
+}
 
 // -- textures and surfaces --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import CaptureError, InputError, UnsupportedError
 from gpu_lod.kernels import device as kernels
-from gpu_lod.kernels.superpixels import superpixels
+from gpu_lod.kernels.superpixels import patch_means, superpixels
+from gpu_lod.kernels.superpixels import runs as runs_of
 
 
 @register
@@ -90,17 +91,32 @@ class HybridAtlas(Allocator):
         spare = torch.maximum(spare, self.budget - most)
         counts = shared_out(weight * ahead, room * ahead, self.budget - spare, least=0)
         front = best_of(scene.relevance, region, room, counts)
-        run, rest = runs(behind, spare)
-        every = scene.sites(0, torch.arange(front[0].numel(), device=scene.device)).expand(scene.batch, -1, -1)
-        sites = [every, squares(scene, behind, run, self.budget)]
+        every = scene.sites(0, torch.arange(front[0].numel(), device=scene.device))
+        rest, spread = self._background(scene, behind, spare, every)
+        sites = [every.expand(scene.batch, -1, -1), spread]
         return tokens_at(scene, [(0, front), (0, rest)], [scene.relevance], self.budget, sites=sites)
+
+    def _background(
+        self, scene: Scene, behind: torch.Tensor, spare: torch.Tensor, every: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the middles of `spare` [B] runs of cells are, bool [B, Hg, Wg], and the sites there, [B, Hg Wg, 3]."""
+        if by_kernel.usable(behind):
+            device, order = kernels.device_of(behind), constant(behind.device, _z_order, *scene.grid)[0]
+            made = by_kernel.attempt(
+                behind.device,
+                lambda: runs_of(device, behind, spare, order, every, scene.size, scene.patch, self.budget),
+            )
+            if made is not None:
+                return made
+        run, middle = runs(behind, spare)
+        return middle, squares(scene, behind, run, self.budget)
 
     def _superpixels(self, scene: Scene) -> tuple[torch.Tensor, int, None]:
         """Which one each patch is in, from 0 on, [B, Hg Wg], and how many there can be."""
         if scene.image is None:
             seen = relevances(scene, 0)[0][:, None]
         else:
-            seen = checked(F.avg_pool2d(scene.pixels(), scene.patch, ceil_mode=True))
+            seen = checked(_patch_means(scene.pixels(), scene.patch))
         colour = seen.shape[1] >= 3
         # Grey is from 0 to 1, and not from 0 to 100 as in Lab.
         compactness = self.compactness if colour else self.compactness / 100
@@ -129,6 +145,16 @@ class HybridAtlas(Allocator):
         ]
         region = torch.stack(found).flatten(1) - 1
         return region.to(scene.device), int(region.max()) + 1, None
+
+
+def _patch_means(pixels: torch.Tensor, patch: int) -> torch.Tensor:
+    """Of [B, C, H, W]: [B, C, Hg, Wg], at the far edges of what is inside. No gradients."""
+    pixels = pixels.detach()
+    if by_kernel.usable(pixels):
+        found = by_kernel.attempt(pixels.device, lambda: patch_means(kernels.device_of(pixels), pixels, patch))
+        if found is not None:
+            return found
+    return F.avg_pool2d(pixels, patch, ceil_mode=True)
 
 
 def given_regions(scene: Scene, labels: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -202,6 +228,8 @@ def squares(scene: Scene, cells: torch.Tensor, run: torch.Tensor, most: int) -> 
     """
     index, columns = run.flatten(1), cells.shape[2]
     ends = constant(cells.device, _ends, *cells.shape[1:])
+    # What counts for nothing is spread among all runs: where many go to one, a GPU adds one after the other.
+    index = index.where(cells.flatten(1), constant(cells.device, _in_turn, ends.shape[1], most))
     ends = ends.where(cells.flatten(1)[:, None], 2**24)
     # The least and, of those that are turned round, the greatest.
     box = ends.new_zeros(len(index), 4, most)
@@ -221,6 +249,11 @@ def _ends(rows: int, columns: int) -> torch.Tensor:
     """[4, rows * columns]: x and y of the cells of a grid, and both of them negative."""
     y, x = torch.meshgrid(torch.arange(rows, device="cpu"), torch.arange(columns, device="cpu"), indexing="ij")
     return torch.stack([x, y, -x, -y]).flatten(1)
+
+
+def _in_turn(count: int, most: int) -> torch.Tensor:
+    """[count]: 0, 1, ... `most` - 1, and so on."""
+    return torch.arange(count, device="cpu") % most
 
 
 def _z_order(rows: int, columns: int) -> torch.Tensor:

@@ -2,7 +2,9 @@
 #pragma once
 #include "intrinsics.cuh"
 
+#ifndef THREADS
 #define THREADS 256
+#endif
 
 // NaN, once met, stays.
 template <class T> __device__ __forceinline__ T higher(T a, T b) { return b > a || b != b ? b : a; }

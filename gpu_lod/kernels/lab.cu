@@ -4,11 +4,11 @@
 
 struct Lab {
     const float* pictures;      // [images, channels, pixels]
-    const float *low, *high;    // [images]
     double* colours;            // [images, pixels, 3]
     unsigned long long stride;  // from picture to picture
     double ratio;
-    int channels, pixels, images;  // channels: 1 or 3
+    int channels, pixels;  // channels: 1 or 3
+    int tiles;             // of THREADS pixels, in a picture
 };
 
 // As scikit-image computes it: rounded one by one, but for the sums of products, which its BLAS fuses.
@@ -22,13 +22,21 @@ __device__ __forceinline__ double part_of_white(double r, double g, double b, do
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) lab(const Lab p) {
-    unsigned long long at = (unsigned long long)blockIdx.x * THREADS + threadIdx.x;
-    unsigned image = (unsigned)(at / (unsigned)p.pixels);
-    if (image >= (unsigned)p.images) return;
-    const float* pixel = p.pictures + image * p.stride + (at - (unsigned long long)image * (unsigned)p.pixels);
-    double low = (double)p.low[image], range = (double)p.high[image] - low;
+    __shared__ float shared[THREADS];
+    unsigned image = blockIdx.x / (unsigned)p.tiles;
+    const float* picture = p.pictures + image * p.stride;
+    const float infinity = __uint_as_float(0x7f800000u);
+    float highest = -infinity, lowest = -infinity;  // the latter of values turned round
+    for (int i = (int)threadIdx.x; i < p.channels * p.pixels; i += THREADS) {
+        highest = higher(highest, picture[i]);
+        lowest = higher(lowest, -picture[i]);
+    }
+    double low = -(double)highest_of_block(lowest, shared), range = (double)highest_of_block(highest, shared) - low;
     if (range == 0.0) range = 1.0;
-    double* colour = p.colours + 3 * at;
+    int at = (int)(blockIdx.x - image * (unsigned)p.tiles) * THREADS + (int)threadIdx.x;
+    if (at >= p.pixels) return;
+    const float* pixel = picture + at;
+    double* colour = p.colours + 3 * ((unsigned long long)image * (unsigned)p.pixels + (unsigned)at);
     double r = ((double)pixel[0] - low) / range;
     if (p.channels == 1) {
         colour[0] = r * p.ratio, colour[1] = colour[2] = 0.0;

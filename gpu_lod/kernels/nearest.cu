@@ -1,6 +1,7 @@
 // The nearest centre of each pixel, in place and colour, of those whose windows it is in: a thread for each pixel of each
 // picture.
-#include "block.cuh"
+#define THREADS 64  // few, so that a small picture has many blocks
+#include "intrinsics.cuh"
 
 struct Nearest {
     const double* colours;  // [images, pixels, 3]

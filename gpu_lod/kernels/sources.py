@@ -45,17 +45,18 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
 
 
 _ALONE = (
-    *("amounts", "cells", "cortical", "foveal", "foveal_e0", "oriented", "peaks", "salient", "served", "shares"),
-    *("threshold", "vortices"),
+    *("amounts", "cells", "cortical", "foveal", "foveal_e0", "oriented", "peaks", "runs", "salient"),
+    *("served", "shares", "threshold", "vortices"),
 )
-ALONE = AMOUNTS, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, SALIENT, SERVED, SHARES, THRESHOLD, VORTICES = (
-    tuple(Kernel(name, ()) for name in _ALONE)
-)
+ALONE = tuple(Kernel(name, ()) for name in _ALONE)
+AMOUNTS, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, RUNS, SALIENT, *_REST = ALONE
+SERVED, SHARES, THRESHOLD, VORTICES = _REST
 """Those that know one dtype alone."""
-SUPERPIXELS = LAB, NEAREST, MEANS, CONNECTED = tuple(
-    Kernel(name, ()) for name in ("lab", "nearest", "means", "connected")
+SUPERPIXELS = PATCH_MEANS, LAB, NEAREST, MEANS, CONNECTED = tuple(
+    Kernel(name, ()) for name in ("patch_means", "lab", "nearest", "means", "connected")
 )
 """So do these."""
+BEST_DOUBLE = Kernel(("DOUBLE",))
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
 
 SPIRALS = {kind: Kernel("spirals", (kind.upper(),)) for kind in ("golden", "archimedean", "fibonacci", "whirlwind")}
