@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
 from gpu_lod import by_kernel, cached, checks
+from gpu_lod.allocate import base
 from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
 from gpu_lod.kernels import cortical, device, spirals
 
@@ -218,7 +219,7 @@ def test_whose_sites_are_all_of_the_finest_level(name: str) -> None:
 def test_patches_are_read_by_one_launch(
     emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
-    """Or two, where there are levels to be made."""
+    """Or two, where there are levels to be made, after those that choose."""
     monkeypatch.setattr(checks, "on_host", lambda value: False)
     allocator, what = given(name)
     image = what["image"]
@@ -226,10 +227,12 @@ def test_patches_are_read_by_one_launch(
     device.usable.cache_clear()
     tokens = allocator(**what)
     launched = [call[1].name for call in emulated.named("launch")]
-    before = {"FoveatedPyramid": ["amounts", "peaks", "reduce"], "SoftVortex": ["amounts", "vortices", "vortices"]}.get(
-        name, []
-    )
-    assert launched == [*before, "patches_of_levels"]
+    chosen = {
+        "GridTopK": ["best"],
+        "FoveatedPyramid": ["amounts", "peaks", "best", "reduce"],
+        "SoftVortex": ["amounts", "vortices", "vortices"],
+    }[name]
+    assert launched == [*chosen, "patches_of_levels"]
     emulated.calls.clear()
     expected = lod.gather_patches(what["image"], tokens.sites, PATCH, backend="torch")
     if name != "SoftVortex":  # whose tokens are blends
@@ -245,6 +248,7 @@ def test_patches_are_read_by_torch_where_kernels_fail(
 ) -> None:
     """Which is told once."""
     monkeypatch.setattr(by_kernel, "_failed", set())
+    monkeypatch.setattr(base, "_by_kernel", lambda *_: None)  # which would be the first to fail
     allocator, what = given("GridTopK")
     emulated.fail["launch"] = LimitError("too large")
     expected = allocator(**what)  # no word of that: the next one may be smaller

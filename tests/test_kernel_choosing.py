@@ -12,11 +12,12 @@ import torch
 from cuda_emulator import ASCENDING, COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
+from gpu_lod.allocate.base import ordered
 from gpu_lod.allocate.fixations import peaks_of
 from gpu_lod.allocate.frequency_aware import given_away, served
-from gpu_lod.allocate.learned import _bisected, soft_top_k
+from gpu_lod.allocate.learned import _threshold, soft_top_k
 from gpu_lod.allocate.scale import Summable
-from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.allocate.stratified import ranks_within, room_in, shared_out
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels import choosing, device, sources
 
@@ -216,14 +217,12 @@ def test_the_soft_top_k(emulated: EmulatedDevice, scores: int, kind: str) -> Non
 def test_thresholds(emulated: EmulatedDevice) -> None:
     """And shares, where it matters to the sum where they are."""
     for scores, count in ((40, 7), (4096, 273), (4096, 4095)):
-        logits = torch.randn(1, scores, dtype=torch.float64) * 3
-        best = torch.sort(logits, dim=1, descending=True).values
-        gap = (best[:, count - 1] - best[:, count])[:, None] / 2
-        logits = (logits - best[:, count - 1, None] + gap).contiguous()
-        found = _bisected(logits, gap, count)
+        logits = torch.randn(2, scores, dtype=torch.float64) * 3
+        found = _threshold(logits, count)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device, "KIND", "cuda")
-            expected = _bisected(logits, gap, count)
+            expected = _threshold(logits, count)
+        assert torch.equal(found[0], expected[0])
         for one, two in zip(found, expected, strict=True):
             assert one.shape == two.shape
             torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
@@ -232,13 +231,14 @@ def test_thresholds(emulated: EmulatedDevice) -> None:
 
 def test_a_threshold_with_nothing_near_it(emulated: EmulatedDevice) -> None:
     """Is in the middle, and the nearest share in it, as far as they can be told apart."""
-    logits, gap = torch.tensor([[60.0, 61, 75, -60, -62, -80]]).double(), torch.tensor([[60.0]]).double()
-    found = _bisected(logits, gap, 3)
+    logits = torch.tensor([[60.0, 61, 75, -60, -62, -80]]).double()
+    found = _threshold(logits, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "KIND", "cuda")
-        expected = _bisected(logits, gap, 3)
-    assert len(emulated.named("launch")) == 1 and float(found[0]) == float(expected[0]) == 0
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-12)
+        expected = _threshold(logits, 3)
+    assert len(emulated.named("launch")) == 1 and all(map(torch.equal, found[:2], expected[:2]))
+    assert float(found[0]) == float(found[1]) == 0
+    torch.testing.assert_close(found[2], expected[2], rtol=0, atol=1e-12)
 
 
 def test_no_order_of_threads_moves_a_threshold(emulated: EmulatedDevice) -> None:
@@ -279,7 +279,7 @@ def test_soft_top_ks_that_are_left_to_torch(emulated: EmulatedDevice) -> None:
     """More scores than a block bisects; and where torch.func transforms."""
     many = torch.rand(1, choosing.MOST_SCORES + 1, dtype=torch.float64)
     with pytest.raises(LimitError, match=f"{many.numel()} scores"):
-        choosing.threshold(device.device_of(many), many, torch.zeros(1, 1), 3, tail=40.0, halvings=52)
+        choosing.threshold(device.device_of(many), many, 3, tail=40.0, halvings=52)
     found = soft_top_k(many, 3, 0.1)
     rows = torch.rand(3, 1, 40, dtype=torch.float64)
     mapped = torch.func.vmap(lambda row: soft_top_k(row, 3, 0.1))(rows)
@@ -288,6 +288,117 @@ def test_soft_top_ks_that_are_left_to_torch(emulated: EmulatedDevice) -> None:
         patch.setattr(device, "KIND", "cuda")
         assert torch.equal(found, soft_top_k(many, 3, 0.1))
         torch.testing.assert_close(mapped[:, 0], soft_top_k(rows[:, 0], 3, 0.1), rtol=0, atol=1e-12)
+
+
+def test_a_threshold_takes_few_steps(emulated: EmulatedDevice) -> None:
+    """By the slope: as many as double the digits that are right, and not one for each bit."""
+    logits = torch.randn(1, 4096, dtype=torch.float64) * 3
+    tail = 40 + math.log(4096)
+    found, few = (
+        choosing.threshold(device.device_of(logits), logits, 273, tail=tail, halvings=turns) for turns in (52, 7)
+    )
+    assert all(map(torch.equal, found, few))
+
+
+# -- the best, and ranks -----------------------------------------------------------------------------------------------
+
+ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **KINDS,
+    "zeros of both signs": lambda x: (x > 0.5).to(x.dtype) * 0.0 * (x - 0.75).sign(),
+    "tiny": lambda x: x * torch.finfo(x.dtype).tiny,
+    "of both signs": lambda x: x - 0.5,
+}
+
+
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_best(emulated: EmulatedDevice, kind: str, dtype: torch.dtype, order: int) -> None:
+    emulated.order, emulated.seed = order, 3
+    for there, count in ((1, 1), (40, 40), (40, 7), (300, 1), (700, 500), (2000, 273), (300, 999)):
+        scores = ROWS[kind](torch.rand(2, 1, there, dtype=dtype))[:, 0].to(dtype)
+        for given in (scores, scores.flip(1).T.contiguous().T):
+            emulated.calls.clear()
+            found, places = ordered(given, count)
+            assert [call[1].name for call in emulated.named("launch")] == ["best"]
+            values, index = torch.sort(given, dim=1, descending=True, stable=True)
+            assert torch.equal(places, index[:, :count]) and torch.equal(found, values[:, :count])
+
+
+def test_the_best_have_gradients(emulated: EmulatedDevice) -> None:
+    scores = torch.rand(2, 50, requires_grad=True)
+    found, places = ordered(scores, 3)
+    found.sum().backward()
+    assert len(emulated.named("launch")) == 1 and scores.grad is not None
+    assert torch.equal(scores.grad, torch.zeros(2, 50).scatter(1, places, 1.0))
+
+
+def test_more_than_a_block_finds_are_sorted(emulated: EmulatedDevice) -> None:
+    for there, count in ((choosing.MOST_SCORES + 1, 2), (600, choosing.MOST_BEST + 1)):
+        scores = torch.rand(1, there, dtype=torch.float64)
+        with pytest.raises(LimitError, match=f"{count} of {there} scores"):
+            choosing.best(device.device_of(scores), scores, count)
+        assert torch.equal(ordered(scores, count)[1], torch.sort(scores, descending=True, stable=True)[1][:, :count])
+    assert not emulated.named("launch")
+
+
+@ORDERS
+@pytest.mark.parametrize("kind", ROWS)
+def test_ranks_within_strata(emulated: EmulatedDevice, kind: str, order: int) -> None:
+    emulated.order, emulated.seed = order, 4
+    for cells, strata in ((1, 1), (300, 1), (300, 300), (700, 9), (2000, 64), (4096, 2)):
+        values = ROWS[kind](torch.rand(2, 1, cells))[:, 0]
+        stratum = torch.randint(0, strata, (2, cells))
+        found, expected = both(
+            lambda v=values, s=stratum, n=strata: ranks_within(v, s, room_in(s, n)), emulated, "ranks"
+        )
+        assert torch.equal(found, expected)
+
+
+def test_more_than_a_block_ranks_are_sorted(emulated: EmulatedDevice) -> None:
+    for cells, strata in ((choosing.MOST_RANKED + 1, 3), (50, choosing.MOST_RANKED + 1)):
+        values, stratum = torch.rand(1, cells), torch.randint(0, strata, (1, cells))
+        with pytest.raises(LimitError, match=f"{cells} values of {strata} strata"):
+            choosing.ranks(device.device_of(values), values, stratum, strata)
+        ranks = ranks_within(values, stratum, room_in(stratum, strata))
+        assert torch.equal(torch.sort(ranks).values[0, :1], torch.zeros(1, dtype=torch.long))
+    assert not emulated.named("launch")
+
+
+ORDER_INSIDE = {
+    "best": (
+        ("scores[place]", "scores[place & 511]"),
+        ("p.found[first + (unsigned)rank]", "p.found[first + (unsigned)rank % 273]"),
+        ("(unsigned)rank] = place", "(unsigned)rank % 273] = place"),
+    ),
+    "ranks": (
+        ("members[atomicAdd(&ends[strata[i]], 1u)]", "members[atomicAdd(&ends[strata[i]], 1u) % MOST]"),
+        ("int other = members[i];", "int other = members[i] % MOST;"),
+        ("i < end;", "i < end && i < MOST;"),
+    ),
+}
+"""Where a thread would read and write what is none of its memory without a barrier."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "which"),
+    [(name, i) for name in ("best", "ranks") for i in range(sources.texts()[f"{name}.cu"].count("__syncthreads();"))],
+)
+def test_every_barrier_of_an_order_is_needed(emulated: EmulatedDevice, kernel: str, which: int) -> None:
+    values, stratum = torch.rand(1, 900), torch.randint(0, 7, (1, 900))
+
+    def made() -> torch.Tensor:
+        return ordered(values, 273)[1] if kernel == "best" else ranks_within(values, stratum, room_in(stratum, 7))
+
+    expected, differ = made(), []
+    before = sources.texts()[f"{kernel}.cu"].split("__syncthreads();")[which][-60:]
+    inside = ORDER_INSIDE[kernel]
+    for emulated.seed, emulated.order in enumerate((ASCENDING, DESCENDING, SHUFFLED)):
+        emulated.changes = inside
+        assert torch.equal(made(), expected)
+        emulated.changes = ((before + "__syncthreads();", before), *inside)
+        differ.append(not torch.equal(made(), expected))
+    assert any(differ)
 
 
 BARRIERS = {

@@ -11,6 +11,7 @@ import torch
 from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
+from gpu_lod.allocate import base
 from gpu_lod.allocate.base import Scene
 from gpu_lod.allocate.peak_cells import PeakCells, _held
 from gpu_lod.errors import LimitError
@@ -220,6 +221,7 @@ def test_of_sites_that_enter_at_once_the_first_are_taken(
         return fill(self, (1.0 + law(torch.arange(enters.shape[-1]))).expand_as(enters), needed)
 
     monkeypatch.setattr(PeakCells, "fill", tied)
+    monkeypatch.setattr(base, "_by_kernel", lambda *_: None)  # of whose kernel nothing is changed
     scene = scene_of(torch.rand(1, 24, 31))
     for budget in (1, 2, 10, 97, 300):
         cells = PeakCells(scene, 3, budget)
@@ -295,7 +297,7 @@ def test_more_sites_than_a_block_chooses(emulated: EmulatedDevice, monkeypatch: 
         emulated.calls.clear()
         allocator = lod.allocate.make(name, 31, PATCH, **how)
         found = allocator(relevance=relevance)
-        assert [call[1].name for call in emulated.named("launch")] == ["amounts", "peaks", "cells", "shares"]
+        assert [call[1].name for call in emulated.named("launch")] == ["amounts", "peaks", "cells", "shares", "best"]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device, "KIND", "cuda")
             same(found, allocator(relevance=relevance))

@@ -123,32 +123,29 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
         return torch.ones_like(scores, dtype=kind)
     logits = (scores.double() / temperature).clamp(-1e30, 1e30)
     with torch.no_grad():
-        last, next_ = torch.sort(logits, dim=1, descending=True).values[:, count - 1 : count + 1].chunk(2, dim=1)
-        centre, gap = (last + next_) / 2, (last - next_) / 2
+        centre, threshold, share = _threshold(logits, count)
     # Round the K-th score, where it counts, so that large scores keep their small differences.
     logits = logits - centre
-    with torch.no_grad():
-        threshold, share = _bisected(logits, gap, count)
     # The threshold's derivative without a value of its own.
     moved = (share * (logits - logits.detach())).sum(1, keepdim=True)
     return torch.sigmoid(logits - threshold - moved).to(kind)
 
 
-def _bisected(logits: torch.Tensor, gap: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The threshold [B, 1] of logits [B, N], float64, and the share of each of them in it: its derivative, [B, N].
-
-    Args:
-        gap: [B, 1], from 0 to the last logit that counts and to the next.
-    """
+def _threshold(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The middle [B, 1] between the last of logits [B, N], float64, that counts and the next one; from there, the
+    threshold [B, 1]; and the share of each logit in it: its derivative, [B, N]."""
     tail = 40 + math.log(logits.shape[1])  # beyond it all sigmoids together are nothing
     if len(logits) and by_kernel.usable(logits):
         device = kernels.device_of(logits)
         found = by_kernel.attempt(
             logits.device,
-            lambda: choosing.threshold(device, logits, gap, count, tail=tail, halvings=_HALVINGS),
+            lambda: choosing.threshold(device, logits, count, tail=tail, halvings=_HALVINGS),
         )
         if found is not None:
             return found
+    last, next_ = torch.sort(logits, dim=1, descending=True).values[:, count - 1 : count + 1].chunk(2, dim=1)
+    centre, gap = (last + next_) / 2, (last - next_) / 2
+    logits = logits - centre
     high = torch.where(gap > tail, 0.0, gap + tail)
     low = -high
     for _ in range(_HALVINGS):
@@ -157,4 +154,4 @@ def _bisected(logits: torch.Tensor, gap: torch.Tensor, count: int) -> tuple[torc
         low, high = torch.where(more, threshold, low), torch.where(more, high, threshold)
     soft = torch.sigmoid(logits - threshold)
     slope = soft * (1 - soft)
-    return threshold, slope / slope.sum(1, keepdim=True).clamp(min=1e-300)
+    return centre, threshold, slope / slope.sum(1, keepdim=True).clamp(min=1e-300)

@@ -91,6 +91,12 @@ def ranks_within(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor
         stratum: [B, N], of each value.
         room: [B, S], how many values each stratum has.
     """
+    few = 0 < max(values.shape[1], room.shape[1]) <= choosing.MOST_RANKED and len(values) > 0
+    if few and values.dtype == torch.float32 and by_kernel.usable(values, stratum):
+        device = kernels.device_of(values)
+        ranks = by_kernel.attempt(values.device, lambda: choosing.ranks(device, values, stratum, room.shape[1]))
+        if ranks is not None:
+            return ranks
     order = torch.sort(values, dim=1, descending=True, stable=True).indices
     order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
     before = (room.cumsum(1) - room).gather(1, stratum.gather(1, order))

@@ -1,5 +1,5 @@
 """What allocators repeat until it is done, which a GPU would be waited for or given many small launches for: memory and
-launches of amounts.cu, peaks.cu, served.cu, shares.cu and threshold.cu."""
+launches of amounts.cu, best.cu, peaks.cu, ranks.cu, served.cu, shares.cu and threshold.cu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels.device import THREADS, Device
-from gpu_lod.kernels.sources import AMOUNTS, PEAKS, SERVED, SHARES, THRESHOLD
+from gpu_lod.kernels.sources import AMOUNTS, BEST, BEST_DOUBLE, PEAKS, RANKS, SERVED, SHARES, THRESHOLD
 
 MOST_CELLS = 2**16
 """Of a map, for which a block is not too slow."""
@@ -19,7 +19,11 @@ MOST_BANDS = 8
 """For which a block has room."""
 
 MOST_SCORES = 2**14
-"""Of a row, through which a block goes again at every halving."""
+"""Of a row, through which a block goes again and again."""
+MOST_BEST = 2**9
+"""Of a row's scores, each of which is compared with all others."""
+MOST_RANKED = 2**12
+"""Cells, and strata, for which a block has room."""
 
 
 class Amounts(ctypes.Structure):
@@ -32,6 +36,18 @@ class Amounts(ctypes.Structure):
         ("cells", ctypes.c_int),
         ("highest", ctypes.c_int),
         ("lowest", ctypes.c_int),
+    )
+
+
+class Best(ctypes.Structure):
+    """The parameter of best.cu."""
+
+    _fields_ = (
+        ("scores", ctypes.c_void_p),
+        ("found", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("there", ctypes.c_int),
+        ("count", ctypes.c_int),
     )
 
 
@@ -52,6 +68,19 @@ class Peaks(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
         ("count", ctypes.c_int),
+    )
+
+
+class Ranks(ctypes.Structure):
+    """The parameter of ranks.cu."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("strata", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("cells", ctypes.c_int),
+        ("count", ctypes.c_int),
+        ("tiles", ctypes.c_int),
     )
 
 
@@ -88,7 +117,7 @@ class Threshold(ctypes.Structure):
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
-        ("gaps", ctypes.c_void_p),
+        ("centres", ctypes.c_void_p),
         ("thresholds", ctypes.c_void_p),
         ("shares", ctypes.c_void_p),
         ("tail", ctypes.c_double),
@@ -119,6 +148,25 @@ def amounts(device: Device, relevance: torch.Tensor, *, highest: int, lowest: in
     )
     device.launch(AMOUNTS, (maps, 1, 1), THREADS, parameters)
     return found, finite
+
+
+def best(device: Device, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest `count` of scores [B, N], fp32 or float64, and their places, int64, [B, count] each: as
+    `torch.sort(scores, descending=True, stable=True)` has them.
+
+    Raises:
+        LimitError: more scores than a block is to go through time and again, or more of them than it is to compare.
+    """
+    rows, there = scores.shape
+    if there > MOST_SCORES or count > MOST_BEST:
+        raise LimitError(f"{count} of {there} scores are more than a block finds ({MOST_BEST} of {MOST_SCORES}).")
+    scores = scores.detach().contiguous()
+    found, places = scores.new_empty(rows, count), scores.new_empty((rows, count), dtype=torch.int64)
+    parameters = Best(
+        scores=scores.data_ptr(), found=found.data_ptr(), places=places.data_ptr(), there=there, count=count
+    )
+    device.launch(BEST_DOUBLE if scores.dtype == torch.float64 else BEST, (rows, 1, 1), THREADS, parameters)
+    return found, places
 
 
 def peaks(
@@ -162,6 +210,32 @@ def peaks(
     )
     device.launch(PEAKS, (maps, 1, 1), THREADS, parameters)
     return points
+
+
+def ranks(device: Device, values: torch.Tensor, strata: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, N], int64, how many of its stratum come before each of values [B, N], fp32: as `ranks_within` has it.
+
+    Args:
+        strata: [B, N], int64, from 0 to `count` - 1.
+
+    Raises:
+        LimitError: more values, or strata, than a block has room for.
+    """
+    images, cells = values.shape
+    if max(cells, count) > MOST_RANKED:
+        raise LimitError(f"{cells} values of {count} strata are more than a block ranks ({MOST_RANKED}).")
+    values, strata = values.detach().contiguous(), strata.contiguous()
+    found, tiles = torch.empty_like(strata), -(-cells // THREADS)
+    parameters = Ranks(
+        values=values.data_ptr(),
+        strata=strata.data_ptr(),
+        ranks=found.data_ptr(),
+        cells=cells,
+        count=count,
+        tiles=tiles,
+    )
+    device.launch(RANKS, (images * tiles, 1, 1), THREADS, parameters)
+    return found
 
 
 def served(device: Device, order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -222,10 +296,10 @@ def shares(
 
 
 def threshold(
-    device: Device, logits: torch.Tensor, gap: torch.Tensor, count: int, *, tail: float, halvings: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, 1] the thresholds of a soft top-k of logits [B, N] with gaps [B, 1], float64, and [B, N] the shares in them:
-    as `soft_top_k` has it.
+    device: Device, logits: torch.Tensor, count: int, *, tail: float, halvings: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a soft top-k of logits [B, N], float64, the centres [B, 1], from there the thresholds [B, 1], and [B, N] the
+    shares in them: as `soft_top_k` has it.
 
     Raises:
         LimitError: more scores than a block is to go through time and again.
@@ -233,11 +307,11 @@ def threshold(
     rows, scores = logits.shape
     if scores > MOST_SCORES:
         raise LimitError(f"{scores} scores are more than a block bisects ({MOST_SCORES}).")
-    logits, gap = logits.detach().contiguous(), gap.contiguous()
-    found, share = torch.empty_like(gap), torch.empty_like(logits)
+    logits = logits.detach().contiguous()
+    centres, found, share = logits.new_empty(rows, 1), logits.new_empty(rows, 1), torch.empty_like(logits)
     parameters = Threshold(
         logits=logits.data_ptr(),
-        gaps=gap.data_ptr(),
+        centres=centres.data_ptr(),
         thresholds=found.data_ptr(),
         shares=share.data_ptr(),
         tail=tail,
@@ -246,4 +320,4 @@ def threshold(
         halvings=halvings,
     )
     device.launch(THRESHOLD, (rows, 1, 1), THREADS, parameters)
-    return found, share
+    return centres, found, share

@@ -45,18 +45,18 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
 
 
 _ALONE = (
-    *("amounts", "cells", "cortical", "foveal", "foveal_e0", "oriented", "peaks", "runs", "salient"),
+    *("amounts", "best", "cells", "cortical", "foveal", "foveal_e0", "oriented", "peaks", "ranks", "runs", "salient"),
     *("served", "shares", "threshold", "vortices"),
 )
 ALONE = tuple(Kernel(name, ()) for name in _ALONE)
-AMOUNTS, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, RUNS, SALIENT, *_REST = ALONE
+AMOUNTS, BEST, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, RANKS, RUNS, SALIENT, *_REST = ALONE
 SERVED, SHARES, THRESHOLD, VORTICES = _REST
 """Those that know one dtype alone."""
 SUPERPIXELS = PATCH_MEANS, LAB, NEAREST, MEANS, CONNECTED = tuple(
     Kernel(name, ()) for name in ("patch_means", "lab", "nearest", "means", "connected")
 )
 """So do these."""
-BEST_DOUBLE = Kernel(("DOUBLE",))
+BEST_DOUBLE = Kernel("best", ("DOUBLE",))
 VORTICES_WEIGHTS = Kernel("vortices", ("WEIGHTS",))
 
 SPIRALS = {kind: Kernel("spirals", (kind.upper(),)) for kind in ("golden", "archimedean", "fibonacci", "whirlwind")}
@@ -73,6 +73,7 @@ def variants() -> list[Kernel]:
         *(of_dtype(name, dtype) for name in OF_DTYPES for dtype in ELEMENTS),
         *ALONE,
         *SUPERPIXELS,
+        BEST_DOUBLE,
         VORTICES_WEIGHTS,
         *SPIRALS.values(),
     ]
