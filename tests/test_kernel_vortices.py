@@ -151,3 +151,41 @@ def test_sites_that_are_nan_are_named(emulated: EmulatedDevice) -> None:
         with pytest.raises(InputError, match="sites are NaN"):
             allocator(torch.rand(1, 3, 40, 40), torch.rand(1, 5, 5))
     assert "vortices" in [call[1].name for call in emulated.named("launch")]
+
+
+@pytest.mark.parametrize("patch", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("grid", [(1, 1), (3, 4), (2, 9)], ids=str)
+def test_tiles(emulated: EmulatedDevice, grid: tuple[int, int], patch: int) -> None:
+    """Also where a picture begins in the middle of two or four pixels, and in an order of its own."""
+    height, width = grid[0] * patch, grid[1] * patch
+    memory = torch.rand(2 * 3 * height * width + 2)
+    for start in range(3):
+        pictures = memory[start : start + 2 * 3 * height * width].view(2, 3, height, width)
+        for given in (pictures, pictures.transpose(0, 1), pictures.flip(3)):
+            found = vortices.tiles(device.device_of(given), given, patch)
+            expected = given.unflatten(3, (grid[1], patch)).unflatten(2, (grid[0], patch)).permute(0, 2, 4, 1, 3, 5)
+            assert torch.equal(found, expected.flatten(1, 2))
+
+
+def test_which_patches_are_tiles(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of whole ones, as they are; and they blend to the same."""
+    allocator, image = lod.allocate.SoftVortex(5, 4), torch.rand(2, 3, 24, 32)
+
+    def launched(picture: torch.Tensor, **how: object) -> bool:
+        emulated.calls.clear()
+        with torch.no_grad():
+            found = allocator(picture, **how)
+        names = [call[1].name for call in emulated.named("launch")]
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(lod.allocate.SoftVortex, "_tiles", staticmethod(lambda scene: None))
+            expected = allocator(picture, **how)
+        assert torch.equal(found.patches, expected.patches)
+        return "tiles" in names
+
+    assert launched(image)
+    assert not launched(image, mean=[0.5] * 3) and not launched(image, std=[0.5] * 3)
+    assert not launched(image[..., :23, :]) and not launched(image.double().float().half())
+    assert not launched((image * 255).byte())
+    monkeypatch.setattr(vortices, "MOST_BLOCKS", 23)
+    with pytest.raises(lod.errors.LimitError, match="2 x 48 patches"):
+        vortices.tiles(device.device_of(image), image, 4)

@@ -21,6 +21,7 @@ from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
+from gpu_lod.kernels.vortices import tiles
 from gpu_lod.patch_grid import Pool as Pool
 from gpu_lod.patch_grid import pooled
 from gpu_lod.planewise import joined
@@ -290,10 +291,24 @@ class Allocator(ABC):
         std: Sequence[float] | None = None,
     ) -> torch.Tensor:
         """Patches [B, K, C, P, P] by weights [B, K, Hg Wg]."""
+        grid = self._tiles(scene) if mean is None and std is None else None
+        if grid is not None:
+            return blended(weights, grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
         every = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))
         kind = torch.float32 if scene.top.dtype == torch.uint8 else scene.top.dtype
         grid = self._gathered(scene.top, every, finest=True, mean=mean, std=std, dtype=kind)
         return blended(weights, grid.flatten(-3)).unflatten(-1, grid.shape[-3:])
+
+    @staticmethod
+    def _tiles(scene: Scene) -> torch.Tensor | None:
+        """All level-0 patches [B, Hg Wg, C, P, P] of pictures that are whole ones, by a kernel that copies; None where
+        they are to be gathered."""
+        top, patch = scene.top, scene.patch
+        if any(n % patch for n in scene.size) or top.dtype != torch.float32 or not top.numel():
+            return None
+        if dispatch.needs_grad(top) or not by_kernel.usable(top):
+            return None
+        return by_kernel.attempt(top.device, lambda: tiles(kernels.device_of(top), top, patch))
 
     def _read(
         self,

@@ -46,11 +46,11 @@ def of_dtype(name: str, dtype: torch.dtype) -> Kernel:
 
 _ALONE = (
     *("amounts", "best", "cells", "cortical", "foveal", "foveal_e0", "oriented", "peaks", "ranks", "runs", "salient"),
-    *("served", "shares", "threshold", "vortices"),
+    *("served", "shares", "threshold", "tiles", "vortices"),
 )
 ALONE = tuple(Kernel(name, ()) for name in _ALONE)
 AMOUNTS, BEST, CELLS, CORTICAL, FOVEAL, FOVEAL_E0, ORIENTED, PEAKS, RANKS, RUNS, SALIENT, *_REST = ALONE
-SERVED, SHARES, THRESHOLD, VORTICES = _REST
+SERVED, SHARES, THRESHOLD, TILES, VORTICES = _REST
 """Those that know one dtype alone."""
 SUPERPIXELS = PATCH_MEANS, LAB, NEAREST, MEANS, CONNECTED = tuple(
     Kernel(name, ()) for name in ("patch_means", "lab", "nearest", "means", "connected")

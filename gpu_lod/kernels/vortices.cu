@@ -24,6 +24,20 @@ struct Vortices {
     int tokens, rows, columns;
 };
 
+__device__ __forceinline__ float part_of(float below) { return expf(below < LEAST ? LEAST : below); }  // NaN stays
+
+// Sums that a block makes at once.
+struct Moments {
+    float x, y, squares;
+    __device__ __forceinline__ void operator+=(const Moments& other) {
+        x += other.x, y += other.y, squares += other.squares;
+    }
+};
+struct Gathered {
+    float total, amount;
+    __device__ __forceinline__ void operator+=(const Gathered& other) { total += other.total, amount += other.amount; }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS) vortices(const Vortices p) {
     __shared__ float parts[MOST_PATCHES];
     __shared__ float shared[THREADS];
@@ -45,29 +59,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) vortices(const Vortices p)
         highest = higher(highest, parts[i]);
     }
     highest = highest_of_block(highest, shared);
+#ifdef WEIGHTS
+    __shared__ Moments moments[THREADS];
     float total = 0.0f;
     for (int i = (int)threadIdx.x; i < patches; i += THREADS) {
-        float below = parts[i] - highest;
-        parts[i] = expf(below < LEAST ? LEAST : below);  // NaN stays
+        parts[i] = part_of(parts[i] - highest);
         total += parts[i];
     }
     total = sum_of_block(total, shared);
-#ifdef WEIGHTS
     float *weights = p.weights + (unsigned long long)blockIdx.x * patches, *site = p.sites + 3ull * blockIdx.x;
-    float x = 0.0f, y = 0.0f, squares = 0.0f;
+    Moments sum = {0.0f, 0.0f, 0.0f};
     for (int i = (int)threadIdx.x; i < patches; i += THREADS) {
         int row = i / p.columns;
         float weight = parts[i] / total;
         weights[i] = weight;
-        x += weight * p.x[i - row * p.columns];
-        y += weight * p.y[row];
-        squares += weight * weight;
+        sum += {weight * p.x[i - row * p.columns], weight * p.y[row], weight * weight};
     }
-    x = sum_of_block(x, shared);
-    y = sum_of_block(y, shared);
-    squares = sum_of_block(squares, shared);
+    sum = sum_of_block(sum, moments);
     if (threadIdx.x == 0) {
-        float level = -0.5f * log2f(squares);
+        float x = sum.x, y = sum.y, level = -0.5f * log2f(sum.squares);
         // Rounding may step over the edge; NaN stays.
         site[0] = x < 0.0f ? 0.0f : x > 1.0f ? 1.0f : x;
         site[1] = y < 0.0f ? 0.0f : y > 1.0f ? 1.0f : y;
@@ -76,9 +86,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) vortices(const Vortices p)
 #else
     // From the least on, so that equal relevance gives equal scores to the last bit.
     const float* amounts = p.amounts + (unsigned long long)image * patches;
-    float least = p.least[image], gathered = 0.0f;
-    for (int i = (int)threadIdx.x; i < patches; i += THREADS) gathered += parts[i] * (amounts[i] - least);
-    gathered = sum_of_block(gathered, shared);
-    if (threadIdx.x == 0) p.scores[blockIdx.x] = gathered / total + least;
+    __shared__ Gathered gathered[THREADS];
+    float least = p.least[image];
+    Gathered sum = {0.0f, 0.0f};
+    for (int i = (int)threadIdx.x; i < patches; i += THREADS) {
+        float part = part_of(parts[i] - highest);
+        sum += {part, part * (amounts[i] - least)};
+    }
+    sum = sum_of_block(sum, gathered);
+    if (threadIdx.x == 0) p.scores[blockIdx.x] = sum.amount / sum.total + least;
 #endif
 }

@@ -1,4 +1,4 @@
-"""How much virtual tokens blend of each patch: memory and launches of vortices.cu."""
+"""How much virtual tokens blend of each patch, and the patches: memory and launches of vortices.cu and tiles.cu."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
-from gpu_lod.kernels.sources import VORTICES, VORTICES_WEIGHTS
+from gpu_lod.kernels.sources import TILES, VORTICES, VORTICES_WEIGHTS
 
 MOST_PATCHES = 2**13
 """For which a block has room."""
@@ -36,6 +36,52 @@ class Vortices(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
     )
+
+
+class Tiles(ctypes.Structure):
+    """The parameter of tiles.cu."""
+
+    _fields_ = (
+        ("pictures", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
+        ("channels", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("patch", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("step", ctypes.c_int),
+    )
+
+
+_AT_ONCE = 4
+"""Patches that a block of tiles.cu makes."""
+
+
+def tiles(device: Device, pictures: torch.Tensor, patch: int) -> torch.Tensor:
+    """Pictures [B, C, H, W], fp32, of whole patches, cut into these: [B, Hg Wg, C, P, P], row by row.
+
+    Raises:
+        LimitError: more patches than a launch makes.
+    """
+    pictures = pictures.detach().contiguous()
+    images, channels, height, width = pictures.shape
+    rows, columns = height // patch, width // patch
+    groups = -(-columns // _AT_ONCE)
+    if images * rows * groups > MOST_BLOCKS or channels * patch * patch >= 2**29:
+        raise LimitError(f"{images} x {rows * columns} patches are more than a launch makes. Use a smaller batch.")
+    made = pictures.new_empty(images, rows * columns, channels, patch, patch)
+    parameters = Tiles(
+        pictures=pictures.data_ptr(),
+        tiles=made.data_ptr(),
+        channels=channels,
+        rows=rows,
+        columns=columns,
+        patch=patch,
+        groups=groups,
+        step=next(n for n in (4, 2, 1) if patch % n == 0 and pictures.data_ptr() % (4 * n) == 0),
+    )
+    device.launch(TILES, (images * rows * groups, 1, 1), THREADS, parameters)
+    return made
 
 
 def vortices(
