@@ -230,7 +230,7 @@ def test_patches_are_read_by_one_launch(
     chosen = {
         "GridTopK": ["best"],
         "FoveatedPyramid": ["amounts", "peaks", "best", "reduce"],
-        "SoftVortex": ["amounts", "vortices", "vortices"],
+        "SoftVortex": ["amounts", "vortices", "best", "vortices"],
     }[name]
     assert launched == [*chosen, "patches_of_levels"]
     emulated.calls.clear()

@@ -17,7 +17,7 @@ from gpu_lod.allocate.fixations import peaks_of
 from gpu_lod.allocate.frequency_aware import given_away, served
 from gpu_lod.allocate.learned import _threshold, soft_top_k
 from gpu_lod.allocate.scale import Summable
-from gpu_lod.allocate.stratified import ranks_within, room_in, shared_out
+from gpu_lod.allocate.stratified import ranks_within, shared_out
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels import choosing, device, sources
 
@@ -349,9 +349,7 @@ def test_ranks_within_strata(emulated: EmulatedDevice, kind: str, order: int) ->
     for cells, strata in ((1, 1), (300, 1), (300, 300), (700, 9), (2000, 64), (4096, 2)):
         values = ROWS[kind](torch.rand(2, 1, cells))[:, 0]
         stratum = torch.randint(0, strata, (2, cells))
-        found, expected = both(
-            lambda v=values, s=stratum, n=strata: ranks_within(v, s, room_in(s, n)), emulated, "ranks"
-        )
+        found, expected = both(lambda v=values, s=stratum, n=strata: ranks_within(v, s, n), emulated, "ranks")
         assert torch.equal(found, expected)
 
 
@@ -360,7 +358,7 @@ def test_more_than_a_block_ranks_are_sorted(emulated: EmulatedDevice) -> None:
         values, stratum = torch.rand(1, cells), torch.randint(0, strata, (1, cells))
         with pytest.raises(LimitError, match=f"{cells} values of {strata} strata"):
             choosing.ranks(device.device_of(values), values, stratum, strata)
-        ranks = ranks_within(values, stratum, room_in(stratum, strata))
+        ranks = ranks_within(values, stratum, strata)
         assert torch.equal(torch.sort(ranks).values[0, :1], torch.zeros(1, dtype=torch.long))
     assert not emulated.named("launch")
 
@@ -388,7 +386,7 @@ def test_every_barrier_of_an_order_is_needed(emulated: EmulatedDevice, kernel: s
     values, stratum = torch.rand(1, 900), torch.randint(0, 7, (1, 900))
 
     def made() -> torch.Tensor:
-        return ordered(values, 273)[1] if kernel == "best" else ranks_within(values, stratum, room_in(stratum, 7))
+        return ordered(values, 273)[1] if kernel == "best" else ranks_within(values, stratum, 7)
 
     expected, differ = made(), []
     before = sources.texts()[f"{kernel}.cu"].split("__syncthreads();")[which][-60:]

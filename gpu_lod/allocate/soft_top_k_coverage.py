@@ -12,7 +12,7 @@ from gpu_lod import checks
 from gpu_lod.allocate.base import Pool, Scene, ordered, register
 from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.losses import coverage_loss
-from gpu_lod.allocate.stratified import ranks_within, room_in, strata_of
+from gpu_lod.allocate.stratified import ranks_within, strata_of
 from gpu_lod.cached import numbers
 
 
@@ -98,7 +98,7 @@ class SoftTopKCoverage(Learned):
         cut = self._cut(scene)
         count = cut[0] * cut[1]
         bin_ = strata_of(scene, numbers((tuple(cut),), torch.int64, scene.device)).expand(scene.batch, -1)
-        before = ranks_within(relevance, bin_, room_in(bin_, count))
+        before = ranks_within(relevance, bin_, count)
         added = (before.double() + 0.5) * count / self.budget
         # The gradient passes as if the strength were not held at 0, so that it can come back.
         strength = (self.strength + (self.strength.clamp(min=0) - self.strength).detach()).double()

@@ -76,7 +76,8 @@ def held(scene: Scene, stratum: torch.Tensor, count: int) -> tuple[torch.Tensor,
 
 def best_of(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Where the best `counts` [B, S] patches of each stratum are, bool [B, Hg, Wg]; equal ones by their place."""
-    return (ranks_within(values.flatten(1), stratum, room) < counts.gather(1, stratum)).view_as(values)
+    ranks = ranks_within(values.flatten(1), stratum, room.shape[1], room)
+    return (ranks < counts.gather(1, stratum)).view_as(values)
 
 
 def room_in(stratum: torch.Tensor, count: int) -> torch.Tensor:
@@ -84,19 +85,22 @@ def room_in(stratum: torch.Tensor, count: int) -> torch.Tensor:
     return stratum.new_zeros(stratum.shape[0], count).scatter_add(1, stratum, torch.ones_like(stratum))
 
 
-def ranks_within(values: torch.Tensor, stratum: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def ranks_within(
+    values: torch.Tensor, stratum: torch.Tensor, count: int, room: torch.Tensor | None = None
+) -> torch.Tensor:
     """[B, N], how many of its stratum come before each: those of higher values, and equal ones by their place.
 
     Args:
-        stratum: [B, N], of each value.
-        room: [B, S], how many values each stratum has.
+        stratum: [B, N], of each value, from 0 to `count` - 1.
+        room: [B, `count`], how many values each stratum has, where that is known.
     """
-    few = 0 < max(values.shape[1], room.shape[1]) <= choosing.MOST_RANKED and len(values) > 0
+    few = 0 < max(values.shape[1], count) <= choosing.MOST_RANKED and len(values) > 0
     if few and values.dtype == torch.float32 and by_kernel.usable(values, stratum):
         device = kernels.device_of(values)
-        ranks = by_kernel.attempt(values.device, lambda: choosing.ranks(device, values, stratum, room.shape[1]))
+        ranks = by_kernel.attempt(values.device, lambda: choosing.ranks(device, values, stratum, count))
         if ranks is not None:
             return ranks
+    room = room_in(stratum, count) if room is None else room
     order = torch.sort(values, dim=1, descending=True, stable=True).indices
     order = order.gather(1, torch.sort(stratum.gather(1, order), dim=1, stable=True).indices)
     before = (room.cumsum(1) - room).gather(1, stratum.gather(1, order))

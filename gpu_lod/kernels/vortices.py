@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from gpu_lod.errors import LimitError
+from gpu_lod.kernels import choosing
 from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
 from gpu_lod.kernels.sources import TILES, VORTICES, VORTICES_WEIGHTS
 
@@ -131,7 +132,10 @@ def vortices(
         columns=len(x),
     )
     device.launch(VORTICES, (images * tokens, 1, 1), THREADS, parameters)
-    scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    if tokens <= choosing.MOST_BEST:
+        scores, order = choosing.best(device, scores, tokens)
+    else:
+        scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
     weights, sites = given[0].new_empty(images, tokens, patches), given[0].new_empty(images, tokens, 3)
     parameters.order, parameters.weights, parameters.sites = order.data_ptr(), weights.data_ptr(), sites.data_ptr()
     device.launch(VORTICES_WEIGHTS, (images * tokens, 1, 1), THREADS, parameters)
