@@ -167,8 +167,9 @@ def labelled(emulated: EmulatedDevice, labels: torch.Tensor, least: int, most: i
 def one_by_one(labels: torch.Tensor, least: int, most: int) -> torch.Tensor:
     """The same of [h, w], as scikit-image has it: pixel after pixel, a search after the other."""
     rows, columns = labels.shape
-    found, count = torch.full((rows, columns), -1), 0
-    for y, x in itertools.product(range(rows), range(columns)):
+    label = {(y, x): int(labels[y, x]) for y, x in itertools.product(range(rows), range(columns))}
+    found, count = dict.fromkeys(label, -1), 0
+    for y, x in label:
         if found[y, x] >= 0:
             continue
         part, near, at = [(y, x)], 0, 0
@@ -176,22 +177,22 @@ def one_by_one(labels: torch.Tensor, least: int, most: int) -> torch.Tensor:
         while at < len(part) < most:
             for i, j in ((0, 1), (0, -1), (1, 0), (-1, 0)):
                 a, b = part[at][0] + i, part[at][1] + j
-                if not (0 <= a < rows and 0 <= b < columns):
+                if (a, b) not in label:
                     continue
-                if labels[a, b] == labels[y, x] and found[a, b] < 0:
+                if label[a, b] == label[y, x] and found[a, b] < 0:
                     found[a, b] = count
                     part.append((a, b))
                     if len(part) >= most:
                         break
                 elif found[a, b] >= 0 and found[a, b] != count:
-                    near = int(found[a, b])
+                    near = found[a, b]
             at += 1
         if len(part) < least:
             for a, b in part:
                 found[a, b] = near
         else:
             count += 1
-    return found
+    return torch.tensor(list(found.values())).view(rows, columns)
 
 
 @ORDERS
@@ -250,9 +251,8 @@ def test_pixels_that_are_in_no_window_keep_their_labels(emulated: EmulatedDevice
             "connected",
             ("number[pixel] = searched(picture, pixel, p.most)", "number[pixel] = searched(picture, pixel, 9)"),
         ),
-        ("connected", ("rest += step;", "rest += step ? step : 1;")),
+        ("connected", ("number[rest] = searched(picture, rest, p.most)", "number[rest] = searched(picture, rest, 9)")),
         ("connected", ("size >= p.least ? large++", "size > p.least ? large++")),
-        ("connected", ("pixel = before, other = earlier;", "return;")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
