@@ -130,12 +130,10 @@ def test_an_image_of_a_batch_is_as_alone(emulated: EmulatedDevice, order: int) -
         assert all(torch.equal(ours(pictures[i : i + 1], 30, 10.0)[0], together[i]) for i in range(3))
 
 
-@ORDERS
-@pytest.mark.parametrize("side", [64, 65, 80])
-def test_parts_larger_than_most_are_cut(emulated: EmulatedDevice, side: int, order: int) -> None:
+@pytest.mark.parametrize("side", [64, 70])
+def test_parts_larger_than_most_are_cut(emulated: EmulatedDevice, side: int) -> None:
     """A winding band of few colours, whose nearest centres hang together over long ways, is searched as far as that. In
     shared memory, and of larger pictures not."""
-    emulated.order, emulated.seed = order, 5
     y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     for turns in (0.15, 0.4, 0.9):
         away = ((y - 31.5) ** 2 + (x - 31.5) ** 2).sqrt()
