@@ -24,8 +24,8 @@ TILE = 1 << GROUP
 MOST_LEVELS = 32
 MOST_TEXELS = 2**30
 """Along a side."""
-RESIDENT = {torch.uint8: 5, torch.float16: 5, torch.bfloat16: 5}
-"""Blocks of a multiprocessor that registers suffice for where sides are even. So many make the tiles of an image, each
+RESIDENT = 4
+"""Blocks of a multiprocessor that registers suffice for. Where sides are even, so many make the tiles of an image, each
 as many as fall to it: of one it would read too little for the time that it waits."""
 BLOCK_BYTES = 21788
 """Of shared memory that a block takes, with what CUDA keeps of it: some GPUs have room for fewer blocks."""
@@ -122,7 +122,7 @@ def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fou
         made.base, made.group, made.finish = base, group, finish
         made.tiles_y, made.tiles_x = tiles[base]
         made.tiles = planes * math.prod(tiles[base])
-        made.at_once = -(-made.tiles // resident) if even and dtype in RESIDENT else 1
+        made.at_once = -(-made.tiles // resident) if even else 1
         launches.append((reduction(dtype, reduce, even), -(-made.tiles // made.at_once), bytes(made)))
     return _Layout(launches, end // size, wide, planes if rounds[-1][-1] else 0, views)
 
@@ -191,7 +191,7 @@ def chain(device: Device, image: torch.Tensor, levels: int, reduce: str) -> list
         return []
     source = image.data_ptr()
     fours = image.shape[-1] % 4 == 0 and source % (4 * image.dtype.itemsize) == 0
-    resident = min(RESIDENT.get(image.dtype, 1), device.shared_bytes // BLOCK_BYTES)
+    resident = min(RESIDENT, device.shared_bytes // BLOCK_BYTES)
     layout = _layout(image.shape, levels, image.dtype, reduce, fours, device.multiprocessors * max(resident, 1))
     packed = torch.empty(layout.elements, dtype=image.dtype, device=image.device)
     finished = wide = 0

@@ -23,14 +23,7 @@
 #define GROUP 6         // levels that a tile gives at most
 #define TILE (1 << GROUP)
 #define MOST_LEVELS 32
-// Blocks of a multiprocessor that registers suffice for; chain.py has those of EVEN too.
-#ifndef EVEN
-#define LEAST_BLOCKS 4
-#elif defined(FLOAT32)
-#define LEAST_BLOCKS 6
-#else
-#define LEAST_BLOCKS 5
-#endif
+#define LEAST_BLOCKS 4  // of a multiprocessor that registers suffice for; chain.py has it too
 // Rows that a thread makes where sides are odd, of texels which it reads at once. Below even sides there is one tile.
 #ifdef EVEN
 #define ROWS_AT_ONCE 1
@@ -377,51 +370,63 @@ __device__ __forceinline__ Halves halves(const Square& s) {
     return h;
 }
 
-// The same of an image's texels: the first level as it is stored, by rows.
-struct Quarters {
-    Two stored[2];
-    element stored_whole;
-    Value whole;
-};
+// Squares of 4 x 4 texels next to one another that a thread makes: as many as 16 bytes of a row are of.
+#define PIECES (4 / (int)sizeof(element))
 
-// As it is stored in an image, four elements of a row at once.
+// What is read, and what is made of it, as it is stored. One instruction each where rows begin at multiples of that.
+struct alignas(16) Row { Four of[PIECES]; };
+struct alignas(8) HalfRow { Two of[PIECES]; };
+struct alignas(4) QuarterRow { element of[PIECES]; };
+
 struct Stored {
-    Four rows[4];
+    Row rows[4];
+};
+struct Quarters {
+    HalfRow first[2];
+    QuarterRow second;
+    Value whole[PIECES];  // the second, unrounded
 };
 
 __device__ __forceinline__ Quarters quarters(const Stored& s) {
-#if defined(UINT8) && defined(REDUCE_MEAN)
-    // Sums of counts are exact, as their means in fp32 are: four bytes of a word are added at once.
-    unsigned words[4], sums[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = *(const unsigned*)&s.rows[i];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        sums[i][0] = __dp4a(words[2 * i], 0x00000101u, __dp4a(words[2 * i + 1], 0x00000101u, 0u));
-        sums[i][1] = __dp4a(words[2 * i], 0x01010000u, __dp4a(words[2 * i + 1], 0x01010000u, 0u));
-    }
     Quarters q;
+#if defined(UINT8) && defined(REDUCE_MEAN)
+    // Sums of counts are exact, as their means in fp32 are. Two of them are added at once, in the halves of a word.
+    const unsigned bytes = 0x00ff00ffu, ones = 0x00010001u;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int piece = 0; piece < PIECES; ++piece) {
+        unsigned sums[2];
 #pragma unroll
-        for (int j = 0; j < 2; ++j)  // to the nearest, ties to even
-            q.stored[i].at[j] = (element)((sums[i][j] + 1u + (sums[i][j] >> 2 & 1u)) >> 2);
-    unsigned sum = sums[0][0] + sums[0][1] + sums[1][0] + sums[1][1];
-    q.stored_whole = (element)((sum + 7u + (sum >> 4 & 1u)) >> 4);
-    q.whole = (float)sum * 0.0625f;
-    return q;
+        for (int i = 0; i < 2; ++i) {
+            unsigned above = *(const unsigned*)&s.rows[2 * i].of[piece];
+            unsigned below = *(const unsigned*)&s.rows[2 * i + 1].of[piece];
+            sums[i] = (above & bytes) + (above >> 8 & bytes) + (below & bytes) + (below >> 8 & bytes);
+            unsigned rounded = (sums[i] + ones + (sums[i] >> 2 & ones)) >> 2;  // to the nearest, ties to even
+            q.first[i].of[piece].at[0] = (element)rounded;
+            q.first[i].of[piece].at[1] = (element)(rounded >> 16);
+        }
+        unsigned sum = sums[0] + sums[1];
+        sum = (sum & 0xffffu) + (sum >> 16);
+        q.second.of[piece] = (element)((sum + 7u + (sum >> 4 & 1u)) >> 4);
+        q.whole[piece] = (float)sum * 0.0625f;
+    }
 #else
-    Square square;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int piece = 0; piece < PIECES; ++piece) {
+        Square square;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) square.at[i][j] = load(s.rows[i].at[j]);
-    Halves h = halves(square);
-    Quarters q = {{{{store(h.half[0][0]), store(h.half[0][1])}}, {{store(h.half[1][0]), store(h.half[1][1])}}},
-                  store(h.whole),
-                  h.whole};
-    return q;
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) square.at[i][j] = load(s.rows[i].of[piece].at[j]);
+        Halves h = halves(square);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) q.first[i].of[piece].at[j] = store(h.half[i][j]);
+        q.second.of[piece] = store(h.whole);
+        q.whole[piece] = h.whole;
+    }
 #endif
+    return q;
 }
 
 // A square of 4 x 4 values in shared memory. Of those beyond the image nothing is written.
@@ -460,26 +465,20 @@ __device__ __forceinline__ Tile tile_at(const Chain& c, unsigned index) {
 
 #define SQUARES (TILE / 4)  // of a side of a tile
 #define BATCH 16            // tiles whose levels from 3 on are made together, so that all threads have one to make
-// Squares of a tile that a thread makes, below one another: of bytes a single one would be too little to wait for. So
-// many parts of a block make tiles of their own.
-#ifdef UINT8
-#define PIECES 2
-#else
-#define PIECES 1
-#endif
-#define BELOW (TILE / PIECES)     // texels from one square to the next
-#define STEPS (BATCH / PIECES)    // tiles of a part to a batch
-#define PART (THREADS / PIECES)   // threads
+#define COLUMNS (SQUARES / PIECES)  // threads to a row of squares. So many parts of a block make tiles of their own:
+#define PART (THREADS / PIECES)     // of so many threads
+#define STEPS (BATCH / PIECES)      // and so many tiles of a batch
 
 // A thread's squares of one tile after the other. From tile to tile what it reads and writes only moves on: to find it
-// anew would take more than to make it.
-struct Walk {
+// anew would take more than to make it. ROWS: those of the image begin at multiples of a Row, so that those of levels 1
+// and 2 do of theirs.
+template <bool ROWS> struct Walk {
     int tile_y, tile_x;
     const element* at;
     element *first, *second;  // of levels 1 and 2
 
-    __device__ __forceinline__ int y() const { return tile_y * TILE + (int)threadIdx.x % PART / SQUARES * 4; }
-    __device__ __forceinline__ int x() const { return tile_x * TILE + (int)threadIdx.x % SQUARES * 4; }
+    __device__ __forceinline__ int y() const { return tile_y * TILE + (int)threadIdx.x % PART / COLUMNS * 4; }
+    __device__ __forceinline__ int x() const { return tile_x * TILE + (int)threadIdx.x % COLUMNS * (4 * PIECES); }
     __device__ __forceinline__ void find_source(const Chain& c, const Tile& t) {
         tile_y = t.y, tile_x = t.x;
         at = c.source + (t.plane * (unsigned long long)c.height + y()) * c.width + x();
@@ -492,24 +491,37 @@ struct Walk {
     }
     // How many of the squares are inside the image.
     __device__ __forceinline__ int inside(const Chain& c) const {
-        int count = 0;
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) count += x() < c.width && y() + i * BELOW < c.height;
-        return count;
+        return y() < c.height ? max(min((c.width - x()) / 4, PIECES), 0) : 0;
     }
-    __device__ __forceinline__ void read(const Chain& c, int count, Stored (&squares)[PIECES]) const {
+    __device__ __forceinline__ void read(const Chain& c, int count, Stored& squares) const {
+        if (ROWS) {
+            if (count)
 #pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-            if (i < count)
+                for (int i = 0; i < 4; ++i) squares.rows[i] = *(const Row*)(at + (long long)i * c.width);
+        } else {
 #pragma unroll
-                for (int row = 0; row < 4; ++row)
-                    squares[i].rows[row] = *(const Four*)(at + (long long)(i * BELOW + row) * c.width);
+            for (int piece = 0; piece < PIECES; ++piece)
+                if (piece < count)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        squares.rows[i].of[piece] = *(const Four*)(at + (long long)i * c.width + 4 * piece);
+        }
     }
-    __device__ __forceinline__ void write(const Chain& c, int piece, const Quarters& q) const {
-        element* row = first + (long long)(piece * BELOW / 2) * (c.width / 2);
-        *(Two*)row = q.stored[0];
-        *(Two*)(row + c.width / 2) = q.stored[1];
-        second[(long long)(piece * BELOW / 4) * (c.width / 4)] = q.stored_whole;
+    __device__ __forceinline__ void write(const Chain& c, int count, const Quarters& q) const {
+        if (ROWS) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) *(HalfRow*)(first + (long long)i * (c.width / 2)) = q.first[i];
+            *(QuarterRow*)second = q.second;
+        } else {
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece)
+                if (piece < count) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        *(Two*)(first + (long long)i * (c.width / 2) + 2 * piece) = q.first[i].of[piece];
+                    second[piece] = q.second.of[piece];
+                }
+        }
     }
 };
 
@@ -532,15 +544,16 @@ __device__ void keep_wide(const Chain& c, unsigned begin, unsigned end, unsigned
 // Levels 1 to `group`, two at least, of tiles from `begin` to before `end`. The two levels of the smallest squares a
 // thread makes of what it has read; of those of a batch of tiles, each thread makes the next two; of these, one the last
 // two.
+template <bool ROWS>
 __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, unsigned end, Value* second,
                                                 Value* fourth) {
     unsigned part = threadIdx.x / PART, tiles = (end - begin + PIECES - 1) / PIECES;  // of a part
     unsigned mine = end - begin - min(part * tiles, end - begin);
     if (mine > tiles) mine = tiles;
     Tile tile = tile_at(c, begin + part * tiles);
-    Walk walk;
+    Walk<ROWS> walk;
     walk.find_source(c, tile);
-    Stored squares[PIECES];
+    Stored squares;
     int inside = mine ? walk.inside(c) : 0;
     walk.read(c, inside, squares);
     walk.find_levels(c, tile);
@@ -548,11 +561,8 @@ __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, 
     for (unsigned done = 0; done < tiles; done += STEPS) {
 #pragma unroll 1
         for (unsigned step = 0; step < STEPS && done + step < mine; ++step) {
-            Quarters made[PIECES];
             int count = inside;
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-                if (i < count) made[i] = quarters(squares[i]);
+            Quarters made = quarters(squares);
             long long by[3] = {TILE, TILE / 2, TILE / 4};
             if (++walk.tile_x == c.tiles_x) {
                 walk.tile_x = 0;
@@ -564,12 +574,12 @@ __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, 
             walk.at += by[0];
             inside = done + step + 1 < mine ? walk.inside(c) : 0;
             walk.read(c, inside, squares);
+            if (count) {
+                walk.write(c, count, made);
+                Value* whole = second + ((part * STEPS + step) * PART + threadIdx.x % PART) * PIECES;
 #pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-                if (i < count) {
-                    walk.write(c, i, made[i]);
-                    second[((part * STEPS + step) * PIECES + i) * PART + threadIdx.x % PART] = made[i].whole;
-                }
+                for (int i = 0; i < PIECES; ++i) whole[i] = made.whole[i];
+            }
             walk.first += by[1], walk.second += by[2];
         }
         __syncthreads();
@@ -616,12 +626,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
     __shared__ int last;
     unsigned of_plane = (unsigned)(c.tiles_x * c.tiles_y);
 #ifdef EVEN
-#ifdef FLOAT32  // what a thread reads of one tile is enough to wait for
-    unsigned begin = blockIdx.x, end = begin + 1;
-#else
     unsigned begin = blockIdx.x * c.at_once, end = begin + c.at_once < c.tiles ? begin + c.at_once : c.tiles;
-#endif
-    make_even_tiles(c, begin, end, odd, even);
+    bool rows = PIECES == 1 || c.width % (4 * PIECES) == 0 && (unsigned long long)c.source % sizeof(Row) == 0;
+    if (rows) make_even_tiles<true>(c, begin, end, odd, even);
+    else make_even_tiles<false>(c, begin, end, odd, even);
     if (!c.finish) return;
     for (unsigned plane = begin / of_plane; plane * of_plane < end; ++plane) {
         unsigned first = plane * of_plane, beyond = first + of_plane;
