@@ -21,12 +21,17 @@ GROUP = 6
 RAGGED_GROUP = 3
 """That it gives where sides are odd, and the image larger than a tile: the more, the more tiles make twice."""
 TILE = 1 << GROUP
+WINDOWS = GROUP, GROUP + 1
+"""Of odd sides: a tile's outputs of level k fit 2^(window - k) columns and rows. The larger it is, the less is made
+twice, and the fewer tiles there are."""
 MOST_LEVELS = 32
 MOST_TEXELS = 2**30
 """Along a side."""
 RESIDENT = 4
 """Blocks of a multiprocessor that registers suffice for. Where sides are even, so many make the tiles of an image, each
 as many as fall to it: of one it would read too little for the time that it waits."""
+WAVES = 2
+"""Of blocks that run at once: with fewer tiles than that they are smaller."""
 BLOCK_BYTES = 21788
 """Of shared memory that a block takes, with what CUDA keeps of it: some GPUs have room for fewer blocks."""
 COUNTERS = 2**15
@@ -52,6 +57,8 @@ class Chain(ctypes.Structure):
         ("levels", ctypes.c_int),
         ("base", ctypes.c_int),
         ("group", ctypes.c_int),
+        ("window", ctypes.c_int),
+        ("own", ctypes.c_int),
         ("tiles_x", ctypes.c_int),
         ("tiles_y", ctypes.c_int),
         ("tiles", ctypes.c_uint32),
@@ -120,8 +127,11 @@ def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fou
     launches = []
     for base, group, even, finish in rounds:
         made.base, made.group, made.finish = base, group, finish
-        made.tiles_y, made.tiles_x = tiles[base]
-        made.tiles = planes * math.prod(tiles[base])
+        if even:
+            made.tiles_y, made.tiles_x = tiles[base]
+        else:
+            made.window, made.own, made.tiles_y, made.tiles_x = _ragged(sizes[base], group, planes, resident)
+        made.tiles = planes * made.tiles_y * made.tiles_x
         made.at_once = -(-made.tiles // resident) if even else 1
         launches.append((reduction(dtype, reduce, even), -(-made.tiles // made.at_once), bytes(made)))
     return _Layout(launches, end // size, wide, planes if rounds[-1][-1] else 0, views)
@@ -141,6 +151,18 @@ def _rounds(sizes: list[tuple[int, int]], fours: bool) -> list[tuple[int, int, b
         result.append((base, group, even, finish))
         base = len(sizes) if finish else base + group
     return result
+
+
+def _ragged(size: tuple[int, int], group: int, planes: int, resident: int) -> tuple[int, int, int, int]:
+    """window, own and tiles down and across of a launch where sides are odd, as reduce.cu has them."""
+    if max(size) <= TILE:
+        return GROUP, TILE, 1, 1
+    for window in reversed(WINDOWS):
+        own = (1 << window - group) - (1 if group > 1 else 2)  # level 1 is made by twos
+        down, across = (-(-side // (own << group)) for side in size)
+        if planes * down * across > resident * WAVES:
+            break
+    return window, own, down, across
 
 
 def _part(side: int) -> float:

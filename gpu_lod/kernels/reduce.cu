@@ -1,12 +1,13 @@
 // Levels of a chain, up to all of them in one launch, after AMD's FidelityFX SPD.
 //
-// A block reads a tile of 64 x 64 texels of a plane and makes up to six levels of it in shared memory. Where the last of
-// them fits a tile, the block of each plane that is the last to finish makes those below it in the same way.
+// A block reads a tile of a plane and makes up to six levels of it in shared memory. Where the last of them fits a tile of
+// 64 x 64 texels, the block of each plane that is the last to finish makes those below it in the same way.
 //
 // At an odd side the filter is three texels wide, so outputs of neighbouring tiles share inputs: a block makes what it
 // owns and, to the right and below, what its coarser outputs need of its neighbours'. What it does not own it does not
-// write, so no two blocks write the same element. The more levels, the more is made twice: of six levels with odd sides
-// four times as much, of three a quarter more. Where a level is larger than a tile the host asks for three.
+// write, so no two blocks write the same element. The more levels, the more is made twice: the host asks for three where
+// a level is larger than a tile. Tiles own so much that whatever they make of level k fits 2^(window - k) columns: then
+// each thread has a column, and there is nothing to divide by.
 //
 // EVEN is defined where the image's sides, down to the last level of a tile, are even: then tiles share nothing, and a
 // thread makes two levels at a time of 4 x 4 texels, which it reads at once. A block may make several tiles, one after the
@@ -20,15 +21,16 @@
 #endif
 
 #define THREADS 256
+#define THREADS_LOG2 8
 #define GROUP 6         // levels that a tile gives at most
 #define TILE (1 << GROUP)
 #define MOST_LEVELS 32
 #define LEAST_BLOCKS 4  // of a multiprocessor that registers suffice for; chain.py has it too
-// Rows that a thread makes where sides are odd, of texels which it reads at once. Below even sides there is one tile.
-#ifdef EVEN
+// Rows that a thread makes of texels which it reads at once.
+#ifdef EVEN  // of the levels below
 #define ROWS_AT_ONCE 1
 #else
-#define ROWS_AT_ONCE 3
+#define ROWS_AT_ONCE 4
 #endif
 
 struct Chain {
@@ -43,6 +45,7 @@ struct Chain {
     long long to_row[3], to_plane[3];
     int height, width, levels;                   // levels: level 0 included
     int base, group;                             // tiles are of level `base`, and give `group` levels below it
+    int window, own;  // unless EVEN: see above; texels of the last of these levels that a tile has for its own
     int tiles_x, tiles_y;
     unsigned tiles, at_once;  // of all planes; that a block makes, more than one if EVEN
     int finish;  // the last block of a plane makes the levels below those, in one tile
@@ -62,65 +65,46 @@ struct Side {
 __device__ int side_of_level(int n, int level) { return max(n >> level, 1); }
 
 // Level k of a side, from the last one upwards: what its outputs need of it.
-__device__ __forceinline__ void span(const Chain& c, Side& side, bool down, int tile, int base, int levels, int k) {
-    int all = down ? c.height : c.width, n = 0, begin = 0, own = 0, end = 0;
+__device__ __forceinline__ void span(const Chain& c, Side& side, bool down, int own, int tile, int base, int levels,
+                                     int k) {
+    int all = down ? c.height : c.width, n = 0, begin = 0, mine = 0, end = 0;
     for (int j = levels; j >= k; --j) {
         bool wanted = end > begin;  // any of the level below
         n = side_of_level(all, base + j);
-        begin = tile << (GROUP - j);
-        own = max(min(begin + (1 << (GROUP - j)), n), begin);
-        end = max(own, wanted ? (n == 1 ? 1 : 2 * end + n % 2) : begin);
+        begin = tile * own << (levels - j);
+        mine = max(min(begin + (own << (levels - j)), n), begin);
+        end = max(mine, wanted ? (n == 1 ? 1 : 2 * end + n % 2) : begin);
     }
-    side.n[k] = n, side.begin[k] = begin, side.own[k] = own, side.end[k] = end;
+    side.n[k] = n, side.begin[k] = begin, side.own[k] = mine, side.end[k] = end;
     side.part[k] = down ? c.part_y[base + k] : c.part_x[base + k];
 }
 
-// Where texels are read: at (y, x) of a level.
-struct FromPlane {
-    const element* plane;
-    int width;
-    __device__ __forceinline__ Value at(int y, int x) const { return load(plane[(unsigned long long)y * width + x]); }
+// Texels of a level, row by row: as an image has them; as levels have them, which other blocks of this launch may have
+// written, so never through a cache that does not see it; and in shared memory.
+struct OfImage {
+    typedef const element* Pointer;
+    static __device__ __forceinline__ Value at(const element& texel) { return load(texel); }
 };
-
-// Written by other blocks of this launch, so never through a cache that does not see it.
-struct FromLevel {
-    const volatile element* plane;
-    int width;
-    __device__ __forceinline__ Value at(int y, int x) const { return load(plane[(unsigned long long)y * width + x]); }
-};
-
+struct OfLevel {
 #ifdef KEEP_WIDE
-struct FromWide {
-    const volatile float* plane;
-    int width;
-    __device__ __forceinline__ Value at(int y, int x) const { return plane[(unsigned long long)y * width + x]; }
-};
-#endif
-
-struct FromShared {
-    const Value* tile;
-    int stride, begin_y, begin_x;
-    __device__ __forceinline__ Value at(int y, int x) const { return tile[(y - begin_y) * stride + x - begin_x]; }
-};
-
-template <class From>
-__device__ __forceinline__ Value across(const From& from, int y, int x, int n, const Shares& shares) {
-    if (n == 1) return from.at(y, 0);
-    Value a = from.at(y, 2 * x), b = from.at(y, 2 * x + 1);
-    return n % 2 ? three(a, b, from.at(y, 2 * x + 2), shares) : two(a, b);
-}
-
-__device__ __forceinline__ FromPlane plane_of(const Chain& c, unsigned plane) {
-    return {c.source + plane * ((unsigned long long)c.height * c.width), c.width};
-}
-
-// A level that this launch made.
-#ifdef KEEP_WIDE
-typedef FromWide FromMade;
+    typedef const volatile float* Pointer;
+    static __device__ __forceinline__ Value at(const volatile float& texel) { return texel; }
 #else
-typedef FromLevel FromMade;
+    typedef const volatile element* Pointer;
+    static __device__ __forceinline__ Value at(const volatile element& texel) { return load(texel); }
 #endif
-__device__ __forceinline__ FromMade made_of(const Chain& c, unsigned plane, int index) {
+};
+struct OfTile {
+    typedef const Value* Pointer;
+    static __device__ __forceinline__ Value at(const Value& texel) { return texel; }
+};
+template <class Texels> struct From {
+    typename Texels::Pointer first;  // of the tile
+    int width;                       // from row to row
+};
+
+// A level that this launch made, or one before it.
+__device__ __forceinline__ From<OfLevel> made_of(const Chain& c, unsigned plane, int index) {
     int height = side_of_level(c.height, index), width = side_of_level(c.width, index);
     unsigned long long above = plane * ((unsigned long long)height * width);
 #ifdef KEEP_WIDE
@@ -136,8 +120,7 @@ struct Level {
     int width;
 };
 
-__device__ __forceinline__ void write(const Level& level, int y, int x, Value value) {
-    unsigned long long index = (unsigned long long)y * level.width + x;
+__device__ __forceinline__ void write(const Level& level, long long index, Value value) {
     level.plane[index] = store(value);
 #ifdef KEEP_WIDE
     if (level.wide) level.wide[index] = value;
@@ -161,120 +144,99 @@ struct Piece {
     int x, first, last;  // rows from first to before last
 };
 
-__device__ __forceinline__ Piece piece_of(const Side& down, const Side& right, int k) {
-    int columns = max(right.end[k] - right.begin[k], 1), rows = down.end[k] - down.begin[k];
-    int pieces = THREADS / columns, length = (rows + pieces - 1) / pieces;
-    int which = (int)threadIdx.x / columns;
+__device__ __forceinline__ Piece piece_of(const Side& down, const Side& right, int window, int k) {
+    int columns = window - k, pieces = THREADS >> columns;  // of columns the logarithm
+    int length = (down.end[k] - down.begin[k] + pieces - 1) >> (THREADS_LOG2 - columns);
     Piece p;
-    p.x = right.begin[k] + (int)threadIdx.x - which * columns;
-    p.first = down.begin[k] + which * length;
-    p.last = which < pieces && p.x < right.end[k] ? min(p.first + length, down.end[k]) : p.first;
+    p.x = right.begin[k] + ((int)threadIdx.x & ((1 << columns) - 1));
+    p.first = down.begin[k] + ((int)threadIdx.x >> columns) * length;
+    p.last = p.x < right.end[k] ? min(p.first + length, down.end[k]) : p.first;
     return p;
 }
 
-// Level k of a tile, from shared memory into shared memory and, what is owned, into its level.
-__device__ void make_level(const FromShared& from, const Side& down, const Side& right, int k, Value* tile, int stride,
-                           const Level& level) {
-    int height = down.n[k - 1], width = right.n[k - 1];
-    Piece p = piece_of(down, right, k);
-    Shares by_width = shares(p.x, width, right.part[k - 1]);
-    bool owned = p.x < right.own[k];
-    Value* target = tile + p.x - right.begin[k];
-    Value above = Value();
-    bool shared_rows = height % 2 && height > 1;
-    if (shared_rows && p.first < p.last) above = across(from, 2 * p.first, p.x, width, by_width);
-    for (int y = p.first; y < p.last; ++y) {
-        Value value = shared_rows ? above : across(from, height == 1 ? 0 : 2 * y, p.x, width, by_width);
-        if (height > 1) {
-            Value below = across(from, 2 * y + 1, p.x, width, by_width);
-            if (shared_rows) {
-                above = across(from, 2 * y + 2, p.x, width, by_width);
-                value = three(value, below, above, shares(y, height, down.part[k - 1]));
-            } else {
-                value = two(value, below);
-            }
-        }
-        target[(y - down.begin[k]) * stride] = value;
-        if (owned && y < down.own[k]) write(level, y, p.x, value);
-    }
-}
-
-// Level 1 of a tile, from memory: all that some rows are made of is asked for before any of them is stored.
-template <class From>
-__device__ void make_level_from(const From& from, const Side& down, const Side& right, Value* tile, int stride,
-                                const Level& level) {
-    int height = down.n[0], width = right.n[0];
-    Piece p = piece_of(down, right, 1);
-    Shares by_width = shares(p.x, width, right.part[0]);
-    bool owned = p.x < right.own[1], odd_rows = height % 2, odd_columns = width % 2;
-    Value* target = tile + p.x - right.begin[1];
-    for (int y = p.first; y < p.last; y += ROWS_AT_ONCE) {
-        Value texels[2 * ROWS_AT_ONCE + 1][3], rows[2 * ROWS_AT_ONCE + 1];
-        int needed = height == 1 ? 1 : 2 * (p.last - y) + odd_rows;  // rows that there are
+// Level k of a piece, of texels from its first one on, both sides longer than one, into shared memory and, what is owned,
+// into its level. All that some rows are made of is asked for before any of them is stored. Which taps there are is told
+// when this is compiled: to find each by itself would take three times what making a level does.
+template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS>
+__device__ __forceinline__ void make_piece(typename Texels::Pointer at, int width, const Piece& p, const Side& down,
+                                           const Side& right, int k, Value* target, int stride, const Level& level) {
+    Shares by_width = shares(p.x, right.n[k - 1], right.part[k - 1]);
+    auto across = [&](int row) {
+        typename Texels::Pointer texels = at + (long long)row * width;
+        Value a = Texels::at(texels[0]), b = Texels::at(texels[1]);
+        return ODD_COLUMNS ? three(a, b, Texels::at(texels[1 + ODD_COLUMNS]), by_width) : two(a, b);
+    };
+    long long stored = (long long)p.first * level.width + p.x;
+    int owned = p.x < right.own[k] ? down.own[k] : 0, last = 2 * (p.last - p.first) + ODD_ROWS - 1;  // row that there is
+    Value above = ODD_ROWS ? across(0) : Value();
+    for (int y = p.first; y < p.last; y += AT_ONCE) {
+        Value rows[2 * AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 2 * ROWS_AT_ONCE + 1; ++i)
-            if (i < needed) {
-                texels[i][0] = from.at(2 * y + i, 2 * p.x);
-                if (width > 1) texels[i][1] = from.at(2 * y + i, 2 * p.x + 1);
-                if (width > 1 && odd_columns) texels[i][2] = from.at(2 * y + i, 2 * p.x + 2);
-            }
+        for (int i = 0; i < 2 * AT_ONCE; ++i) rows[i] = across(min(2 * (y - p.first) + i + ODD_ROWS, last));
 #pragma unroll
-        for (int i = 0; i < 2 * ROWS_AT_ONCE + 1; ++i)
-            rows[i] = width == 1    ? texels[i][0]
-                      : odd_columns ? three(texels[i][0], texels[i][1], texels[i][2], by_width)
-                                    : two(texels[i][0], texels[i][1]);
-#pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; ++i)
+        for (int i = 0; i < AT_ONCE; ++i) {
+            Value value = two(rows[2 * i], rows[2 * i + 1]);
+            if (ODD_ROWS)
+                value = three(above, rows[2 * i], rows[2 * i + 1], shares(y + i, down.n[k - 1], down.part[k - 1]));
+            above = rows[2 * i + 1];
             if (y + i < p.last) {
-                Value value = height == 1 ? rows[0]
-                              : odd_rows  ? three(rows[2 * i], rows[2 * i + 1], rows[2 * i + 2],
-                                                  shares(y + i, height, down.part[0]))
-                                          : two(rows[2 * i], rows[2 * i + 1]);
-                target[(y + i - down.begin[1]) * stride] = value;
-                if (owned && y + i < down.own[1]) write(level, y + i, p.x, value);
-            }
-    }
-}
-
-// The same of the image, both of its sides longer than a texel. Where a texel is read is told once a piece, and which
-// taps there are when this is compiled: to find each by itself would take three times what making a level does.
-template <bool ODD_ROWS, bool ODD_COLUMNS>
-__device__ __forceinline__ void make_level_of_image(const FromPlane& from, const Side& down, const Side& right,
-                                                    Value* tile, int stride, const Level& level) {
-    Piece p = piece_of(down, right, 1);
-    if (p.first >= p.last) return;
-    Shares by_width = shares(p.x, right.n[0], right.part[0]);
-    const element* texels = from.plane + (unsigned long long)(2 * p.first) * from.width + 2 * p.x;
-    element* stored = level.plane + (unsigned long long)p.first * level.width + p.x;
-    Value* target = tile + (p.first - down.begin[1]) * stride + p.x - right.begin[1];
-    int owned = p.x < right.own[1] ? down.own[1] : 0;
-    for (int y = p.first; y < p.last; y += ROWS_AT_ONCE) {
-        Value rows[2 * ROWS_AT_ONCE + ODD_ROWS];
-        int last = 2 * (p.last - y) + ODD_ROWS - 1;  // row that there is
-#pragma unroll
-        for (int i = 0; i < 2 * ROWS_AT_ONCE + ODD_ROWS; ++i) {
-            const element* row = texels + (long long)min(i, last) * from.width;
-            Value a = load(row[0]), b = load(row[1]);
-            rows[i] = ODD_COLUMNS ? three(a, b, load(row[1 + ODD_COLUMNS]), by_width) : two(a, b);
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; ++i)
-            if (y + i < p.last) {
-                Value value = ODD_ROWS ? three(rows[2 * i], rows[2 * i + 1], rows[2 * i + 2 * ODD_ROWS],
-                                               shares(y + i, down.n[0], down.part[0]))
-                                       : two(rows[2 * i], rows[2 * i + 1]);
                 target[i * stride] = value;
-                if (y + i < owned) stored[(long long)i * level.width] = store(value);
+                if (y + i < owned) write(level, stored, value);
             }
-        texels += (long long)(2 * ROWS_AT_ONCE) * from.width;
-        stored += (long long)ROWS_AT_ONCE * level.width;
-        target += ROWS_AT_ONCE * stride;
+            stored += level.width;
+        }
+        target += AT_ONCE * stride;
     }
 }
 
+// The same where one of the sides is 1.
+template <class Texels>
+__device__ __forceinline__ void make_thin_piece(typename Texels::Pointer at, int width, const Piece& p, const Side& down,
+                                                const Side& right, int k, Value* target, int stride, const Level& level) {
+    int rows = min(down.n[k - 1], 2 + down.n[k - 1] % 2), columns = min(right.n[k - 1], 2 + right.n[k - 1] % 2);
+    Shares by_width = shares(p.x, right.n[k - 1], right.part[k - 1]);
+    for (int y = p.first; y < p.last; ++y) {
+        Value made[3];
+        for (int i = 0; i < rows; ++i) {
+            typename Texels::Pointer texels = at + (long long)(2 * (y - p.first) + i) * width;
+            made[i] = Texels::at(texels[0]);
+            if (columns == 2) made[i] = two(made[i], Texels::at(texels[1]));
+            if (columns == 3) made[i] = three(made[i], Texels::at(texels[1]), Texels::at(texels[2]), by_width);
+        }
+        Value value = made[0];
+        if (rows == 2) value = two(value, made[1]);
+        if (rows == 3) value = three(value, made[1], made[2], shares(y, down.n[k - 1], down.part[k - 1]));
+        target[(y - p.first) * stride] = value;
+        if (p.x < right.own[k] && y < down.own[k]) write(level, (long long)y * level.width + p.x, value);
+    }
+}
+
+// Level k of a tile. `from` has the first texel that it is made of.
+template <class Texels, int AT_ONCE>
+__device__ __forceinline__ void make_level(const From<Texels>& from, const Side& down, const Side& right, int window, int k,
+                                           Value* tile, int stride, const Level& level) {
+    Piece p = piece_of(down, right, window, k);
+    if (p.first >= p.last) return;
+    int y = p.first - down.begin[k], x = p.x - right.begin[k], height = down.n[k - 1], width = right.n[k - 1];
+    typename Texels::Pointer at = from.first + (long long)(2 * y) * from.width + 2 * x;
+    Value* target = tile + y * stride + x;
+    bool odd_rows = height % 2, odd_columns = width % 2;
+    if (height == 1 || width == 1)
+        make_thin_piece<Texels>(at, from.width, p, down, right, k, target, stride, level);
+    else if (odd_rows && odd_columns)
+        make_piece<Texels, AT_ONCE, true, true>(at, from.width, p, down, right, k, target, stride, level);
+    else if (odd_rows)
+        make_piece<Texels, AT_ONCE, true, false>(at, from.width, p, down, right, k, target, stride, level);
+    else if (odd_columns)
+        make_piece<Texels, AT_ONCE, false, true>(at, from.width, p, down, right, k, target, stride, level);
+    else
+        make_piece<Texels, AT_ONCE, false, false>(at, from.width, p, down, right, k, target, stride, level);
+}
+
+#ifndef EVEN
 // Level 1 where rows are whole groups of four: two neighbours from each row of fours.
-__device__ void make_level_of_fours(const FromPlane& from, const Side& down, const Side& right, Value* tile, int stride,
-                                    const Level& level) {
+__device__ void make_level_of_fours(const element* plane, int width, const Side& down, const Side& right, Value* tile,
+                                    int stride, const Level& level) {
     int height = down.n[0], top = down.begin[1], own_y = down.own[1], bottom = down.end[1];
     int left = right.begin[1], own_x = right.own[1], end = right.end[1];
     int rows = height == 1 ? 1 : 2 + height % 2;
@@ -284,8 +246,7 @@ __device__ void make_level_of_fours(const FromPlane& from, const Side& down, con
 #pragma unroll
             for (int row = 0; row < 3; ++row)
                 if (row < rows) {
-                    unsigned long long at = (unsigned long long)(height == 1 ? 0 : 2 * y + row) * from.width + 2 * x;
-                    Four four = *(const Four*)(from.plane + at);
+                    Four four = *(const Four*)(plane + (unsigned long long)(height == 1 ? 0 : 2 * y + row) * width + 2 * x);
                     first[row] = two(load(four.at[0]), load(four.at[1]));
                     next[row] = two(load(four.at[2]), load(four.at[3]));
                 }
@@ -307,41 +268,36 @@ __device__ void make_level_of_fours(const FromPlane& from, const Side& down, con
             }
         }
 }
-
-#ifndef EVEN
-__device__ __forceinline__ void make_first_level(const Chain& c, unsigned plane, const Side& down, const Side& right,
-                                                 int levels, Value* tile, int stride, const Level& level) {
-    FromPlane image = plane_of(c, plane);
-    bool odd_rows = c.height % 2, odd_columns = c.width % 2;
-    if (c.fours) make_level_of_fours(image, down, right, tile, stride, level);
-    else if (c.height == 1 || c.width == 1 || levels == 1) make_level_from(image, down, right, tile, stride, level);
-    else if (odd_rows && odd_columns) make_level_of_image<true, true>(image, down, right, tile, stride, level);
-    else if (odd_rows) make_level_of_image<true, false>(image, down, right, tile, stride, level);
-    else if (odd_columns) make_level_of_image<false, true>(image, down, right, tile, stride, level);
-    else make_level_of_image<false, false>(image, down, right, tile, stride, level);
-}
 #endif
 
 // Levels base + 1 to base + `levels` of a tile of level base.
-__device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int tile_y, int tile_x, Value* even,
-                          Value* odd, Side& down, Side& right) {
+__device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int window, int own, int tile_y, int tile_x,
+                          Value* even, Value* odd, Side& down, Side& right) {
     int k = (int)threadIdx.x % 32;
-    if (threadIdx.x < 32 && k <= levels) span(c, down, true, tile_y, base, levels, k);
-    else if (threadIdx.x < 64 && k <= levels) span(c, right, false, tile_x, base, levels, k);
+    if (threadIdx.x < 32 && k <= levels) span(c, down, true, own, tile_y, base, levels, k);
+    else if (threadIdx.x < 64 && k <= levels) span(c, right, false, own, tile_x, base, levels, k);
     __syncthreads();
     for (k = 1; k <= levels; ++k) {
         Level level = level_of(c, plane, base + k);
         Value* target = k % 2 ? odd : even;
         int stride = k % 2 ? TILE : TILE / 2;
         if (k > 1) {
-            FromShared from = {k % 2 ? even : odd, k % 2 ? TILE / 2 : TILE, down.begin[k - 1], right.begin[k - 1]};
-            make_level(from, down, right, k, target, stride, level);
+            From<OfTile> from = {k % 2 ? even : odd, k % 2 ? TILE / 2 : TILE};
+            make_level<OfTile, 1>(from, down, right, window, k, target, stride, level);
 #ifndef EVEN  // else that is done already
         } else if (base == 0) {
-            make_first_level(c, plane, down, right, levels, target, stride, level);
+            From<OfImage> from = {c.source + plane * ((unsigned long long)c.height * c.width), c.width};
+            if (c.fours) {
+                make_level_of_fours(from.first, c.width, down, right, target, stride, level);
+            } else {
+                from.first += (long long)down.begin[0] * c.width + right.begin[0];
+                make_level<OfImage, ROWS_AT_ONCE>(from, down, right, window, k, target, stride, level);
+            }
 #endif
         } else {
-            make_level_from(made_of(c, plane, base), down, right, target, stride, level);
+            From<OfLevel> from = made_of(c, plane, base);
+            from.first += (long long)down.begin[0] * from.width + right.begin[0];
+            make_level<OfLevel, ROWS_AT_ONCE>(from, down, right, window, k, target, stride, level);
         }
         __syncthreads();
     }
@@ -444,8 +400,11 @@ __device__ __forceinline__ Value write_square(const Chain& c, unsigned plane, in
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            if (2 * y + i < height && 2 * x + j < width) write(first, 2 * y + i, 2 * x + j, h.half[i][j]);
-    if (levels > 1 && 2 * y < height && 2 * x < width) write(level_of(c, plane, level + 2), y, x, h.whole);
+            if (2 * y + i < height && 2 * x + j < width) write(first, (long long)(2 * y + i) * width + 2 * x + j, h.half[i][j]);
+    if (levels > 1 && 2 * y < height && 2 * x < width) {
+        Level next = level_of(c, plane, level + 2);
+        write(next, (long long)y * next.width + x, h.whole);
+    }
     return h.whole;
 }
 
@@ -635,16 +594,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
         unsigned first = plane * of_plane, beyond = first + of_plane;
         unsigned mine = (end < beyond ? end : beyond) - (begin > first ? begin : first);
         if (last_of_plane(c, plane, mine, &last))
-            make_tile(c, plane, c.group, c.levels - 1 - c.group, 0, 0, even, odd, down, right);
+            make_tile(c, plane, c.group, c.levels - 1 - c.group, GROUP, TILE, 0, 0, even, odd, down, right);
     }
 #else
     unsigned plane = blockIdx.x / of_plane;
     int tile_y = (int)(blockIdx.x - plane * of_plane) / c.tiles_x;
     int tile_x = (int)(blockIdx.x - plane * of_plane) - tile_y * c.tiles_x;
-    for (int base = c.base, levels = c.group;; base += levels, levels = c.levels - 1 - base) {
-        make_tile(c, plane, base, levels, tile_y, tile_x, even, odd, down, right);
+    int base = c.base, levels = c.group, window = c.window, own = c.own;
+    for (;;) {
+        make_tile(c, plane, base, levels, window, own, tile_y, tile_x, even, odd, down, right);
         if (!c.finish || base > c.base || !last_of_plane(c, plane, 1, &last)) return;
-        tile_y = tile_x = 0;
+        base += levels, levels = c.levels - 1 - base, window = GROUP, own = TILE, tile_y = tile_x = 0;
     }
 #endif
 }
