@@ -4,7 +4,11 @@
 
 typedef float Value;
 __device__ __forceinline__ Value load(element stored) { return to_float(stored); }
+#ifdef UINT8  // between 0 and 255: a sum with 2^23 rounds, to the nearest, ties to even, and ends in the count
+__device__ __forceinline__ element store(Value value) { return (element)__float_as_uint(value + 8388608.0f); }
+#else
 __device__ __forceinline__ element store(Value value) { return to_element(value); }
+#endif
 __device__ __forceinline__ Value two(Value a, Value b) { return 0.5f * a + 0.5f * b; }
 
 // Output i of an odd side n = 2 m + 1: the polyphase box filter of Guthe and Heckbert, weights (m - i, m, i + 1) / n.

@@ -120,10 +120,10 @@ struct Level {
     int width;
 };
 
-__device__ __forceinline__ void write(const Level& level, long long index, Value value) {
-    level.plane[index] = store(value);
+__device__ __forceinline__ void write(const Level& level, element* at, Value value) {
+    *at = store(value);
 #ifdef KEEP_WIDE
-    if (level.wide) level.wide[index] = value;
+    if (level.wide) level.wide[at - level.plane] = value;
 #endif
 }
 
@@ -154,39 +154,46 @@ __device__ __forceinline__ Piece piece_of(const Side& down, const Side& right, i
     return p;
 }
 
+struct Whole { static constexpr bool value = true; };
+struct Partial { static constexpr bool value = false; };
+
 // Level k of a piece, of texels from its first one on, both sides longer than one, into shared memory and, what is owned,
 // into its level. All that some rows are made of is asked for before any of them is stored. Which taps there are is told
-// when this is compiled: to find each by itself would take three times what making a level does.
+// when this is compiled, and where they are moves on from row to row: to find each by itself would take several times
+// what making a level does.
 template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS>
 __device__ __forceinline__ void make_piece(typename Texels::Pointer at, int width, const Piece& p, const Side& down,
                                            const Side& right, int k, Value* target, int stride, const Level& level) {
     Shares by_width = shares(p.x, right.n[k - 1], right.part[k - 1]);
-    auto across = [&](int row) {
-        typename Texels::Pointer texels = at + (long long)row * width;
-        Value a = Texels::at(texels[0]), b = Texels::at(texels[1]);
-        return ODD_COLUMNS ? three(a, b, Texels::at(texels[1 + ODD_COLUMNS]), by_width) : two(a, b);
+    int height = down.n[k - 1], owned = p.x < right.own[k] ? down.own[k] : p.first;
+    float part = down.part[k - 1];
+    element* stored = level.plane + ((long long)p.first * level.width + p.x);
+    auto across = [&]() {
+        Value a = Texels::at(at[0]), b = Texels::at(at[1]);
+        return ODD_COLUMNS ? three(a, b, Texels::at(at[1 + ODD_COLUMNS]), by_width) : two(a, b);
     };
-    long long stored = (long long)p.first * level.width + p.x;
-    int owned = p.x < right.own[k] ? down.own[k] : 0, last = 2 * (p.last - p.first) + ODD_ROWS - 1;  // row that there is
-    Value above = ODD_ROWS ? across(0) : Value();
-    for (int y = p.first; y < p.last; y += AT_ONCE) {
+    Value above = Value();
+    if (ODD_ROWS) above = across(), at += width;
+    auto make = [&](int y, auto whole) {
         Value rows[2 * AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < 2 * AT_ONCE; ++i) rows[i] = across(min(2 * (y - p.first) + i + ODD_ROWS, last));
+        for (int i = 0; i < 2 * AT_ONCE; ++i)
+            if (whole.value || y + i / 2 < p.last) rows[i] = across(), at += width;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            Value value = two(rows[2 * i], rows[2 * i + 1]);
-            if (ODD_ROWS)
-                value = three(above, rows[2 * i], rows[2 * i + 1], shares(y + i, down.n[k - 1], down.part[k - 1]));
-            above = rows[2 * i + 1];
-            if (y + i < p.last) {
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (whole.value || y + i < p.last) {
+                Value value = two(rows[2 * i], rows[2 * i + 1]);
+                if (ODD_ROWS) value = three(above, rows[2 * i], rows[2 * i + 1], shares(y + i, height, part));
+                above = rows[2 * i + 1];
                 target[i * stride] = value;
                 if (y + i < owned) write(level, stored, value);
+                stored += level.width;
             }
-            stored += level.width;
-        }
         target += AT_ONCE * stride;
-    }
+    };
+    int y = p.first;
+    for (; y + AT_ONCE <= p.last; y += AT_ONCE) make(y, Whole());
+    if (AT_ONCE > 1 && y < p.last) make(y, Partial());
 }
 
 // The same where one of the sides is 1.
@@ -207,7 +214,8 @@ __device__ __forceinline__ void make_thin_piece(typename Texels::Pointer at, int
         if (rows == 2) value = two(value, made[1]);
         if (rows == 3) value = three(value, made[1], made[2], shares(y, down.n[k - 1], down.part[k - 1]));
         target[(y - p.first) * stride] = value;
-        if (p.x < right.own[k] && y < down.own[k]) write(level, (long long)y * level.width + p.x, value);
+        if (p.x < right.own[k] && y < down.own[k])
+            write(level, level.plane + ((long long)y * level.width + p.x), value);
     }
 }
 
@@ -279,25 +287,24 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, 
     __syncthreads();
     for (k = 1; k <= levels; ++k) {
         Level level = level_of(c, plane, base + k);
-        Value* target = k % 2 ? odd : even;
-        int stride = k % 2 ? TILE : TILE / 2;
         if (k > 1) {
             From<OfTile> from = {k % 2 ? even : odd, k % 2 ? TILE / 2 : TILE};
-            make_level<OfTile, 1>(from, down, right, window, k, target, stride, level);
+            make_level<OfTile, 1>(from, down, right, window, k, k % 2 ? odd : even, k % 2 ? TILE : TILE / 2, level);
 #ifndef EVEN  // else that is done already
         } else if (base == 0) {
             From<OfImage> from = {c.source + plane * ((unsigned long long)c.height * c.width), c.width};
             if (c.fours) {
-                make_level_of_fours(from.first, c.width, down, right, target, stride, level);
+                make_level_of_fours(from.first, c.width, down, right, odd, TILE, level);
             } else {
                 from.first += (long long)down.begin[0] * c.width + right.begin[0];
-                make_level<OfImage, ROWS_AT_ONCE>(from, down, right, window, k, target, stride, level);
+                level.wide = nullptr;  // as it is: only the last level of several is read again
+                make_level<OfImage, ROWS_AT_ONCE>(from, down, right, window, 1, odd, TILE, level);
             }
 #endif
         } else {
             From<OfLevel> from = made_of(c, plane, base);
             from.first += (long long)down.begin[0] * from.width + right.begin[0];
-            make_level<OfLevel, ROWS_AT_ONCE>(from, down, right, window, k, target, stride, level);
+            make_level<OfLevel, ROWS_AT_ONCE>(from, down, right, window, 1, odd, TILE, level);
         }
         __syncthreads();
     }
@@ -400,10 +407,10 @@ __device__ __forceinline__ Value write_square(const Chain& c, unsigned plane, in
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            if (2 * y + i < height && 2 * x + j < width) write(first, (long long)(2 * y + i) * width + 2 * x + j, h.half[i][j]);
+            if (2 * y + i < height && 2 * x + j < width) write(first, first.plane + ((long long)(2 * y + i) * width + 2 * x + j), h.half[i][j]);
     if (levels > 1 && 2 * y < height && 2 * x < width) {
         Level next = level_of(c, plane, level + 2);
-        write(next, (long long)y * next.width + x, h.whole);
+        write(next, next.plane + ((long long)y * next.width + x), h.whole);
     }
     return h.whole;
 }
