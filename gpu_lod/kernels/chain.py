@@ -21,6 +21,8 @@ GROUP = 6
 RAGGED_GROUP = 3
 """That it gives where sides are odd, and the image larger than a tile: the more, the more tiles make twice."""
 TILE = 1 << GROUP
+LAST = 2 * TILE
+"""Texels a side of a level at most that one block makes those below of."""
 WINDOWS = GROUP, GROUP + 1
 """Of odd sides: a tile's outputs of level k fit 2^(window - k) columns and rows. The larger it is, the less is made
 twice, and the fewer tiles there are."""
@@ -32,7 +34,7 @@ RESIDENT = 4
 as many as fall to it: of one it would read too little for the time that it waits."""
 WAVES = 2
 """Of blocks that run at once: with fewer tiles than that they are smaller."""
-BLOCK_BYTES = 21788
+BLOCK_BYTES = 21828
 """Of shared memory that a block takes, with what CUDA keeps of it: some GPUs have room for fewer blocks."""
 COUNTERS = 2**15
 """That a device keeps for chains of its default stream, and as many again for those of graphs."""
@@ -147,7 +149,9 @@ def _rounds(sizes: list[tuple[int, int]], fours: bool) -> list[tuple[int, int, b
         even = group > 1 and fours and base == 0
         if not even:
             group = min(left, RAGGED_GROUP if max(h, w) > TILE else GROUP)
-        finish = left > group and max(sizes[base + group]) <= TILE
+            if left > group + 1 and max(sizes[base + group + 1]) <= LAST < max(sizes[base + group]):
+                group += 1  # that saves a launch
+        finish = left > group and max(sizes[base + group]) <= LAST
         result.append((base, group, even, finish))
         base = len(sizes) if finish else base + group
     return result

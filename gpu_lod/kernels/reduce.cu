@@ -1,7 +1,7 @@
 // Levels of a chain, up to all of them in one launch, after AMD's FidelityFX SPD.
 //
-// A block reads a tile of a plane and makes up to six levels of it in shared memory. Where the last of them fits a tile of
-// 64 x 64 texels, the block of each plane that is the last to finish makes those below it in the same way.
+// A block reads a tile of a plane and makes up to six levels of it in shared memory. Where the last of them has 128 x 128
+// texels at most, the block of each plane that is the last to finish makes those below it in the same way.
 //
 // At an odd side the filter is three texels wide, so outputs of neighbouring tiles share inputs: a block makes what it
 // owns and, to the right and below, what its coarser outputs need of its neighbours'. What it does not own it does not
@@ -22,7 +22,7 @@
 
 #define THREADS 256
 #define THREADS_LOG2 8
-#define GROUP 6         // levels that a tile gives at most
+#define GROUP 6         // levels that a tile gives at most, and one more where it is all that there is of a plane
 #define TILE (1 << GROUP)
 #define MOST_LEVELS 32
 #define LEAST_BLOCKS 4  // of a multiprocessor that registers suffice for; chain.py has it too
@@ -55,11 +55,11 @@ struct Chain {
 
 // One side of a tile, at each of its levels.
 struct Side {
-    int n[GROUP + 1];      // texels of each level, 0 the one that is read
-    int begin[GROUP + 1];  // the tile's texels: from here
-    int own[GROUP + 1];    // up to here they are its own,
-    int end[GROUP + 1];    // and up to here it makes them
-    float part[GROUP + 1]; // 1 / n
+    int n[GROUP + 2];      // texels of each level, 0 the one that is read
+    int begin[GROUP + 2];  // the tile's texels: from here
+    int own[GROUP + 2];    // up to here they are its own,
+    int end[GROUP + 2];    // and up to here it makes them
+    float part[GROUP + 2]; // 1 / n
 };
 
 __device__ int side_of_level(int n, int level) { return max(n >> level, 1); }
@@ -585,8 +585,13 @@ __device__ __forceinline__ bool last_of_plane(const Chain& c, unsigned plane, un
     return *last;
 }
 
+// What is left of a plane, below level `base`, in one tile.
+__device__ __forceinline__ int last_window(const Chain& c, int base) {
+    return max(side_of_level(c.height, base), side_of_level(c.width, base)) > TILE ? GROUP + 1 : GROUP;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const Chain c) {
-    __shared__ Value odd[TILE * TILE];           // levels 1, 3, 5 of a tile
+    __shared__ Value odd[TILE * TILE];           // levels 1, 3, 5, 7 of a tile
     __shared__ Value even[TILE / 2 * TILE / 2];  // levels 2, 4, 6
     __shared__ Side down, right;
     __shared__ int last;
@@ -601,7 +606,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
         unsigned first = plane * of_plane, beyond = first + of_plane;
         unsigned mine = (end < beyond ? end : beyond) - (begin > first ? begin : first);
         if (last_of_plane(c, plane, mine, &last))
-            make_tile(c, plane, c.group, c.levels - 1 - c.group, GROUP, TILE, 0, 0, even, odd, down, right);
+            make_tile(c, plane, c.group, c.levels - 1 - c.group, last_window(c, c.group), 2 * TILE, 0, 0, even, odd, down,
+                      right);
     }
 #else
     unsigned plane = blockIdx.x / of_plane;
@@ -611,7 +617,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
     for (;;) {
         make_tile(c, plane, base, levels, window, own, tile_y, tile_x, even, odd, down, right);
         if (!c.finish || base > c.base || !last_of_plane(c, plane, 1, &last)) return;
-        base += levels, levels = c.levels - 1 - base, window = GROUP, own = TILE, tile_y = tile_x = 0;
+        base += levels, levels = c.levels - 1 - base, tile_y = tile_x = 0;
+        window = last_window(c, base), own = 2 * TILE;
     }
 #endif
 }
