@@ -21,9 +21,15 @@ typedef unsigned short element;
 #define TO_STORED 1.0f
 __device__ __forceinline__ float to_float(element stored) { return __uint_as_float((unsigned)stored << 16); }
 __device__ __forceinline__ element to_element(float value) {
+#if __CUDA_ARCH__ >= 800  // knows how
+    element bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+#else
     unsigned bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
     return (element)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);  // to the nearest, ties to even
+#endif
 }
 
 #elif defined(FLOAT32)

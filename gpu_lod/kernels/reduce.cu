@@ -26,12 +26,7 @@
 #define TILE (1 << GROUP)
 #define MOST_LEVELS 32
 #define LEAST_BLOCKS 4  // of a multiprocessor that registers suffice for; chain.py has it too
-// Rows that a thread makes of texels which it reads at once.
-#ifdef EVEN  // of the levels below
-#define ROWS_AT_ONCE 1
-#else
-#define ROWS_AT_ONCE 4
-#endif
+#define ROWS_AT_ONCE 4  // that a thread makes of texels which it reads at once
 
 struct Chain {
     const element* source;  // planes [planes, height, width], level 0
