@@ -107,8 +107,10 @@ def test_weights_of_maps_from_memory_are_exact(emulated: EmulatedDevice) -> None
 def test_pieces_of_rings_cover_every_wedge(emulated: EmulatedDevice, read_as: str) -> None:
     pyramid = uploaded(lod.mipmap(noise(3, 40, 60)), read_as)
     for wedges, pieces, threads in ((5, 1, 32), (33, 1, 64), (256, 1, 256), (257, 2, 160), (700, 3, 256)):
-        check_polar(pyramid, torch.rand(1, 2), 3, wedges)
-        assert emulated.named("launch")[-1][2:] == ((pieces, 3, 1), threads)
+        for rings in (3, 4, 9):
+            check_polar(pyramid, torch.rand(1, 2), rings, wedges)
+            rows = -(-rings // samplers.RINGS) if read_as == "texture" else rings
+            assert emulated.named("launch")[-1][2:] == ((pieces, rows, 1), threads)
 
 
 @read_as
@@ -122,7 +124,7 @@ def test_more_rows_and_layers_than_a_grid_has(
 
     def sampled() -> torch.Tensor:
         if name == "log_polar":
-            return lod.log_polar(pyramid, points, 11, 13, backend="cuda")
+            return lod.log_polar(pyramid, points, 29, 13, backend="cuda")
         return lod.gather_patches(pyramid, sites, 30, backend="cuda")
 
     expected = sampled()

@@ -10,7 +10,8 @@ struct LogPolarOfLevels {
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_polar_of_levels(const LogPolarOfLevels p) {
     int channels = p.rings.channels;
-    each_sample(p.rings, [&](const Sample& s, int layer, element* target, unsigned apart) {
+    each_sample<1>(p.rings, [&](const Sample (&samples)[1], unsigned, int layer, element* target, unsigned apart) {
+        const Sample& s = samples[0];
         if (s.zero)
             for (int channel = 0; channel < channels; ++channel)
                 target[(unsigned long long)channel * apart] = to_element(0.0f);

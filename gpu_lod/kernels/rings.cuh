@@ -19,10 +19,10 @@ struct Sample {
     bool zero;
 };
 
-// A block makes a piece of one ring, so that no thread divides; x counts pieces, y rings, z layers. `make` gets a
-// sample, its layer, where its first channel goes, and how far apart channels are. All that places it is asked for
-// before any of it is needed.
-template <class Make> __device__ __forceinline__ void each_sample(const Rings& r, const Make& make) {
+// A block makes a piece of some rings that follow each other, so that no thread divides; x counts pieces, y those rings, z
+// layers. `make` gets a sample of each ring and how many rings there are, their layer, where the first channel of the
+// first one goes, and how far apart channels are. All that places them is asked for before any of it is needed.
+template <int AT_ONCE, class Make> __device__ __forceinline__ void each_sample(const Rings& r, const Make& make) {
     unsigned wedge = blockIdx.x * blockDim.x + threadIdx.x, samples = r.ring_count * r.wedge_count;
     if (wedge >= r.wedge_count) return;
     float2 direction = r.wedges[wedge];
@@ -31,14 +31,17 @@ template <class Make> __device__ __forceinline__ void each_sample(const Rings& r
         float x = r.fixations[2ull * layer], y = r.fixations[2ull * layer + 1];
         element* target = r.target + (unsigned long long)(unsigned)(layer * r.channels) * samples + wedge;
 #pragma unroll 1
-        for (unsigned ring = blockIdx.y; ring < r.ring_count; ring += gridDim.y) {
-            float2 radius_level = r.rings[ring];
-            Sample s;
-            s.x = x + radius_level.x * r.aspect_x * direction.x;
-            s.y = y + radius_level.x * r.aspect_y * direction.y;
-            s.level = radius_level.y;
-            s.zero = r.border_zero && !(s.x >= 0.0f && s.x <= 1.0f && s.y >= 0.0f && s.y <= 1.0f);
-            make(s, layer, target + ring * r.wedge_count, samples);
+        for (unsigned ring = blockIdx.y * AT_ONCE; ring < r.ring_count; ring += gridDim.y * AT_ONCE) {
+            Sample s[AT_ONCE];
+#pragma unroll
+            for (unsigned i = 0; i < AT_ONCE; ++i) {
+                float2 radius_level = r.rings[min(ring + i, r.ring_count - 1)];
+                s[i].x = x + radius_level.x * r.aspect_x * direction.x;
+                s[i].y = y + radius_level.x * r.aspect_y * direction.y;
+                s[i].level = radius_level.y;
+                s[i].zero = r.border_zero && !(s[i].x >= 0.0f && s[i].x <= 1.0f && s[i].y >= 0.0f && s[i].y <= 1.0f);
+            }
+            make(s, min(r.ring_count - ring, (unsigned)AT_ONCE), layer, target + ring * r.wedge_count, samples);
         }
     }
 }

@@ -19,6 +19,8 @@ from gpu_lod.kernels.textures import Source
 
 _ROWS = THREADS // 32
 """That a block of foveation makes."""
+RINGS = 4
+"""That a thread of log_polar.cu makes at once."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
 
@@ -162,6 +164,7 @@ def log_polar(
         if isinstance(read, Levels):
             _launch(source, "log_polar_of_levels", grid, LogPolarOfLevels(read, where), threads=threads)
         else:
+            grid = (pieces, min(-(-len(rings) // RINGS), MOST_ROWS), min(count, MOST_ROWS))
             _launch(source, "log_polar", grid, LogPolar(read.filtered, where), threads=threads)
     return target if source.batched else target[0]
 
