@@ -331,13 +331,27 @@ __device__ __forceinline__ Halves halves(const Square& s) {
 // Squares of 4 x 4 texels next to one another that a thread makes: as many as 16 bytes of a row are of.
 #define PIECES (4 / (int)sizeof(element))
 
-// What is read, and what is made of it, as it is stored. One instruction each where rows begin at multiples of that.
-struct alignas(16) Row { Four of[PIECES]; };
+// What is read, and what is made of it, as it is stored. One instruction each where rows begin at multiples of that. What
+// is read stays in words until it is needed: taken apart before, it would be waited for, and take four times the registers.
+#define WORDS (int)sizeof(element)  // of four elements
+struct alignas(4 * sizeof(element)) PieceOfRow { unsigned words[WORDS]; };
+struct alignas(16) Row { PieceOfRow of[PIECES]; };
 struct alignas(8) HalfRow { Two of[PIECES]; };
 struct alignas(4) QuarterRow { element of[PIECES]; };
 
 struct Stored {
     Row rows[4];
+
+    __device__ __forceinline__ Value at(int row, int piece, int j) const {
+        const unsigned* words = rows[row].of[piece].words;
+#if defined(UINT8)
+        return load((element)(words[0] >> 8 * j));
+#elif defined(FLOAT32)
+        return load(__uint_as_float(words[j]));
+#else
+        return load((element)(words[j / 2] >> 16 * (j % 2)));
+#endif
+    }
 };
 struct Quarters {
     HalfRow first[2];
@@ -355,8 +369,7 @@ __device__ __forceinline__ Quarters quarters(const Stored& s) {
         unsigned sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            unsigned above = *(const unsigned*)&s.rows[2 * i].of[piece];
-            unsigned below = *(const unsigned*)&s.rows[2 * i + 1].of[piece];
+            unsigned above = s.rows[2 * i].of[piece].words[0], below = s.rows[2 * i + 1].of[piece].words[0];
             sums[i] = (above & bytes) + (above >> 8 & bytes) + (below & bytes) + (below >> 8 & bytes);
             unsigned rounded = (sums[i] + ones + (sums[i] >> 2 & ones)) >> 2;  // to the nearest, ties to even
             q.first[i].of[piece].at[0] = (element)rounded;
@@ -374,7 +387,7 @@ __device__ __forceinline__ Quarters quarters(const Stored& s) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) square.at[i][j] = load(s.rows[i].of[piece].at[j]);
+            for (int j = 0; j < 4; ++j) square.at[i][j] = s.at(i, piece, j);
         Halves h = halves(square);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -465,7 +478,7 @@ template <bool ROWS> struct Walk {
                 if (piece < count)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        squares.rows[i].of[piece] = *(const Four*)(at + (long long)i * c.width + 4 * piece);
+                        squares.rows[i].of[piece] = *(const PieceOfRow*)(at + (long long)i * c.width + 4 * piece);
         }
     }
     __device__ __forceinline__ void write(const Chain& c, int count, const Quarters& q) const {
