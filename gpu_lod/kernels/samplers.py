@@ -21,6 +21,8 @@ _ROWS = THREADS // 32
 """That a block of foveation makes."""
 RINGS = 4
 """That a thread of log_polar.cu makes at once."""
+SAMPLES = 2
+"""That a thread of patches.cu makes at once."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
 
@@ -227,7 +229,6 @@ def patches(
     budget, area = sites.shape[1], patch * patch
     target = source_like(source, budget, source.channels, patch, patch, dtype=dtype)
     points = placed(source.device, sites.expand(source.batch, -1, -1), source.where)
-    threads = min(THREADS, -(-area // 32) * 32)
     for first, count, read in _parts(source):
         if count * budget > MOST_BLOCKS:
             raise LimitError(f"{count} x {budget} sites are more than a CUDA launch covers. Pass fewer at once.")
@@ -245,7 +246,9 @@ def patches(
             layers=count,
             border_zero=border_zero,
         )
-        grid = (budget, min(-(-area // threads), MOST_ROWS), min(count, MOST_ROWS))
+        each = 1 if isinstance(read, Levels) else SAMPLES
+        threads = min(THREADS, -(-area // each // 32) * 32)
+        grid = (budget, min(-(-area // each // threads), MOST_ROWS), min(count, MOST_ROWS))
         if isinstance(read, Levels):
             _launch(source, "patches_of_levels", grid, PatchesOfLevels(read, wanted), dtype, threads)
         else:
