@@ -271,7 +271,7 @@ def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
     "change",
     [
         ("2 * end + n % 2", "2 * end"),
-        ("return ODD_COLUMNS ? three(a, b, Texels::at(at[1 + ODD_COLUMNS]), by_width) : ", "return "),
+        ("made = ODD_COLUMNS ? three(a, b, Texels::at(at[1 + ODD_COLUMNS]), by_width) : ", "made = "),
         ("c.first_wide[index] != NOT_KEPT", "false"),
         ("== all - mine", "== all - 2 * mine"),
     ],

@@ -144,7 +144,7 @@ def test_tokens(emulated: EmulatedDevice, budget: int, how: dict[str, float]) ->
         tokens, expected = both(
             lambda fixation=fixation: allocator(relevance=relevance, fixation=fixation),  # type: ignore[misc]
             emulated,
-            *(*before, *SEARCH, "cortical"),
+            *(*before, *SEARCH, "cortical", "best"),
         )
         close(tokens.sites, expected.sites)
         torch.testing.assert_close(tokens.scores, expected.scores, rtol=1e-6, atol=1e-7)
@@ -160,7 +160,10 @@ def test_nothing_is_waited_for(emulated: EmulatedDevice, monkeypatch: pytest.Mon
     fixation, relevance = PLACES[:2].float(), torch.rand(2, 33, 47)
     for run, launched in (
         (lambda: lod.cortical_sites(fixation, 60, (480, 640)), ["cortical"]),
-        (lambda: lod.allocate.LogPolar(60)(relevance=relevance).sites, ["amounts", "peaks", *SEARCH, "cortical"]),
+        (
+            lambda: lod.allocate.LogPolar(60)(relevance=relevance).sites,
+            ["amounts", "peaks", *SEARCH, "cortical", "best"],
+        ),
     ):
         expected = run()
         emulated.calls.clear()
@@ -181,7 +184,7 @@ def test_few_operations(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatc
     emulated.calls.clear()
     with Operations() as operations:
         allocator(relevance=relevance)
-    assert len(emulated.named("launch")) == 7 and operations.count < 30
+    assert len(emulated.named("launch")) == 8 and operations.count < 30
 
 
 class Operations(TorchDispatchMode):
@@ -206,7 +209,7 @@ def test_what_is_left_to_torch(emulated: EmulatedDevice) -> None:
     tokens = lod.allocate.LogPolar(20)(relevance=relevance, fixation=PLACES.float())
     assert tokens.scores.requires_grad
     torch.func.grad(lambda one: lod.cortical_sites(one, 20, (60, 80))[..., 0].sum())(PLACES[0].float())
-    assert [call[1].name for call in emulated.named("launch")] == SEARCH
+    assert [call[1].name for call in emulated.named("launch")] == [*SEARCH, "best"]
     emulated.calls.clear()
     with torch.no_grad():
         assert by_one_launch(points, 20, (60, 80), 14, e0, relevance) is not None

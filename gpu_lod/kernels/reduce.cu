@@ -149,34 +149,37 @@ __device__ __forceinline__ Piece piece_of(const Side& down, const Side& right, i
     return p;
 }
 
-struct Whole { static constexpr bool value = true; };
-struct Partial { static constexpr bool value = false; };
+// A column's rows, one after the other, of texels both of whose sides are longer than one. Which taps there are is told when
+// this is compiled, and where they are moves on from row to row: to find each by itself would take several times what making
+// a level does.
+template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS> struct Column {
+    typename Texels::Pointer at;
+    int width;  // from row to row
+    Shares by_width;
+    int height;  // of the level that is read
+    float part;  // 1 / height
+    Value above;
+    Value* target;
+    int stride;
+    element* stored;
 
-// Level k of a piece, of texels from its first one on, both sides longer than one, into shared memory and, what is owned,
-// into its level. All that some rows are made of is asked for before any of them is stored. Which taps there are is told
-// when this is compiled, and where they are moves on from row to row: to find each by itself would take several times
-// what making a level does.
-template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS>
-__device__ __forceinline__ void make_piece(typename Texels::Pointer at, int width, const Piece& p, const Side& down,
-                                           const Side& right, int k, Value* target, int stride, const Level& level) {
-    Shares by_width = shares(p.x, right.n[k - 1], right.part[k - 1]);
-    int height = down.n[k - 1], owned = p.x < right.own[k] ? down.own[k] : p.first;
-    float part = down.part[k - 1];
-    element* stored = level.plane + ((long long)p.first * level.width + p.x);
-    auto across = [&]() {
+    __device__ __forceinline__ Value across() {
         Value a = Texels::at(at[0]), b = Texels::at(at[1]);
-        return ODD_COLUMNS ? three(a, b, Texels::at(at[1 + ODD_COLUMNS]), by_width) : two(a, b);
-    };
-    Value above = Value();
-    if (ODD_ROWS) above = across(), at += width;
-    auto make = [&](int y, auto whole) {
+        Value made = ODD_COLUMNS ? three(a, b, Texels::at(at[1 + ODD_COLUMNS]), by_width) : two(a, b);
+        at += width;
+        return made;
+    }
+
+    // AT_ONCE rows from y on, or those before `last`; before `owned` they are written. All that they are made of is asked
+    // for before any of them is stored.
+    template <bool ALL> __device__ __forceinline__ void make(const Level& level, int y, int last, int owned) {
         Value rows[2 * AT_ONCE];
 #pragma unroll
         for (int i = 0; i < 2 * AT_ONCE; ++i)
-            if (whole.value || y + i / 2 < p.last) rows[i] = across(), at += width;
+            if (ALL || y + i / 2 < last) rows[i] = across();
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
-            if (whole.value || y + i < p.last) {
+            if (ALL || y + i < last) {
                 Value value = two(rows[2 * i], rows[2 * i + 1]);
                 if (ODD_ROWS) value = three(above, rows[2 * i], rows[2 * i + 1], shares(y + i, height, part));
                 above = rows[2 * i + 1];
@@ -185,10 +188,20 @@ __device__ __forceinline__ void make_piece(typename Texels::Pointer at, int widt
                 stored += level.width;
             }
         target += AT_ONCE * stride;
-    };
-    int y = p.first;
-    for (; y + AT_ONCE <= p.last; y += AT_ONCE) make(y, Whole());
-    if (AT_ONCE > 1 && y < p.last) make(y, Partial());
+    }
+};
+
+// Level k of a piece, of texels from its first one on, into shared memory and, what is owned, into its level.
+template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS>
+__device__ __forceinline__ void make_piece(typename Texels::Pointer at, int width, const Piece& p, const Side& down,
+                                           const Side& right, int k, Value* target, int stride, const Level& level) {
+    int owned = p.x < right.own[k] ? down.own[k] : p.first, y = p.first;
+    Column<Texels, AT_ONCE, ODD_ROWS, ODD_COLUMNS> column = {
+        at, width, shares(p.x, right.n[k - 1], right.part[k - 1]), down.n[k - 1], down.part[k - 1], Value(), target, stride,
+        level.plane + ((long long)p.first * level.width + p.x)};
+    if (ODD_ROWS) column.above = column.across();
+    for (; y + AT_ONCE <= p.last; y += AT_ONCE) column.template make<true>(level, y, p.last, owned);
+    if (AT_ONCE > 1 && y < p.last) column.template make<false>(level, y, p.last, owned);
 }
 
 // The same where one of the sides is 1.
