@@ -160,15 +160,16 @@ def test_a_chain_is_one_launch(emulated: EmulatedDevice) -> None:
 
 
 def test_few_launches(emulated: EmulatedDevice, window: int) -> None:
-    """A tile gives six levels, or as many as have even sides above them, or three, or four where that saves a launch; a
-    block makes what is left of 128 texels a side."""
+    """A tile gives six levels, or as many as have even sides above them, or three, or four where else more than a tile is
+    left; a block makes what is left of 128 texels a side."""
     for size, expected in {
         (1024, 1024): [(0, 6, True, True)],
         (8192, 4096): [(0, 6, True, True)],
         (16384, 4096): [(0, 6, True, False), (6, 3, False, True)],
         (224, 224): [(0, 5, True, True)],
         (1080, 1920): [(0, 3, True, False), (3, 3, False, True)],
-        (1001, 777): [(0, 3, False, True)],
+        (1001, 777): [(0, 4, False, True)],
+        (449, 513): [(0, 3, False, True)],
         (1023, 2047): [(0, 4, False, True)],
         (4097, 4097): [(0, 3, False, False), (3, 3, False, True)],
         (300, 500): [(0, 2, True, True)],

@@ -32,8 +32,6 @@ MOST_TEXELS = 2**30
 RESIDENT = 4
 """Blocks of a multiprocessor that registers suffice for. Where sides are even, so many make the tiles of an image, each
 as many as fall to it: of one it would read too little for the time that it waits."""
-WAVES = 2
-"""Of blocks that run at once: with fewer tiles than that they are smaller."""
 BLOCK_BYTES = 21828
 """Of shared memory that a block takes, with what CUDA keeps of it: some GPUs have room for fewer blocks."""
 COUNTERS = 2**15
@@ -107,9 +105,8 @@ def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fou
         made.part_y[level], made.part_x[level] = _part(h), _part(w)
     for level, (h, w) in enumerate(sizes[:3]):
         side = TILE >> level
-        along = (tiles[0][1] - 1) * side
-        made.to_row[level] = side * w - along
-        made.to_plane[level] = h * w - (tiles[0][0] - 1) * side * w - along
+        made.to_row[level] = side * w - tiles[0][1] * side
+        made.to_plane[level] = h * w - tiles[0][0] * side * w
     end, views = 0, []
     for level, (h, w) in enumerate(sizes[1:], start=1):
         made.first[level] = end // size
@@ -149,8 +146,8 @@ def _rounds(sizes: list[tuple[int, int]], fours: bool) -> list[tuple[int, int, b
         even = group > 1 and fours and base == 0
         if not even:
             group = min(left, RAGGED_GROUP if max(h, w) > TILE else GROUP)
-            if left > group + 1 and max(sizes[base + group + 1]) <= LAST < max(sizes[base + group]):
-                group += 1  # that saves a launch
+            if left > group + 1 and max(sizes[base + group + 1]) <= LAST and max(sizes[base + group]) > TILE:
+                group += 1  # that saves a launch, or the last block three quarters of its work
         finish = left > group and max(sizes[base + group]) <= LAST
         result.append((base, group, even, finish))
         base = len(sizes) if finish else base + group
@@ -164,7 +161,7 @@ def _ragged(size: tuple[int, int], group: int, planes: int, resident: int) -> tu
     for window in reversed(WINDOWS):
         own = (1 << window - group) - (1 if group > 1 else 2)  # level 1 is made by twos
         down, across = (-(-side // (own << group)) for side in size)
-        if planes * down * across > resident * WAVES:
+        if planes * down * across > resident // RESIDENT:  # some for each multiprocessor
             break
     return window, own, down, across
 

@@ -25,7 +25,12 @@
 #define GROUP 6         // levels that a tile gives at most, and one more where it is all that there is of a plane
 #define TILE (1 << GROUP)
 #define MOST_LEVELS 32
-#define LEAST_BLOCKS 4  // of a multiprocessor that registers suffice for; chain.py has it too
+// Blocks of a multiprocessor that registers suffice for; chain.py has those of EVEN too.
+#ifdef EVEN
+#define LEAST_BLOCKS 4
+#else
+#define LEAST_BLOCKS 3
+#endif
 #define ROWS_AT_ONCE 4  // that a thread makes of texels which it reads at once
 
 struct Chain {
@@ -36,7 +41,8 @@ struct Chain {
     unsigned long long first[MOST_LEVELS];       // of each level in `packed`
     unsigned long long first_wide[MOST_LEVELS];  // of each level in `wide`, or NOT_KEPT
     float part_y[MOST_LEVELS], part_x[MOST_LEVELS];  // of each level, 1 / side
-    // If EVEN: elements from a tile's corner to the next tile's, at levels 0 to 2, where that begins a row, or a plane.
+    // If EVEN: elements from behind a row of tiles to the next row, at levels 0 to 2, and from behind a plane's to the next
+    // plane.
     long long to_row[3], to_plane[3];
     int height, width, levels;                   // levels: level 0 included
     int base, group;                             // tiles are of level `base`, and give `group` levels below it
@@ -452,9 +458,10 @@ __device__ __forceinline__ Tile tile_at(const Chain& c, unsigned index) {
 
 #define SQUARES (TILE / 4)  // of a side of a tile
 #define BATCH 16            // tiles whose levels from 3 on are made together, so that all threads have one to make
-#define COLUMNS (SQUARES / PIECES)  // threads to a row of squares. So many parts of a block make tiles of their own:
-#define PART (THREADS / PIECES)     // of so many threads
-#define STEPS (BATCH / PIECES)      // and so many tiles of a batch
+// Threads to a row of squares. PIECES parts of a block make a tile each, beside one another, so that whatever the type a
+// row of 256 bytes is read at once: of 64 bytes memory gives little more than half as many.
+#define COLUMNS (SQUARES / PIECES)
+#define STEPS (BATCH / PIECES)  // tiles of a part to a batch
 
 // A thread's squares of one tile after the other. From tile to tile what it reads and writes only moves on: to find it
 // anew would take more than to make it. ROWS: those of the image begin at multiples of a Row, so that those of levels 1
@@ -464,7 +471,7 @@ template <bool ROWS> struct Walk {
     const element* at;
     element *first, *second;  // of levels 1 and 2
 
-    __device__ __forceinline__ int y() const { return tile_y * TILE + (int)threadIdx.x % PART / COLUMNS * 4; }
+    __device__ __forceinline__ int y() const { return tile_y * TILE + (int)threadIdx.x / SQUARES * 4; }
     __device__ __forceinline__ int x() const { return tile_x * TILE + (int)threadIdx.x % COLUMNS * (4 * PIECES); }
     __device__ __forceinline__ void find_source(const Chain& c, const Tile& t) {
         tile_y = t.y, tile_x = t.x;
@@ -514,12 +521,9 @@ template <bool ROWS> struct Walk {
 
 #ifdef KEEP_WIDE
 // Level 2 of a batch of tiles, unrounded, where the next launch goes on from it.
-__device__ void keep_wide(const Chain& c, unsigned begin, unsigned end, unsigned tiles, unsigned done,
-                          const Value* second) {
-    for (unsigned slot = 0; slot < BATCH; ++slot) {
-        unsigned which = slot / STEPS * tiles + done + slot % STEPS;
-        if (done + slot % STEPS >= tiles || begin + which >= end) continue;
-        Tile t = tile_at(c, begin + which);
+__device__ void keep_wide(const Chain& c, unsigned begin, unsigned end, const Value* second) {
+    for (unsigned slot = 0; slot < BATCH && begin + slot < end; ++slot) {
+        Tile t = tile_at(c, begin + slot);
         int y = t.y * SQUARES + (int)threadIdx.x / SQUARES, x = t.x * SQUARES + (int)threadIdx.x % SQUARES;
         Level level = level_of(c, t.plane, 2);
         if (y < c.height / 4 && x < level.width)
@@ -534,57 +538,55 @@ __device__ void keep_wide(const Chain& c, unsigned begin, unsigned end, unsigned
 template <bool ROWS>
 __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, unsigned end, Value* second,
                                                 Value* fourth) {
-    unsigned part = threadIdx.x / PART, tiles = (end - begin + PIECES - 1) / PIECES;  // of a part
-    unsigned mine = end - begin - min(part * tiles, end - begin);
-    if (mine > tiles) mine = tiles;
-    Tile tile = tile_at(c, begin + part * tiles);
+    unsigned mine = begin + threadIdx.x / COLUMNS % PIECES;  // the tile that is read
+    Tile tile = tile_at(c, mine);
     Walk<ROWS> walk;
     walk.find_source(c, tile);
     Stored squares;
-    int inside = mine ? walk.inside(c) : 0;
+    int inside = mine < end ? walk.inside(c) : 0;
     walk.read(c, inside, squares);
     walk.find_levels(c, tile);
 #pragma unroll 1
-    for (unsigned done = 0; done < tiles; done += STEPS) {
+    for (; begin < end; begin += BATCH) {
+        Value* whole = second + threadIdx.x / COLUMNS % PIECES * (SQUARES * SQUARES) +
+                       threadIdx.x / SQUARES * SQUARES + threadIdx.x % COLUMNS * PIECES;
 #pragma unroll 1
-        for (unsigned step = 0; step < STEPS && done + step < mine; ++step) {
+        for (int step = 0; step < STEPS && mine < end; ++step) {
             int count = inside;
             Quarters made = quarters(squares);
-            long long by[3] = {TILE, TILE / 2, TILE / 4};
-            if (++walk.tile_x == c.tiles_x) {
-                walk.tile_x = 0;
+            long long by[3] = {PIECES * TILE, PIECES * TILE / 2, PIECES * TILE / 4};
+            for (walk.tile_x += PIECES; walk.tile_x >= c.tiles_x; walk.tile_x -= c.tiles_x) {
                 bool ends = ++walk.tile_y == c.tiles_y;
                 if (ends) walk.tile_y = 0;
 #pragma unroll
-                for (int i = 0; i < 3; ++i) by[i] = ends ? c.to_plane[i] : c.to_row[i];
+                for (int i = 0; i < 3; ++i) by[i] += c.to_row[i] + (ends ? c.to_plane[i] : 0);
             }
             walk.at += by[0];
-            inside = done + step + 1 < mine ? walk.inside(c) : 0;
+            mine += PIECES;
+            inside = mine < end ? walk.inside(c) : 0;
             walk.read(c, inside, squares);
             if (count) {
                 walk.write(c, count, made);
-                Value* whole = second + ((part * STEPS + step) * PART + threadIdx.x % PART) * PIECES;
 #pragma unroll
                 for (int i = 0; i < PIECES; ++i) whole[i] = made.whole[i];
             }
+            whole += PIECES * (SQUARES * SQUARES);
             walk.first += by[1], walk.second += by[2];
         }
         __syncthreads();
 #ifdef KEEP_WIDE
-        if (c.group == 2 && c.first_wide[2] != NOT_KEPT) keep_wide(c, begin, end, tiles, done, second);
+        if (c.group == 2 && c.first_wide[2] != NOT_KEPT) keep_wide(c, begin, end, second);
 #endif
         unsigned slot = threadIdx.x / 16, y = threadIdx.x / 4 % 4, x = threadIdx.x % 4;
-        unsigned which = slot / STEPS * tiles + done + slot % STEPS;
-        if (c.group > 2 && done + slot % STEPS < tiles && begin + which < end) {
-            Tile t = tile_at(c, begin + which);
+        if (c.group > 2 && begin + slot < end) {
+            Tile t = tile_at(c, begin + slot);
             fourth[threadIdx.x] = write_square(c, t.plane, 2, c.group - 2, t.y * 4 + (int)y, t.x * 4 + (int)x,
                                                second + slot * (SQUARES * SQUARES) + 4 * y * SQUARES + 4 * x, SQUARES);
         }
         __syncthreads();
         slot = threadIdx.x;
-        which = slot / STEPS * tiles + done + slot % STEPS;
-        if (c.group > 4 && slot < BATCH && done + slot % STEPS < tiles && begin + which < end) {
-            Tile t = tile_at(c, begin + which);
+        if (c.group > 4 && slot < BATCH && begin + slot < end) {
+            Tile t = tile_at(c, begin + slot);
             write_square(c, t.plane, 4, c.group - 4, t.y, t.x, fourth + 16 * slot, 4);
         }
     }
