@@ -160,8 +160,8 @@ def test_a_chain_is_one_launch(emulated: EmulatedDevice) -> None:
 
 
 def test_few_launches(emulated: EmulatedDevice, window: int) -> None:
-    """A tile gives six levels, or as many as have even sides above them, or three; or four, where three would leave more
-    than a tile has. A block makes what is left of 128 texels a side."""
+    """A tile gives six levels, or as many as have even sides above them, or three; or four, where three leave more than
+    a tile has. A block makes what is left of 128 texels a side."""
     for size, expected in {
         (1024, 1024): [(0, 6, True, True)],
         (8192, 4096): [(0, 6, True, True)],
