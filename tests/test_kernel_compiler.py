@@ -57,7 +57,7 @@ def test_every_variant_compiles_without_a_warning(arch: str, kernel: Kernel) -> 
 
 
 def test_no_lambda_is_a_template() -> None:
-    """NVRTC 13.0, which torch 2.11 brings, takes one for a function of the host. The one of the tests is newer, and does
+    """NVRTC 13.0, which torch 2.11 brings, takes one for a function of the host. The tests have a newer one, which does
     not."""
     generic = re.compile(r"\[[^\]]*\]\s*\([^)]*\bauto\b")
     assert generic.search("auto make = [&](int y, auto whole) {")
