@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +133,20 @@ def gpu_goals(found: Found) -> str:
     for what, many, most in GPU_GOALS:
         cells = [f"{what} at most {most:g} ms"]
         for job in (GIVEN, ALONE):
-            best: dict[str, float] = {}
-            for (name, of, batch), row in found.items():
-                if batch == many and of in (job, f"{job}, planned") and name in lod.allocate.names():
-                    best[name] = min(row["median_ms"], best.get(name, math.inf))
+            ways = {"as plans": f"{job}, planned", "in calls": job}
+            times = {
+                how: {
+                    name: row["median_ms"]
+                    for (name, of, batch), row in found.items()
+                    if batch == many and of == way and name in lod.allocate.names()
+                }
+                for how, way in ways.items()
+            }
+            best = {name: min(of[name] for of in times.values() if name in of) for of in times.values() for name in of}
             missed = [f"{name} {ms:.2f}" for name, ms in sorted(best.items(), key=lambda one: one[1]) if ms > most]
-            reached = [name for name, ms in best.items() if ms <= most]
+            reached = [f"{sum(ms <= most for ms in of.values())} of {len(of)} {how}" for how, of in times.items() if of]
             tail = [f"missed: {', '.join(missed)}"] if missed else []
-            cells.append("; ".join([f"reached by {len(reached)} of {len(best)}", *tail]) if best else "not measured")
+            cells.append("; ".join([f"reached by {', '.join(reached)}", *tail]) if best else "not measured")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
