@@ -99,9 +99,10 @@ _HALVINGS = 52
 def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Tensor:
     """How much each of [B, N] is among the best `count`: in [0, 1], and `count` in sum for each row.
 
-    It is sigmoid((score - t) / temperature) with the threshold t at which the sum is right, found by bisection; the
-    gradient is exact, by the implicit function theorem: it passes through t. As the temperature falls the result
-    approaches the indicator of the best `count`. Infinite scores are those of very large ones; of integers it is fp32.
+    It is sigmoid((score - t) / temperature) with the threshold t at which the sum is right, found by bisection or, on
+    a GPU, by its slope; the gradient is exact, by the implicit function theorem: it passes through t. As the
+    temperature falls the result approaches the indicator of the best `count`. Infinite scores are those of very large
+    ones; of integers it is fp32.
 
     Raises:
         InputError: a count below 1 or above N, a temperature that is not positive, or scores that are no real numbers,

@@ -27,7 +27,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) best(const Best p) {
     int me = (int)threadIdx.x;
     const Score* scores = p.scores + (unsigned long long)blockIdx.x * (unsigned)p.there;
     unsigned long long first = (unsigned long long)blockIdx.x * (unsigned)p.count;
-    auto value = [scores](int i) { return -((double)scores[i] + 0.0); };  // the lowest is the best; and one zero is like another
+    // The lowest is the best; one zero is like another, and a NaN, whatever its bits, before all numbers.
+    auto value = [scores](int i) {
+        double score = scores[i];
+        return score == score ? -(score + 0.0) : __longlong_as_double((long long)0xffffffffffffffffull);
+    };
     unsigned long long last = ~0ull;
     int ties = p.there;
     if (p.count < p.there) {

@@ -19,7 +19,7 @@ ALIGNMENT = 256
 GROUP = 6
 """Levels that a tile gives at most."""
 RAGGED_GROUP = 3
-"""That it gives where sides are odd, and the image larger than a tile: the more, the more tiles make twice."""
+"""That it gives, or one more, where sides are odd and the image larger than a tile. More make more twice."""
 TILE = 1 << GROUP
 LAST = 2 * TILE
 """Texels a side of a level at most that one block makes those below of."""
@@ -86,10 +86,13 @@ class _Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool, resident: int) -> _Layout:
+def _layout(
+    shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fours: bool, units: int, each: int
+) -> _Layout:
     """Args:
     fours: rows of level 0 are whole groups of four elements, and begin where one may.
-    resident: blocks that run at once, of those that make several tiles.
+    units: multiprocessors.
+    each: blocks that run on one at once, of those that make several tiles.
     """
     *outer, height, width = shape
     planes, size = math.prod(outer), dtype.itemsize
@@ -129,9 +132,9 @@ def _layout(shape: torch.Size, levels: int, dtype: torch.dtype, reduce: str, fou
         if even:
             made.tiles_y, made.tiles_x = tiles[base]
         else:
-            made.window, made.own, made.tiles_y, made.tiles_x = _ragged(sizes[base], group, planes, resident)
+            made.window, made.own, made.tiles_y, made.tiles_x = _ragged(sizes[base], group, planes, units)
         made.tiles = planes * made.tiles_y * made.tiles_x
-        made.at_once = -(-made.tiles // resident) if even else 1
+        made.at_once = -(-made.tiles // (units * each)) if even else 1
         launches.append((reduction(dtype, reduce, even), -(-made.tiles // made.at_once), bytes(made)))
     return _Layout(launches, end // size, wide, planes if rounds[-1][-1] else 0, views)
 
@@ -154,14 +157,14 @@ def _rounds(sizes: list[tuple[int, int]], fours: bool) -> list[tuple[int, int, b
     return result
 
 
-def _ragged(size: tuple[int, int], group: int, planes: int, resident: int) -> tuple[int, int, int, int]:
+def _ragged(size: tuple[int, int], group: int, planes: int, units: int) -> tuple[int, int, int, int]:
     """window, own and tiles down and across of a launch where sides are odd, as reduce.cu has them."""
     if max(size) <= TILE:
         return GROUP, TILE, 1, 1
     for window in reversed(WINDOWS):
         own = (1 << window - group) - (1 if group > 1 else 2)  # level 1 is made by twos
         down, across = (-(-side // (own << group)) for side in size)
-        if planes * down * across > resident // RESIDENT:  # some for each multiprocessor
+        if planes * down * across > units:  # some for each multiprocessor
             break
     return window, own, down, across
 
@@ -214,8 +217,8 @@ def chain(device: Device, image: torch.Tensor, levels: int, reduce: str) -> list
         return []
     source = image.data_ptr()
     fours = image.shape[-1] % 4 == 0 and source % (4 * image.dtype.itemsize) == 0
-    resident = min(RESIDENT, device.shared_bytes // BLOCK_BYTES)
-    layout = _layout(image.shape, levels, image.dtype, reduce, fours, device.multiprocessors * max(resident, 1))
+    each = max(min(RESIDENT, device.shared_bytes // BLOCK_BYTES), 1)
+    layout = _layout(image.shape, levels, image.dtype, reduce, fours, device.multiprocessors, each)
     packed = torch.empty(layout.elements, dtype=image.dtype, device=image.device)
     finished = wide = 0
     keep: list[torch.Tensor] = []  # until all is queued

@@ -306,7 +306,7 @@ def threshold(
     """
     rows, scores = logits.shape
     if scores > MOST_SCORES:
-        raise LimitError(f"{scores} scores are more than a block bisects ({MOST_SCORES}).")
+        raise LimitError(f"{scores} scores are more than a block goes through ({MOST_SCORES}).")
     logits = logits.detach().contiguous()
     centres, found, share = logits.new_empty(rows, 1), logits.new_empty(rows, 1), torch.empty_like(logits)
     parameters = Threshold(

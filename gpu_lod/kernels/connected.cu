@@ -1,5 +1,5 @@
-// Superpixels that hang together, of pixels' nearest centres: parts of at least `least` pixels are numbered in the order of
-// their first pixels, smaller ones go to a neighbour. A block for each picture.
+// Superpixels that hang together, of pixels' nearest centres: parts of at least `least` pixels are numbered in the
+// order of their first pixels, smaller ones go to a neighbour. A block for each picture.
 #define THREADS 1024
 #include "block.cuh"
 
@@ -17,10 +17,10 @@ struct Connected {
 template <class Place> struct Picture {
     int rows, columns;
     unsigned long long part_of_row;  // 2^32 / columns, rounded up
-    int* whole;   // of each pixel: the first of all that hang together; -1 less the first of its part, once that is searched
+    int* whole;   // of each pixel: the first of all that hang together; once searched -1 less the first of its part
     Place* next;  // the one that the search for its part came to after it
-    int* number;  // of a part, at its first pixel: how many pixels it has; then its number, or of a small one -1 less the
-                  // first pixel of the part that it goes to
+    int* number;  // of a part, at its first pixel: how many pixels it has; then its number, or of a small one -1 less
+                  // the first pixel of the part that it goes to
 
     // As pixel % columns is, of up to 2^16 of them, which a search would wait for at every step.
     __device__ __forceinline__ int column(int pixel) const {
@@ -78,7 +78,8 @@ template <class Place> __device__ __forceinline__ int searched(const Picture<Pla
     return size;
 }
 
-// Of the parts that begin before a part of so many pixels does: the one that its search met last. Its own, if there is none.
+// Of the parts that begin before a part of so many pixels does: the one that its search met last. Its own, if there is
+// none.
 template <class Place> __device__ __forceinline__ int met(const Picture<Place>& p, int first, int size) {
     int found = first, pixel = first;
     for (int turn = 0; turn < size; ++turn, pixel = p.next[pixel]) {
@@ -119,8 +120,8 @@ __device__ __forceinline__ void connect(const Connected& p, const Picture<Place>
     }
     __syncthreads();
 
-    // In which order a search comes to pixels matters where it cuts, and where what it meets last counts. A thread for all
-    // that hangs together.
+    // In which order a search comes to pixels matters where it cuts, and where what it meets last counts. A thread for
+    // all that hangs together.
     for (int pixel = me; pixel < pixels; pixel += THREADS) {
         if (whole[pixel] != pixel) continue;
         int left = number[pixel];
@@ -147,7 +148,8 @@ __device__ __forceinline__ void connect(const Connected& p, const Picture<Place>
     __syncthreads();
     for (int pixel = me; pixel < pixels; pixel += THREADS) {
         int first = picture.part(pixel);
-        // Only what begins at the first pixel of all may meet none. It has the first number, as the first large one does.
+        // Only what begins at the first pixel of all may meet none. It has the first number, as the first large one
+        // has.
         while (first > 0 && number[first] < 0) first = -1 - number[first];
         regions[pixel] = max(number[first], 0);
     }

@@ -1,5 +1,5 @@
-// The pictures that superpixels are made of: colours scaled to [0, 1] by each picture's least and greatest value, in Lab
-// (D65, 2 degrees), and divided by the compactness; grey as (grey, 0, 0). A thread for each pixel.
+// The pictures that superpixels are made of: colours scaled to [0, 1] by each picture's least and greatest value, in
+// Lab (D65, 2 degrees), and divided by the compactness; grey as (grey, 0, 0). A thread for each pixel.
 #include "block.cuh"
 
 struct Lab {

@@ -1,6 +1,5 @@
-// A mip level on the grid of a quadtree's nodes, patch x patch texels each, and what each node loses against its children:
-// a block for each node.
-// One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
+// A mip level on the grid of a quadtree's nodes, patch x patch texels each, and what each node loses against its
+// children: a block for each node. One of UINT8, FLOAT16, BFLOAT16, FLOAT32.
 #include "block.cuh"
 #include "elements.cuh"
 

@@ -1,5 +1,5 @@
-// The nearest centre of each pixel, in place and colour, of those whose windows it is in: a thread for each pixel of each
-// picture.
+// The nearest centre of each pixel, in place and colour, of those whose windows it is in: a thread for each pixel of
+// each picture.
 #define THREADS 64  // few, so that a small picture has many blocks
 #include "intrinsics.cuh"
 

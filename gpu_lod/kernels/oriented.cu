@@ -1,5 +1,5 @@
-// The oriented energy of planes at 0, 45, 90 and 135 degrees: rows by the four filters, then columns by the basis of seven,
-// steered. A block makes a tile; borders are mirrored about the outermost samples.
+// The oriented energy of planes at 0, 45, 90 and 135 degrees: rows by the four filters, then columns by the basis of
+// seven, steered. A block makes a tile; borders are mirrored about the outermost samples.
 #include "block.cuh"
 #include "mirrored.cuh"
 

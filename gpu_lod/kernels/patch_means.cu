@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) patch_means(const PatchMea
     unsigned long long patch = (unsigned long long)blockIdx.x * THREADS + threadIdx.x;
     if (patch >= p.patches) return;
     unsigned long long row = patch / (unsigned)p.columns, plane = row / (unsigned)p.rows;
-    int left = (int)(patch - row * (unsigned)p.columns) * p.patch, top = (int)(row - plane * (unsigned)p.rows) * p.patch;
+    int left = (int)(patch - row * (unsigned)p.columns) * p.patch;
+    int top = (int)(row - plane * (unsigned)p.rows) * p.patch;
     int across = min(p.patch, p.width - left), many = across * min(p.patch, p.height - top);
     const float* at = p.pictures + (plane * (unsigned)p.height + (unsigned)top) * (unsigned)p.width + (unsigned)left;
     float sum = 0.0f;

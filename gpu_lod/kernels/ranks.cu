@@ -12,8 +12,9 @@ struct Ranks {
     int tiles;                // of THREADS values, in an image
 };
 
-// Bits in the order of the numbers, the highest first; one zero is like another.
+// Bits in the order of the numbers, the highest first; one zero is like another, and NaN before all numbers.
 __device__ __forceinline__ unsigned key_of(float value) {
+    if (value != value) return 0u;
     unsigned bits = __float_as_uint(value + 0.0f);
     return bits >> 31 ? bits : ~bits & 0x7fffffffu;
 }

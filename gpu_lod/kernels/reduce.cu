@@ -1,17 +1,17 @@
 // Levels of a chain, up to all of them in one launch, after AMD's FidelityFX SPD.
 //
-// A block reads a tile of a plane and makes up to six levels of it in shared memory. Where the last of them has 128 x 128
-// texels at most, the block of each plane that is the last to finish makes those below it in the same way.
+// A block reads a tile of a plane and makes up to six levels of it in shared memory. Where the last of them has 128
+// texels a side at most, the block of each plane that is the last to finish makes those below it in the same way.
 //
 // At an odd side the filter is three texels wide, so outputs of neighbouring tiles share inputs: a block makes what it
 // owns and, to the right and below, what its coarser outputs need of its neighbours'. What it does not own it does not
-// write, so no two blocks write the same element. The more levels, the more is made twice: the host asks for three where
-// a level is larger than a tile. Tiles own so much that whatever they make of level k fits 2^(window - k) columns: then
-// each thread has a column, and there is nothing to divide by.
+// write, so no two blocks write the same element. The more levels, the more is made twice: the host asks for three or
+// four of a larger image. Tiles own so much that whatever they make of level k fits 2^(window - k) columns: then each
+// thread has a column, and there is nothing to divide by.
 //
 // EVEN is defined where the image's sides, down to the last level of a tile, are even: then tiles share nothing, and a
-// thread makes two levels at a time of 4 x 4 texels, which it reads at once. A block may make several tiles, one after the
-// other: it reads the next one before it makes this one, and makes the levels from 3 on of many tiles together.
+// thread makes two levels at a time of 4 x 4 texels, which it reads at once. A block may make several tiles, one after
+// the other: it reads the next one before it makes this one, and makes the levels from 3 on of many tiles together.
 //
 // One of UINT8, FLOAT16, BFLOAT16, FLOAT32; one of REDUCE_MEAN, REDUCE_MAX, REDUCE_MIN.
 #ifdef REDUCE_MEAN
@@ -41,8 +41,8 @@ struct Chain {
     unsigned long long first[MOST_LEVELS];       // of each level in `packed`
     unsigned long long first_wide[MOST_LEVELS];  // of each level in `wide`, or NOT_KEPT
     float part_y[MOST_LEVELS], part_x[MOST_LEVELS];  // of each level, 1 / side
-    // If EVEN: elements from behind a row of tiles to the next row, at levels 0 to 2, and from behind a plane's to the next
-    // plane.
+    // If EVEN: elements from behind a row of tiles to the next row, at levels 0 to 2, and from behind a plane's to the
+    // next plane.
     long long to_row[3], to_plane[3];
     int height, width, levels;                   // levels: level 0 included
     int base, group;                             // tiles are of level `base`, and give `group` levels below it
@@ -155,9 +155,9 @@ __device__ __forceinline__ Piece piece_of(const Side& down, const Side& right, i
     return p;
 }
 
-// A column's rows, one after the other, of texels both of whose sides are longer than one. Which taps there are is told when
-// this is compiled, and where they are moves on from row to row: to find each by itself would take several times what making
-// a level does.
+// A column's rows, one after the other, of texels both of whose sides are longer than one. Which taps there are is told
+// when this is compiled, and where they are moves on from row to row: to find each by itself would take several times
+// what making a level does.
 template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS> struct Column {
     typename Texels::Pointer at;
     int width;  // from row to row
@@ -176,8 +176,8 @@ template <class Texels, int AT_ONCE, bool ODD_ROWS, bool ODD_COLUMNS> struct Col
         return made;
     }
 
-    // AT_ONCE rows from y on, or those before `last`; before `owned` they are written. All that they are made of is asked
-    // for before any of them is stored.
+    // AT_ONCE rows from y on, or those before `last`; before `owned` they are written. All that they are made of is
+    // asked for before any of them is stored.
     template <bool ALL> __device__ __forceinline__ void make(const Level& level, int y, int last, int owned) {
         Value rows[2 * AT_ONCE];
 #pragma unroll
@@ -203,8 +203,8 @@ __device__ __forceinline__ void make_piece(typename Texels::Pointer at, int widt
                                            const Side& right, int k, Value* target, int stride, const Level& level) {
     int owned = p.x < right.own[k] ? down.own[k] : p.first, y = p.first;
     Column<Texels, AT_ONCE, ODD_ROWS, ODD_COLUMNS> column = {
-        at, width, shares(p.x, right.n[k - 1], right.part[k - 1]), down.n[k - 1], down.part[k - 1], Value(), target, stride,
-        level.plane + ((long long)p.first * level.width + p.x)};
+        at,     width,  shares(p.x, right.n[k - 1], right.part[k - 1]), down.n[k - 1], down.part[k - 1], Value(),
+        target, stride, level.plane + ((long long)p.first * level.width + p.x)};
     if (ODD_ROWS) column.above = column.across();
     for (; y + AT_ONCE <= p.last; y += AT_ONCE) column.template make<true>(level, y, p.last, owned);
     if (AT_ONCE > 1 && y < p.last) column.template make<false>(level, y, p.last, owned);
@@ -212,8 +212,9 @@ __device__ __forceinline__ void make_piece(typename Texels::Pointer at, int widt
 
 // The same where one of the sides is 1.
 template <class Texels>
-__device__ __forceinline__ void make_thin_piece(typename Texels::Pointer at, int width, const Piece& p, const Side& down,
-                                                const Side& right, int k, Value* target, int stride, const Level& level) {
+__device__ __forceinline__ void make_thin_piece(typename Texels::Pointer at, int width, const Piece& p,
+                                                const Side& down, const Side& right, int k, Value* target, int stride,
+                                                const Level& level) {
     int rows = min(down.n[k - 1], 2 + down.n[k - 1] % 2), columns = min(right.n[k - 1], 2 + right.n[k - 1] % 2);
     Shares by_width = shares(p.x, right.n[k - 1], right.part[k - 1]);
     for (int y = p.first; y < p.last; ++y) {
@@ -235,8 +236,8 @@ __device__ __forceinline__ void make_thin_piece(typename Texels::Pointer at, int
 
 // Level k of a tile. `from` has the first texel that it is made of.
 template <class Texels, int AT_ONCE>
-__device__ __forceinline__ void make_level(const From<Texels>& from, const Side& down, const Side& right, int window, int k,
-                                           Value* tile, int stride, const Level& level) {
+__device__ __forceinline__ void make_level(const From<Texels>& from, const Side& down, const Side& right, int window,
+                                           int k, Value* tile, int stride, const Level& level) {
     Piece p = piece_of(down, right, window, k);
     if (p.first >= p.last) return;
     int y = p.first - down.begin[k], x = p.x - right.begin[k], height = down.n[k - 1], width = right.n[k - 1];
@@ -268,7 +269,8 @@ __device__ void make_level_of_fours(const element* plane, int width, const Side&
 #pragma unroll
             for (int row = 0; row < 3; ++row)
                 if (row < rows) {
-                    Four four = *(const Four*)(plane + (unsigned long long)(height == 1 ? 0 : 2 * y + row) * width + 2 * x);
+                    unsigned long long at = (unsigned long long)(height == 1 ? 0 : 2 * y + row) * width + 2 * x;
+                    Four four = *(const Four*)(plane + at);
                     first[row] = two(load(four.at[0]), load(four.at[1]));
                     next[row] = two(load(four.at[2]), load(four.at[3]));
                 }
@@ -293,8 +295,8 @@ __device__ void make_level_of_fours(const element* plane, int width, const Side&
 #endif
 
 // Levels base + 1 to base + `levels` of a tile of level base.
-__device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int window, int own, int tile_y, int tile_x,
-                          Value* even, Value* odd, Side& down, Side& right) {
+__device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int window, int own, int tile_y,
+                          int tile_x, Value* even, Value* odd, Side& down, Side& right) {
     int k = (int)threadIdx.x % 32;
     if (threadIdx.x < 32 && k <= levels) span(c, down, true, own, tile_y, base, levels, k);
     else if (threadIdx.x < 64 && k <= levels) span(c, right, false, own, tile_x, base, levels, k);
@@ -350,8 +352,9 @@ __device__ __forceinline__ Halves halves(const Square& s) {
 // Squares of 4 x 4 texels next to one another that a thread makes: as many as 16 bytes of a row are of.
 #define PIECES (4 / (int)sizeof(element))
 
-// What is read, and what is made of it, as it is stored. One instruction each where rows begin at multiples of that. What
-// is read stays in words until it is needed: taken apart before, it would be waited for, and take four times the registers.
+// What is read, and what is made of it, as it is stored. One instruction each where rows begin at multiples of that.
+// What is read stays in words until it is needed: taken apart before, it would be waited for, and take four times the
+// registers.
 #define WORDS (int)sizeof(element)  // of four elements
 struct alignas(4 * sizeof(element)) PieceOfRow { unsigned words[WORDS]; };
 struct alignas(16) Row { PieceOfRow of[PIECES]; };
@@ -434,7 +437,8 @@ __device__ __forceinline__ Value write_square(const Chain& c, unsigned plane, in
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            if (2 * y + i < height && 2 * x + j < width) write(first, first.plane + ((long long)(2 * y + i) * width + 2 * x + j), h.half[i][j]);
+            if (2 * y + i < height && 2 * x + j < width)
+                write(first, first.plane + ((long long)(2 * y + i) * width + 2 * x + j), h.half[i][j]);
     if (levels > 1 && 2 * y < height && 2 * x < width) {
         Level next = level_of(c, plane, level + 2);
         write(next, next.plane + ((long long)y * next.width + x), h.whole);
@@ -458,8 +462,9 @@ __device__ __forceinline__ Tile tile_at(const Chain& c, unsigned index) {
 
 #define SQUARES (TILE / 4)  // of a side of a tile
 #define BATCH 16            // tiles whose levels from 3 on are made together, so that all threads have one to make
-// Threads to a row of squares. PIECES parts of a block make a tile each, beside one another, so that whatever the type a
-// row of 256 bytes is read at once: of 64 bytes memory gives little more than half as many.
+// Threads to a row of squares. PIECES parts of a block make a tile each of so many that follow one another, mostly
+// beside one another, so that whatever the type 256 bytes of a row are read at once: of 64 bytes memory gives little
+// more than half as many.
 #define COLUMNS (SQUARES / PIECES)
 #define STEPS (BATCH / PIECES)  // tiles of a part to a batch
 
@@ -533,8 +538,8 @@ __device__ void keep_wide(const Chain& c, unsigned begin, unsigned end, const Va
 #endif
 
 // Levels 1 to `group`, two at least, of tiles from `begin` to before `end`. The two levels of the smallest squares a
-// thread makes of what it has read; of those of a batch of tiles, each thread makes the next two; of these, one the last
-// two.
+// thread makes of what it has read; of those of a batch of tiles, each thread makes the next two; of these, one the
+// last two.
 template <bool ROWS>
 __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, unsigned end, Value* second,
                                                 Value* fourth) {
@@ -593,8 +598,8 @@ __device__ __forceinline__ void make_even_tiles(const Chain& c, unsigned begin, 
 }
 #endif
 
-// Whether this block is the last one that makes tiles of a plane: all that were before it has then been written. The fences
-// of one thread are the block's, as barriers stand before and behind them.
+// Whether this block is the last one that makes tiles of a plane: all that were before it has then been written. The
+// fences of one thread are the block's, as barriers stand before and behind them.
 __device__ __forceinline__ bool last_of_plane(const Chain& c, unsigned plane, unsigned mine, int* last) {
     unsigned all = (unsigned)(c.tiles_x * c.tiles_y);
     __syncthreads();
@@ -629,8 +634,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
         unsigned first = plane * of_plane, beyond = first + of_plane;
         unsigned mine = (end < beyond ? end : beyond) - (begin > first ? begin : first);
         if (last_of_plane(c, plane, mine, &last))
-            make_tile(c, plane, c.group, c.levels - 1 - c.group, last_window(c, c.group), 2 * TILE, 0, 0, even, odd, down,
-                      right);
+            make_tile(c, plane, c.group, c.levels - 1 - c.group, last_window(c, c.group), 2 * TILE, 0, 0, even, odd,
+                      down, right);
     }
 #else
     unsigned plane = blockIdx.x / of_plane;

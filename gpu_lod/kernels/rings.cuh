@@ -19,9 +19,9 @@ struct Sample {
     bool zero;
 };
 
-// A block makes a piece of some rings that follow each other, so that no thread divides; x counts pieces, y those rings, z
-// layers. `make` gets a sample of each ring and how many rings there are, their layer, where the first channel of the
-// first one goes, and how far apart channels are. All that places them is asked for before any of it is needed.
+// A block makes a piece of some rings that follow each other, so that no thread divides; x counts pieces, y those
+// rings, z layers. `make` gets a sample of each ring and how many rings there are, their layer, where the first channel
+// of the first one goes, and how far apart channels are. All that places them is asked for before any of it is needed.
 template <int AT_ONCE, class Make> __device__ __forceinline__ void each_sample(const Rings& r, const Make& make) {
     unsigned wedge = blockIdx.x * blockDim.x + threadIdx.x, samples = r.ring_count * r.wedge_count;
     if (wedge >= r.wedge_count) return;

@@ -1,5 +1,5 @@
-// The background of HybridAtlas: its cells along a curve, cut into runs of even length, each with a token that stands for the
-// square about it. A block for each image.
+// The background of HybridAtlas: its cells along a curve, cut into runs of even length, each with a token that stands
+// for the square about it. A block for each image.
 #include "block.cuh"
 
 #define MOST 1024  // runs, for whose boxes a block has room

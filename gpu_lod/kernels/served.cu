@@ -15,8 +15,8 @@ struct Served {
     int bands, patches;
 };
 
-// Whether a pair is given, if bands are full from the ranks on that are known: a patch goes to the first of its pairs whose
-// band was not full yet.
+// Whether a pair is given, if bands are full from the ranks on that are known: a patch goes to the first of its pairs
+// whose band was not full yet.
 __device__ __forceinline__ bool given_away(const Served& p, const int* rank, const int* full, int band, int patch) {
     int mine = rank[band * p.patches + patch];
     bool given = mine <= full[band];

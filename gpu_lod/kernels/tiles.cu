@@ -12,7 +12,8 @@ struct Tiles {
 };
 
 template <class Pixels> __device__ __forceinline__ void cut(const Tiles& p) {
-    unsigned step = (unsigned)(sizeof(Pixels) / sizeof(float)), patch = (unsigned)p.patch, columns = (unsigned)p.columns;
+    unsigned step = (unsigned)(sizeof(Pixels) / sizeof(float));
+    unsigned patch = (unsigned)p.patch, columns = (unsigned)p.columns;
     unsigned across = patch / step, area = across * patch, all = area * (unsigned)p.channels;
     unsigned line = blockIdx.x / (unsigned)p.groups, column = (blockIdx.x - line * (unsigned)p.groups) * AT_ONCE;
     unsigned image = line / (unsigned)p.rows, row = line - image * (unsigned)p.rows;

@@ -1,7 +1,8 @@
-// Virtual tokens of SoftVortex: how much each blends of every patch, and what it gathers so. A block for each token of each
-// image, which goes through all patches.
+// Virtual tokens of SoftVortex: how much each blends of every patch, and what it gathers so. A block for each token of
+// each image, which goes through all patches.
 //
-// WEIGHTS is defined for the second of two launches: between them tokens are ordered by the scores that the first finds.
+// WEIGHTS is defined for the second of two launches: between them tokens are ordered by the scores that the first
+// finds.
 #include "block.cuh"
 
 #define MOST_PATCHES 8192  // for which a block has room
