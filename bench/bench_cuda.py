@@ -438,9 +438,11 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     add(run.mipmap, last, torch.uint8, "cold", 4)
     for size in reversed(main):
         add(run.mipmap, size)
-    add(run.log_polar, last, torch.float32, "warm", 1024, 1024)
-    add_rows(f"foveate {first[0]}", bench_samplers.foveate, [first], f32)
-    add_rows("many patches", bench_samplers.gather_patches, [last], f32, budget=MANY)
+    for dtype in (torch.float32, torch.uint8):
+        add(run.log_polar, last, dtype, "warm", 1024, 1024)
+        words = "" if dtype == torch.float32 else " uint8"
+        add_rows(f"foveate {first[0]}{words}", bench_samplers.foveate, [first], [dtype])
+        add_rows(f"many patches{words}", bench_samplers.gather_patches, [last], [dtype], budget=MANY)
     add_rows("fixed cost", bench_log_polar.fixed_cost)
     add(run.odd_sides, (height + 1, width + 1, batch))
     add(run.odd_sides, (height - 1, width - 1, batch))

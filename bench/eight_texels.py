@@ -30,11 +30,12 @@ class Later:
 
 
 class Stack:
-    """A mean pyramid in one fp32 tensor, [B, C, texels], and where its levels lie."""
+    """A mean pyramid in one tensor, [B, C, texels], and where its levels lie. Texels stay as small as they are: what
+    reads them makes fp32 of them, in the same kernel where it is compiled."""
 
     def __init__(self, pyramid: lod.Pyramid) -> None:
         self.dtype, self.size = pyramid.dtype, pyramid.size
-        self.texels = torch.cat([level.float().flatten(2) for level in pyramid], dim=2)
+        self.texels = torch.cat([level.flatten(2) for level in pyramid], dim=2)
         sides = torch.tensor([level.shape[-2:] for level in pyramid])
         self.heights, self.widths = sides.to(pyramid.device).unbind(1)
         self.first = torch.cat([torch.zeros(1, dtype=torch.long), sides.prod(1).cumsum(0)[:-1]]).to(pyramid.device)
@@ -57,7 +58,7 @@ class Stack:
 
         def read(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
             index = (first + row * width + column)[:, None]
-            return self.texels.gather(2, index.expand(-1, self.texels.shape[1], -1))
+            return self.texels.gather(2, index.expand(-1, self.texels.shape[1], -1)).float()
 
         across, down = (u - left)[:, None], (v - top)[:, None]
         upper = torch.lerp(read(y0, x0), read(y0, x1), across)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -26,7 +27,11 @@ SHIM = Path(__file__).with_name("cuda_shim.h")
 COMPILER = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 ASCENDING, DESCENDING, SHUFFLED = range(3)
 RUBBISH = 0xCD
-_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
+_POPCOUNT = ("-mpopcnt",) if platform.machine() == "x86_64" else ()
+_FLAGS = (
+    *("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w", *_POPCOUNT),
+    "-U_FORTIFY_SOURCE",  # which takes a jump to another stack for an error
+)
 _CHECKS = ("-fsanitize=alignment",)
 """Only to compile with: what they call is in the shim."""
 _BYTES = {"uint8": 1, "float16": 2, "float32": 4}

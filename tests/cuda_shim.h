@@ -1,11 +1,12 @@
 // CUDA C++ on a CPU, for one block at a time. Stands in for intrinsics.cuh and for what NVRTC has built in.
 //
 // The threads of a block are fibers that run from barrier to barrier, in an order that the caller chooses: what one order
-// computes and another does not is a missing barrier. Shared memory holds rubbish when a block begins. What no GPU would
+// computes and another does not is a missing barrier. In a shuffled order others may run before each atomic operation. Shared memory holds rubbish when a block begins. What no GPU would
 // forgive ends in a message: a barrier that not all threads reach, a count that does not come after a fence, a surface
 // written outside, a vector loaded or stored where none may begin.
 #pragma once
 #include <math.h>
+#include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -13,6 +14,8 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <deque>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -99,17 +102,25 @@ inline float quick_log2(float value) { return log2f(value); }
 
 // -- the threads of a block -------------------------------------------------------------------------------------------
 
+static const size_t STACK = 1 << 16;
+
+// They last from block to block and from launch to launch. A context only starts one: swapcontext asks the kernel for the
+// signal mask each time, which takes longer than all that most threads do.
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
+    ucontext_t start;
+    std::unique_ptr<char[]> stack;  // untouched, but where it is used
+    jmp_buf here;
+    bool started;
     bool done;
     int line;     // of the barrier that it waits at, or was last at
     bool fenced;  // since that barrier
+    bool paused;  // before an atomic operation, while others go on
 };
 
-static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static std::deque<Fiber> fibers;
+static jmp_buf scheduler;
 static int running;
+static std::mt19937* pauses;  // whether threads pause, and which; null: none does
 
 static void complain(const char* what, int line) {
     if (!wrong[0]) snprintf(wrong, sizeof wrong, "%s (line %d), block %u, thread %d", what, line, blockIdx.x, running);
@@ -121,15 +132,29 @@ extern "C" void __ubsan_handle_type_mismatch_v1(void* met, void*) {
     complain("memory is read or written where nothing of its type may begin", *(int*)((char*)met + sizeof(char*)));
 }
 
+static void suspend() {
+    if (!_setjmp(fibers[running].here)) _longjmp(scheduler, 1);
+}
+
 inline void wait_at(int line) {
 #ifdef NO_BARRIERS
     complain("a barrier in a kernel that is said to have none", line);
 #endif
     fibers[running].line = line;
     fibers[running].fenced = false;
-    swapcontext(&fibers[running].context, &scheduler);
+    suspend();
 }
 #define __syncthreads() wait_at(__LINE__)
+
+// What other threads do between a thread's last read and its atomic operation.
+inline void let_others() {
+#ifndef NO_BARRIERS
+    if (!pauses || (*pauses)() & 1) return;
+    fibers[running].paused = true;
+    suspend();
+    fibers[running].paused = false;
+#endif
+}
 
 inline void __threadfence() { fibers[running].fenced = true; }
 
@@ -138,11 +163,12 @@ extern "C" char __stop_shared_memory[] __attribute__((weak));
 
 // What a block shares it counts for itself: other blocks that would read before it is done there are none.
 inline unsigned count_up(unsigned* counter, unsigned by, int line) {
+    let_others();
     if ((char*)counter < __start_shared_memory || (char*)counter >= __stop_shared_memory) {
         if (!fibers[running].fenced) complain("a block is counted without a fence", line);
         // Nothing but the fence may stand between: what a thread writes there could come after the count.
-        for (const Fiber& fiber : fibers)
-            if (line - fiber.line > 3) complain("a block is counted behind no barrier", line);
+        for (unsigned i = 0; i < blockDim.x; ++i)
+            if (line - fibers[i].line > 3) complain("a block is counted behind no barrier", line);
     }
     unsigned before = *counter;
     *counter += by;
@@ -150,6 +176,7 @@ inline unsigned count_up(unsigned* counter, unsigned by, int line) {
 }
 // What is an int a block counts in memory that nobody else reads.
 inline int count_up(int* counter, int by, int) {
+    let_others();
     int before = *counter;
     *counter += by;
     return before;
@@ -157,6 +184,7 @@ inline int count_up(int* counter, int by, int) {
 #define atomicAdd(counter, by) count_up(counter, by, __LINE__)
 
 inline int atomicMin(int* lowest, int value) {
+    let_others();
     int before = *lowest;
     *lowest = min(before, value);
     return before;
@@ -254,9 +282,27 @@ T tex2DLayeredGrad(cudaTextureObject_t object, float x, float y, int layer, floa
 static void (*body)();
 
 static void one_thread() {
-    body();
-    fibers[running].done = true;
-    swapcontext(&fibers[running].context, &scheduler);
+    for (;;) {
+        body();
+        fibers[running].done = true;
+        suspend();
+    }
+}
+
+static void resume(int thread) {
+    Fiber& fiber = fibers[thread];
+    running = thread;
+    threadIdx = {(unsigned)thread, 0, 0};
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.here, 1);
+    fiber.started = true;
+    if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.get();
+    fiber.start.uc_stack.ss_size = STACK;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, one_thread, 0);
+    setcontext(&fiber.start);
 }
 
 static void run_block(int threads, int order, std::mt19937& random) {
@@ -272,23 +318,22 @@ static void run_block(int threads, int order, std::mt19937& random) {
     std::vector<int> turn(threads);
     for (int i = 0; i < threads; ++i) {
         turn[i] = order == 1 ? threads - 1 - i : i;
-        Fiber& fiber = fibers[i];
-        fiber.done = fiber.fenced = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, one_thread, 0);
+        fibers[i].done = fibers[i].fenced = fibers[i].paused = false;
+        fibers[i].line = 0;
     }
     for (bool alive = true; alive && !wrong[0];) {
         if (order == 2) std::shuffle(turn.begin(), turn.end(), random);
         alive = false;
         int line = 0, ended = 0;
-        for (int i : turn) {
+        std::vector<int> waiting = turn;  // to run on to the next barrier
+        for (size_t next = 0; next < waiting.size(); ++next) {
+            int i = waiting[next];
             if (fibers[i].done) continue;
-            running = i;
-            threadIdx = {(unsigned)i, 0, 0};
-            swapcontext(&scheduler, &fibers[i].context);
+            resume(i);
+            if (fibers[i].paused) {
+                waiting.push_back(i);
+                continue;
+            }
             if (fibers[i].done) {
                 ++ended;
                 continue;
@@ -299,6 +344,8 @@ static void run_block(int threads, int order, std::mt19937& random) {
         }
         if (alive && ended) complain("threads end where others wait at a barrier", line);
     }
+    if (wrong[0])  // some have not ended, and never will
+        for (Fiber& fiber : fibers) fiber.started = false;
 }
 
 // order: of threads, 0 ascending, 1 descending, 2 shuffled anew at each barrier; blocks are shuffled unless seed is 0.
@@ -307,9 +354,9 @@ static const char* run_grid(void (*kernel)(), Index grid, int threads, int order
     wrong[0] = 0;
     gridDim = grid;
     blockDim = {(unsigned)threads, 1, 1};
-    fibers.resize(threads);
-    for (Fiber& fiber : fibers) fiber.stack.resize(1 << 16);
+    if (fibers.size() < (size_t)threads) fibers.resize(threads);  // which moves none that is there
     std::mt19937 random(seed);
+    pauses = order == 2 ? &random : nullptr;
     std::vector<unsigned> blocks(grid.x);
     for (unsigned i = 0; i < grid.x; ++i) blocks[i] = i;
     if (seed) std::shuffle(blocks.begin(), blocks.end(), random);

@@ -717,7 +717,7 @@ def test_cuda_files_must_say_what_they_were_measured_with(measured: dict[str, An
 def test_the_most_important_rows_come_first() -> None:
     names = [name for name, _ in bench_cuda.plan(run_on_host(ctx=None), bench_cuda.MAIN, bench_cuda.REST)]
     assert len(set(names)) == len(names)
-    assert names[:10] == [
+    assert names[:13] == [
         "mipmap 4096x4096x1 uint8 cold 4",
         "mipmap 4096x4096x1",
         "mipmap 2048x2048x1",
@@ -725,6 +725,9 @@ def test_the_most_important_rows_come_first() -> None:
         "log_polar 4096x4096x1 float32 warm 1024 1024",
         "foveate 1024",
         "many patches",
+        "log_polar 4096x4096x1 uint8 warm 1024 1024",
+        "foveate 1024 uint8",
+        "many patches uint8",
         "fixed cost",
         "odd_sides 4097x4097x1",
         "odd_sides 4095x4095x1",
@@ -776,6 +779,9 @@ def test_eight_texels_a_sample_do_what_the_verbs_do() -> None:
     sites = torch.rand(2, 7, 3) * torch.tensor([1, 1, 7])
     expected = lod.gather_patches(pyramid, sites, 5, backend="torch")
     assert torch.allclose(eight_texels.gather_patches(stack, sites, 5), expected, atol=1e-4)
+    counts = lod.mipmap((pyramid.levels[0] * 255).byte(), backend="torch")
+    made, expected = eight_texels.foveate(eight_texels.Stack(counts), fixation), lod.foveate(counts, fixation)
+    assert made.dtype == torch.uint8 and (made.int() - expected.int()).abs().max() <= 1
     assert eight_texels.sides(lod.foveate, [pyramid], iter([])) == {}, "of CPU tensors there are others"
 
 
