@@ -66,6 +66,22 @@ def _patches(image: torch.Tensor) -> Call:
     return lambda backend: lod.gather_patches(image, sites, patch=14, backend=backend)
 
 
+def _many_patches(budget: int, image: torch.Tensor, normalised: bool = False) -> Call:
+    """Anywhere, of levels 0 to 5."""
+    sites = torch.rand(len(image), budget, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 1, 5.0])
+    values = {"mean": [0.5] * image.shape[1], "std": [0.2] * image.shape[1]} if normalised else {}
+    return lambda backend: lod.gather_patches(image, sites, patch=14, backend=backend, **values)
+
+
+def _every_patch(image: torch.Tensor) -> Call:
+    """Of the grid, as a vision transformer takes them."""
+    height, width = (n // 16 for n in image.shape[-2:])
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    x, y = (x.flatten() + 0.5) * 16 / image.shape[-1], (y.flatten() + 0.5) * 16 / image.shape[-2]
+    sites = torch.stack([x, y, torch.zeros_like(x)], dim=-1)
+    return lambda backend: lod.gather_patches(image, sites, patch=16, backend=backend)
+
+
 def _collapse(image: torch.Tensor) -> Call:
     bands = lod.laplacian(image, backend="torch")
     return lambda backend: lod.collapse(bands, backend=backend)
@@ -116,9 +132,21 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "inverse_log_polar": lambda x: (
         lambda backend: lod.inverse_log_polar(x, FIXATION, tuple(x.shape[-2:]), backend=backend)
     ),
+    "inverse_log_polar, to 64 x 64": lambda x: (
+        lambda backend: lod.inverse_log_polar(x, FIXATION, (64, 64), backend=backend)
+    ),
+    "log_polar, 1024 x 1024": lambda x: lambda backend: lod.log_polar(x, FIXATION, 1024, 1024, backend=backend),
+    "log_polar, cortical, 1024 x 1024": lambda x: (
+        lambda backend: lod.log_polar(x, FIXATION, 1024, 1024, spacing="cortical", backend=backend)
+    ),
+    "log_polar, fragment": lambda x: lambda _: lod.log_polar(x, FIXATION, 256, 512, generator="fragment"),
     "foveate": lambda x: lambda backend: lod.foveate(x, FIXATION, backend=backend),
     "foveate, anisotropy 4": lambda x: lambda backend: lod.foveate(x, FIXATION, anisotropy=4, backend=backend),
     "gather_patches": _patches,
+    "gather_patches, anywhere": partial(_many_patches, 273),
+    "gather_patches, anywhere, normalised": partial(_many_patches, 273, normalised=True),
+    "gather_patches, 16,384 of them": partial(_many_patches, 16384),
+    "gather_patches, every one of the grid": _every_patch,
     "feature_maps": lambda x: lambda backend: lod.feature_maps(x, fixation=FIXATION, backend=backend),
     "feature_maps, as_texture": lambda x: (
         lambda backend: lod.feature_maps(x, fixation=FIXATION, as_texture=True, backend=backend)
@@ -136,6 +164,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ONLY = {
     "log_polar, gradients asked for": (FLOATS, ("gl",)),  # with a graph torch does nothing in parts
     "feature_maps, as_texture": (DTYPES, ("gl",)),
+    "log_polar, fragment": (DTYPES, ("gl",)),
     "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
 }
 """Dtypes and backends of what has not all of them."""

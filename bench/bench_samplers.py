@@ -19,6 +19,7 @@ from timer import Race, able, race
 import gpu_lod as lod
 from gpu_lod.foveate import reference
 from gpu_lod.foveate_tiles import level_map
+from gpu_lod.halving import stored
 
 Size = tuple[int, int, int]
 BUDGET = 273
@@ -53,6 +54,51 @@ def _patches_every_level(pyramid: lod.Pyramid, sites: torch.Tensor, patch: int =
             sampled = F.grid_sample(image.float(), grid, padding_mode="border", align_corners=False)
             total = total + weight[:, None, :, None] * sampled
     return total.transpose(1, 2).unflatten(-1, (patch, patch))
+
+
+class OnePicture:
+    """A mean pyramid laid out as one picture in fp32, so that one `grid_sample` of a batch of two reads both levels of
+    all sites: level 0 to the left, the others below each other beside it, a texel of their edge about each."""
+
+    def __init__(self, pyramid: lod.Pyramid) -> None:
+        self.size, self.dtype, device = pyramid.size, pyramid.dtype, pyramid.device
+        top, *rest = (F.pad(level.float(), (1, 1, 1, 1), mode="replicate") for level in pyramid)
+        height = max(top.shape[-2], sum(level.shape[-2] for level in rest))
+        width = top.shape[-1] + max((level.shape[-1] for level in rest), default=0)
+        picture = top.new_zeros(*top.shape[:2], height, width)
+        boxes, below = [], 0  # of each level without its edge: x, y, width, height
+        for level in (top, *rest):
+            h, w = level.shape[-2:]
+            x, y = (0, 0) if level is top else (top.shape[-1], below)
+            picture[..., y : y + h, x : x + w] = level
+            boxes.append((x + 1, y + 1, w - 2, h - 2))
+            below += 0 if level is top else h
+        self.twice = picture.repeat(2, 1, 1, 1)
+        first, sides = torch.tensor(boxes, dtype=torch.float32, device=device).split(2, dim=1)
+        whole = torch.tensor([width, height], dtype=torch.float32, device=device)
+        scale, shift = 2 * sides / whole, 2 * first / whole - 1
+        low, high = 2 * (first + 0.5) / whole - 1, 2 * (first + sides - 0.5) / whole - 1
+        self.table = torch.stack([scale, shift, low, high], dim=1)[..., None]
+        """[levels, 4, 2, 1]: from parts of the sides to what grid_sample counts, and a level's outermost texels."""
+        self.next = torch.tensor([[[0]], [[1]]], device=device)
+
+    def gather_patches(self, sites: torch.Tensor, patch: int = 14) -> torch.Tensor:
+        """At sites [B, K, 3], whose centres are taken as they are."""
+        sites = sites.to(self.twice.device).expand(len(self.twice) // 2, -1, -1)
+        level = sites[..., 2]
+        fine = level.floor()
+        sides = sites.new_tensor([self.size[1], self.size[0]])[:, None]
+        steps = (torch.arange(patch, device=sites.device) - (patch - 1) / 2) / sides
+        along = torch.addcmul(sites[..., :2, None], steps, level.exp2()[..., None, None])  # [B, K, 2, P]
+        of_level = self.table[(fine.long() + self.next).clamp_(max=len(self.table) - 1)]  # [2, B, K, 4, 2, 1]
+        scale, shift, low, high = of_level.unbind(-3)
+        places = torch.addcmul(shift, along, scale).clamp_(low, high)
+        x, y = places.unbind(-2)
+        grid = x.new_empty(*x.shape[:3], patch, patch, 2)
+        grid[..., 0], grid[..., 1] = x[..., None, :], y[..., :, None]
+        made = F.grid_sample(self.twice, grid.view(len(self.twice), -1, patch, 2), align_corners=False)
+        fine_one, coarse = made.unflatten(0, (2, -1)).unflatten(3, (-1, patch)).transpose(2, 3)
+        return stored(torch.lerp(fine_one, coarse, (level - fine)[..., None, None, None]), self.dtype)
 
 
 def _at(sample: Callable[..., object], points: Iterator[torch.Tensor]) -> Callable[[Any], object]:
@@ -237,27 +283,36 @@ def gradients(seconds: float, device: str = "cpu", race: Race = race, side: int 
     points = cycle(torch.rand(16, 1, 2).unbind())
     sites = cycle([lod.cortical_sites(next(points), BUDGET, (side, side)) for _ in range(16)])
     rings, wedges = min(side // 4, 256), min(side // 2, 512)
-    verbs: list[tuple[str, Callable[..., torch.Tensor], Iterator[torch.Tensor], str, tuple[int, ...]]] = [
+
+    def levels(verb: Callable[..., lod.Pyramid], first: int) -> Callable[..., list[torch.Tensor]]:
+        return lambda image, _, backend: list(verb(image, backend=backend).levels[first:])
+
+    verbs: list[tuple[str, Callable[..., Any], Iterator[torch.Tensor], str, tuple[int, ...]]] = [
         ("log_polar", lod.log_polar, points, f"{rings} x {wedges} samples", (rings, wedges)),
         ("foveate", lod.foveate, points, "", ()),
         ("gather_patches", lod.gather_patches, sites, f"{BUDGET} x 14 x 14, cortical sites", ()),
+        ("mipmap", levels(lod.mipmap, 1), points, "", ()),
+        ("gaussian", levels(lod.gaussian, 1), points, "", ()),
+        ("laplacian", levels(lod.laplacian, 0), points, "", ()),
     ]
     for name, verb, places, words, sizes in verbs:
         result = verb(image.detach(), next(places), *sizes, backend="torch")
-        weights = torch.rand_like(result)
+        weights = [torch.rand_like(one) for one in (result if isinstance(result, list) else [result])]
 
         def there_and_back(
             backend: str, verb: Any = verb, places: Any = places, sizes: Any = sizes, weights: Any = weights
         ) -> object:
-            return torch.autograd.grad(verb(image, next(places), *sizes, backend=backend), image, weights)
+            made = verb(image, next(places), *sizes, backend=backend)
+            return torch.autograd.grad(made if isinstance(made, list) else [made], image, weights)
 
         sides: dict[str, Callable[[], object]] = {
             "auto": partial(there_and_back, "auto"),
             "gl compute": partial(there_and_back, "gl"),
             "torch": partial(there_and_back, "torch"),
         }
+        moved = 2 * (image.nbytes + sum(one.nbytes for one in weights))
         yield Row(
-            name, "end to end", side, side, 1, 3, "float32", "warm", 2 * (image.nbytes + result.nbytes),
+            name, "end to end", side, side, 1, 3, "float32", "warm", moved,
             race(sides, seconds=seconds), note="; ".join(filter(None, [words, f"{IMAGE}, {WITH_BACKWARD}"])),
         )  # fmt: skip
 
@@ -347,6 +402,8 @@ def gather_patches(
                         ("torch every level", _patches_every_level),
                     )
                 }
+                pictures = [OnePicture(pyramid) for pyramid in pyramids]
+                sides["torch levels in one picture"] = job(_at(OnePicture.gather_patches, points), pictures)
                 if cache == "warm":
                     following = partial(next, points)
                     sides |= planned(lod.gather_patches, pyramids[0], following(), backend="gl", following=following)

@@ -18,6 +18,7 @@ from gpu_lod.context import Context, context_for, why_not
 from gpu_lod.errors import (
     CaptureError,
     GpuLodWarning,
+    InputChangedError,
     InputError,
     KernelError,
     LimitError,
@@ -408,6 +409,23 @@ def pull(
     )
 
 
+def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """What a forward saved for its backward.
+
+    Raises:
+        InputChangedError: it was written to since.
+    """
+    try:
+        return tuple(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise InputChangedError(
+            "an input of a verb was modified by an inplace operation between the forward and the backward, which "
+            "reads it again. Write to a clone of it, or after the backward."
+        ) from error
+
+
 class _WithReferenceGradient(torch.autograd.Function):
     """Forward on GL or CUDA; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
 
@@ -425,8 +443,7 @@ class _WithReferenceGradient(torch.autograd.Function):
             # Views, for gradients of gradients: an input may rest on another one, as a level does on the image, and
             # what passes between them is not this function's.
             inputs = [
-                t.view_as(t) if again else t.detach().requires_grad_(w)
-                for t, w in zip(ctx.saved_tensors, wanted, strict=True)
+                t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(saved(ctx), wanted, strict=True)
             ]
             outputs = ctx.reference(*inputs)
             found = pull(outputs, [t for t, w in zip(inputs, wanted, strict=True) if w], gradients, again=again)

@@ -71,6 +71,10 @@ class PyramidChangedError(GpuLodError, RuntimeError):
     """A tensor of a pyramid was written to after the pyramid had been built."""
 
 
+class InputChangedError(GpuLodError, RuntimeError):
+    """An input of a shader or a kernel was written to between the forward and the backward."""
+
+
 class InteropError(GpuLodError, RuntimeError):
     """Sharing memory between CUDA and OpenGL failed. The root of what the CUDA bridges raise, but for
     `UnsupportedError` and `OutOfMemoryError`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -34,6 +34,12 @@ pixel is taken to be there, so that patches of the grid are exactly its pixels."
 _AT_ONCE = 2**20
 """Texels whose levels plain torch makes together: patches read a part of them alone, so that fresh memory for more is
 what a batch would pay for."""
+
+_VALUES = 2**18
+"""Of patches that plain torch makes together on a CPU."""
+
+_CONVERTED = 2**20
+"""Texels of smaller dtypes that it makes fp32 of together."""
 
 LANES_AT_ONCE = 128
 """Invocations of a workgroup, if patches are smaller; half as many on a software renderer, whose threads then end
@@ -292,53 +298,76 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         group = 3 * fine.int() + torch.where(slices, 2, (read > fine).int())
     low, high = (int(bound) for bound in torch.aminmax(group))
     numbers = [low] if low == high else group.unique().tolist()
-    between = graph or any(number % 3 < 2 for number in numbers)
-    if between or look.zero:
-        sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
-        step = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
-        along = centres[..., None] + step * torch.exp2(level)[..., None, None]  # [B, K, 2, P], in pixels
-    if between:
-        x, y = (2 * along / sides - 1).unbind(2)
-        grids = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
+    sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
+    steps = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
+    rows = torch.arange(batch, device=top.device)[:, None]
+    values_of = None if look.scale is None else torch.tensor([look.scale, look.offset], dtype=work, device=top.device)
+    # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.
+    free = top.device.type == "cpu" and not (graph or needs_grad(*levels) or any(map(checks.transformed, levels)))
+    most = max(_VALUES // (batch * channels * patch**2), 1) if free else budget
     result = None
     for number in numbers:
         index, kind = divmod(number, 3)
         member = group == number
-        image, site = member.nonzero(as_tuple=True)
-        if kind < 2 or graph:
-            rows, order = image[:1], site[None]
-            if batch > 1:  # as many of each image: some twice where one has fewer than another
-                most = int(member.sum(dim=1).max())
-                order = member.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-                rows = torch.arange(batch, device=top.device)[:, None]
-            if len(numbers) == 1:
-                grid = grids
-            elif batch == 1:  # quicker than by pairs of indices
-                grid = grids.index_select(1, site)
-            else:
-                grid = grids[rows, order]
-            values = _sampled(chain[index], grid, work)
-            if kind == 1 or (graph and index + 1 < len(chain)):  # at a whole level, too, the next one is a gradient
-                share = (read - fine)[rows, order][..., None, None, None]
-                values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
-            values = values.flatten(0, 1) if image.numel() == order.numel() else values[member[rows, order]]
-        if kind == 2:
-            exact = _sliced(chain[index], image, first[image, site].long(), patch).to(work)
-            values = exact + (values - values.detach()).nan_to_num(0.0) if graph else exact
-        if len(numbers) == 1:  # no copy of the copy
-            result = values.unflatten(0, (batch, budget))
-            break
-        result = top.new_empty((batch, budget, channels, patch, patch), dtype=work) if result is None else result
-        result[image, site] = values
+        for order in _orders(member, centres, chain[index], most, by_row=free and kind < 2):
+            alike = member[rows, order] if batch > 1 else None  # some are twice in an image
+            every = alike is None or bool(alike.all())
+            image, site = rows.expand_as(order), order
+            image, site = (x.flatten() if every else x[alike] for x in (image, site))
+            if look.zero or kind < 2 or graph:
+                along = centres[rows, order][..., None] + steps * torch.exp2(level[rows, order])[..., None, None]
+            if kind < 2 or graph:
+                x, y = (2 * along / sides - 1).unbind(2)
+                grid = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
+                values = _sampled(chain[index], grid, work)
+                if kind == 1 or (graph and index + 1 < len(chain)):  # at a whole level, too, the next one is a gradient
+                    share = (read - fine)[rows, order][..., None, None, None]
+                    values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
+                values = values.flatten(0, 1) if every else values[alike]
+            if kind == 2:
+                exact = _sliced(chain[index], image, first[image, site].long(), patch).to(work)
+                values = exact + (values - values.detach()).nan_to_num(0.0) if graph else exact
+            if values_of is not None:
+                scale, offset = values_of[..., None, None]
+                values = torch.addcmul(offset, values, scale)
+            if look.zero:
+                x, y = ((along >= 0) & (along <= sides)).unbind(2)
+                inside = x[:, :, None, :] & y[:, :, :, None]
+                values = values * (inside.flatten(0, 1) if every else inside[alike])[:, None]
+            values = stored(values, look.dtype)
+            if len(site) == batch * budget and len(numbers) == 1:  # no copy of the copy
+                result = values.unflatten(0, (batch, budget))
+                continue
+            if result is None:
+                result = top.new_empty((batch, budget, channels, patch, patch), dtype=look.dtype)
+            result[image, site] = values
     assert result is not None
-    if look.scale is not None:
-        scale, offset = torch.tensor([look.scale, look.offset], dtype=work, device=top.device)[..., None, None]
-        result = torch.addcmul(offset, result, scale)
-    if look.zero:
-        x, y = ((along >= 0) & (along <= sides)).unbind(2)
-        result = result * (x[:, :, None, :] & y[:, :, :, None])[:, :, None]
-    result = stored(result, look.dtype)
     return result if levels[0].ndim == 4 else result[0]
+
+
+def _orders(
+    member: torch.Tensor, centres: torch.Tensor, level: torch.Tensor, most: int, *, by_row: bool
+) -> Iterable[torch.Tensor]:
+    """Which sites are read together: columns [B, n] of bool [B, K], as many of each image, so that some are no members
+    where one image has fewer than another.
+
+    Args:
+        level: what they read.
+        most: columns at a time.
+        by_row: what is no fp32 is converted on the way, so that sites which lie together are to be read together.
+    """
+    count, budget = member.shape
+    if count == 1:
+        order = member[0].nonzero()[:, 0]
+        if by_row and level.dtype.itemsize < 4 and level.numel() > _CONVERTED:
+            order = order[centres[0, order, 1].argsort()]
+            most = min(most, -(-len(order) * _CONVERTED // level.numel()))
+        order = order[None]
+    elif bool(member.all()):
+        order = torch.arange(budget, device=member.device).expand(count, -1)
+    else:
+        order = member.byte().argsort(dim=1, descending=True, stable=True)[:, : int(member.sum(dim=1).max())]
+    return order.split(most, dim=1)
 
 
 def _sliced(level: torch.Tensor, image: torch.Tensor, first: torch.Tensor, patch: int) -> torch.Tensor:

@@ -167,7 +167,8 @@ def reference(
         result = make(points, everything, everything, _turned(batched, -1, wedges + 1), -1)
         return result if polar.ndim == 4 else result[0]
     result = batched.new_empty(*batched.shape[:2], height, width)
-    if work == polar.dtype or wedges < _QUARTERED or height * width < planewise.PART // 16:
+    small = height * width < planewise.PART // 16 and rings * wedges < planewise.PART // 4
+    if work == polar.dtype or wedges < _QUARTERED or small:
         part = _turned(batched, -1, wedges + 1)
         most = min(planewise.PART // 4, max(len(batched) * height * width // 8, planewise.PART // 16))
         for images, rows in bands(len(batched), height, width, most):

@@ -34,6 +34,8 @@ _SMALL = 2**18
 """Samples of a level below which torch converts all of it sooner than we find out what is read of it."""
 _AT_ONCE = 2**15
 """Samples that a CPU takes at once of small dtypes: in fp32 they are several times the result."""
+_CONVERTED = 2**20
+"""Samples of a level from which it is made fp32 of a quarter at a time."""
 
 
 @operators.verb
@@ -292,7 +294,6 @@ def reference(
     result = top.new_empty(len(centre), top.shape[-3], rule.rings, rule.wedges) if in_place else None
     few = in_place and top.dtype != work and top.device.type == "cpu"
     at_once = min(_AT_ONCE, max(len(centre) * height * width // 32, _AT_ONCE // 8))  # of small pictures less
-    most = max(at_once // (len(centre) * rule.wedges), 1) if few else rule.rings
     bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
@@ -304,30 +305,35 @@ def reference(
         blend = [level - fine for level in ring_levels[first:last]]
         # Converted once for all of them.
         pair = levels[fine : fine + 1 + any(blend)]
-        if few:
-            reach = radii[last - 1] * aspect
-            ends = torch.cat([centre - reach, centre + reach], dim=1)
-            read = [cropped(level, ends, work, small=0) for level in pair]  # two ends a level cost nothing to ask
-        else:
-            read = [(level.to(work), None) for level in pair]
-        for begin in range(first, last, most):
-            rows = slice(begin, min(begin + most, last))
-            here = slice(begin - first, rows.stop - first)
-            grid = torch.addcmul(centre, radii[rows], directions)
-            part, *coarser = [
-                bilinear(level, grid if crop is None else torch.addcmul(crop[1], grid, crop[0]), work, parts)
-                for level, crop in read
-            ]
-            for coarse in coarser:
-                weights = torch.tensor(blend[here], dtype=work, device=top.device)[:, None]
-                part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
-            if border == "zero":
-                part = part * (grid.abs() <= 1).all(dim=-1)[:, None]
-            part = stored(part, top.dtype, in_place=in_place)
-            if result is None:
-                bands.append(part)
+        # A quarter of the wedges, if that is much, reads a quarter of the picture.
+        several = 4 if few and pair[0].numel() > _CONVERTED and rule.wedges % 4 == 0 else 1
+        most = max(at_once // (len(centre) * rule.wedges // several), 1) if few else rule.rings
+        for quarter in range(several):
+            columns = slice(quarter * rule.wedges // several, (quarter + 1) * rule.wedges // several)
+            if few:
+                away = radii[last - 1] * directions[columns]
+                ends = torch.cat([centre + away.amin(0).clamp(max=0), centre + away.amax(0).clamp(min=0)], dim=1)
+                read = [cropped(level, ends, work, small=0) for level in pair]  # two ends a level cost nothing to ask
             else:
-                result[:, :, rows] = part
+                read = [(level.to(work), None) for level in pair]
+            for begin in range(first, last, most):
+                rows = slice(begin, min(begin + most, last))
+                here = slice(begin - first, rows.stop - first)
+                grid = torch.addcmul(centre, radii[rows], directions[columns])
+                part, *coarser = [
+                    bilinear(level, grid if crop is None else torch.addcmul(crop[1], grid, crop[0]), work, parts)
+                    for level, crop in read
+                ]
+                for coarse in coarser:
+                    weights = torch.tensor(blend[here], dtype=work, device=top.device)[:, None]
+                    part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
+                if border == "zero":
+                    part = part * (grid.abs() <= 1).all(dim=-1)[:, None]
+                part = stored(part, top.dtype, in_place=in_place)
+                if result is None:
+                    bands.append(part)
+                else:
+                    result[:, :, rows, columns] = part
         first = last
     if result is None:
         result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]

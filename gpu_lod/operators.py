@@ -224,7 +224,7 @@ class Operator:
                 "gradients of gradients do not pass through compiled verbs. Call the function without torch.compile."
             )
         asked, _ = _leaves(ctx.needs_input_grad)
-        saved = iter(ctx.saved_tensors)
+        saved = iter(dispatch.saved(ctx))
         leaves = [next(saved) if leaf is _SAVED else leaf for leaf in ctx.leaves]
         wanted = [want for want, leaf in zip(asked, ctx.leaves, strict=True) if leaf is _SAVED]
         flat = _pytree.tree_unflatten(leaves, ctx.spec)

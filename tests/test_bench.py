@@ -779,6 +779,8 @@ def test_eight_texels_a_sample_do_what_the_verbs_do() -> None:
     sites = torch.rand(2, 7, 3) * torch.tensor([1, 1, 7])
     expected = lod.gather_patches(pyramid, sites, 5, backend="torch")
     assert torch.allclose(eight_texels.gather_patches(stack, sites, 5), expected, atol=1e-4)
+    one_picture = bench_samplers.OnePicture(pyramid)
+    assert torch.allclose(one_picture.gather_patches(sites, 5), expected, atol=1e-4)
     counts = lod.mipmap((pyramid.levels[0] * 255).byte(), backend="torch")
     made, expected = eight_texels.foveate(eight_texels.Stack(counts), fixation), lod.foveate(counts, fixation)
     assert made.dtype == torch.uint8 and (made.int() - expected.int()).abs().max() <= 1
