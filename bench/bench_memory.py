@@ -139,7 +139,6 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "log_polar, cortical, 1024 x 1024": lambda x: (
         lambda backend: lod.log_polar(x, FIXATION, 1024, 1024, spacing="cortical", backend=backend)
     ),
-    "log_polar, fragment": lambda x: lambda _: lod.log_polar(x, FIXATION, 256, 512, generator="fragment"),
     "foveate": lambda x: lambda backend: lod.foveate(x, FIXATION, backend=backend),
     "foveate, anisotropy 4": lambda x: lambda backend: lod.foveate(x, FIXATION, anisotropy=4, backend=backend),
     "gather_patches": _patches,
@@ -164,7 +163,6 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ONLY = {
     "log_polar, gradients asked for": (FLOATS, ("gl",)),  # with a graph torch does nothing in parts
     "feature_maps, as_texture": (DTYPES, ("gl",)),
-    "log_polar, fragment": (DTYPES, ("gl",)),
     "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
 }
 """Dtypes and backends of what has not all of them."""

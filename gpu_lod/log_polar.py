@@ -33,7 +33,8 @@ RINGS_AT_ONCE_SOFTWARE = 8
 _SMALL = 2**18
 """Samples of a level below which torch converts all of it sooner than we find out what is read of it."""
 _AT_ONCE = 2**15
-"""Samples that a CPU takes at once of small dtypes: in fp32 they are several times the result."""
+"""Samples that a CPU takes at once of small dtypes: in fp32 they are several times the result. Of fp32 eight times as
+many."""
 _CONVERTED = 2**20
 """Samples of a level from which it is made fp32 of a quarter at a time."""
 
@@ -293,7 +294,11 @@ def reference(
     in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
     result = top.new_empty(len(centre), top.shape[-3], rule.rings, rule.wedges) if in_place else None
     few = in_place and top.dtype != work and top.device.type == "cpu"
-    at_once = min(_AT_ONCE, max(len(centre) * height * width // 32, _AT_ONCE // 8))  # of small pictures less
+    at_once = len(centre) * rule.rings * rule.wedges
+    if few:
+        at_once = min(_AT_ONCE, max(len(centre) * height * width // 32, _AT_ONCE // 8))  # of small pictures less
+    elif in_place and top.device.type == "cpu":
+        at_once = min(at_once, 8 * _AT_ONCE)
     bands = []
     # Levels never fall with the radius, so the rings between two levels are neighbours.
     first = 0
@@ -307,7 +312,7 @@ def reference(
         pair = levels[fine : fine + 1 + any(blend)]
         # A quarter of the wedges, if that is much, reads a quarter of the picture.
         several = 4 if few and pair[0].numel() > _CONVERTED and rule.wedges % 4 == 0 else 1
-        most = max(at_once // (len(centre) * rule.wedges // several), 1) if few else rule.rings
+        most = max(at_once * several // (len(centre) * rule.wedges), 1)
         for quarter in range(several):
             columns = slice(quarter * rule.wedges // several, (quarter + 1) * rule.wedges // several)
             if few:

@@ -78,8 +78,8 @@ def test_parity(ctx: lod.Context, way: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def rows_of_eight(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Whether some tiles were made eight neighbours at a time since it was asked last. That is for CPUs that take floats
-    in pairs (Tuning.pairs), which here all do."""
+    """Whether some tiles were made eight neighbours at a time since it was asked last: by CPUs that take floats in
+    pairs, which here all do."""
     used: list[str] = []
     monkeypatch.setattr(ctx.programs, "pairs", True)
     compute = ctx.programs.compute
