@@ -36,7 +36,7 @@ def cortical_sites(
 
     Args:
         fixation: (x, y) in [0, 1], or a tensor of them; gradients pass to it.
-        budget: K, at least 1.
+        budget: K, 1 to 2^20.
         size: (height, width) of the image in pixels.
         patch: P, samples along a patch's side.
         e0: eccentricity of half magnification.

@@ -305,11 +305,14 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.
     free = top.device.type == "cpu" and not (graph or needs_grad(*levels) or any(map(checks.transformed, levels)))
     most = max(_VALUES // (batch * channels * patch**2), 1) if free else budget
+    as_they_are = not (graph or look.zero) and values_of is None and look.dtype == top.dtype
     result = None
     for number in numbers:
         index, kind = divmod(number, 3)
         member = group == number
-        for order in _orders(member, centres, chain[index], most, by_row=free and kind < 2):
+        copied = kind == 2 and as_they_are  # slices are the result, and nothing is made on the way
+        at_once = budget if copied else most
+        for order in _orders(member, centres, chain[index], at_once, by_row=free and kind < 2):
             alike = member[rows, order] if batch > 1 else None  # some are twice in an image
             every = alike is None or bool(alike.all())
             image, site = rows.expand_as(order), order
@@ -325,7 +328,8 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
                     values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
                 values = values.flatten(0, 1) if every else values[alike]
             if kind == 2:
-                exact = _sliced(chain[index], image, first[image, site].long(), patch).to(work)
+                exact = _sliced(chain[index], image, first[image, site].long(), patch)
+                exact = exact if copied else exact.to(work)
                 values = exact + (values - values.detach()).nan_to_num(0.0) if graph else exact
             if values_of is not None:
                 scale, offset = values_of[..., None, None]
@@ -334,7 +338,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
                 x, y = ((along >= 0) & (along <= sides)).unbind(2)
                 inside = x[:, :, None, :] & y[:, :, :, None]
                 values = values * (inside.flatten(0, 1) if every else inside[alike])[:, None]
-            values = stored(values, look.dtype)
+            values = values if copied else stored(values, look.dtype)
             if len(site) == batch * budget and len(numbers) == 1:  # no copy of the copy
                 result = values.unflatten(0, (batch, budget))
                 continue

@@ -83,7 +83,7 @@ def ours(pictures: torch.Tensor, segments: int, compactness: float) -> torch.Ten
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_superpixels_of_photographs(emulated: EmulatedDevice, size: tuple[int, int], segments: int) -> None:
     """Grey and in colour, one of more pixels than segments and the other way round."""
-    if size[0] * size[1] > 400 and segments > 64:
+    if size[0] * size[1] > 200 and segments > 64:
         segments = 150
     for compactness in (0.1, 10.0, 1000.0):
         for names in (("astronaut", "chelsea", "coffee"), ("page", "text")):
