@@ -35,8 +35,8 @@ _AT_ONCE = 2**20
 """Texels whose levels plain torch makes together: patches read a part of them alone, so that fresh memory for more is
 what a batch would pay for."""
 
-_VALUES = 2**18
-"""Of patches that plain torch makes together on a CPU."""
+_VALUES = 2**19
+"""Of patches that plain torch makes together on a CPU; of small dtypes, whose results are smaller, half as many."""
 
 _CONVERTED = 2**20
 """Texels of smaller dtypes that it makes fp32 of together."""
@@ -298,33 +298,58 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         group = 3 * fine.int() + torch.where(slices, 2, (read > fine).int())
     low, high = (int(bound) for bound in torch.aminmax(group))
     numbers = [low] if low == high else group.unique().tolist()
-    sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
-    steps = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
-    rows = torch.arange(batch, device=top.device)[:, None]
     values_of = None if look.scale is None else torch.tensor([look.scale, look.offset], dtype=work, device=top.device)
+    between = graph or any(number % 3 < 2 for number in numbers)
     # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.
     free = top.device.type == "cpu" and not (graph or needs_grad(*levels) or any(map(checks.transformed, levels)))
-    most = max(_VALUES // (batch * channels * patch**2), 1) if free else budget
+    together = _VALUES if look.dtype == work else _VALUES // 2
+    most = max(together // (batch * channels * patch**2), 1) if free else budget
     as_they_are = not (graph or look.zero) and values_of is None and look.dtype == top.dtype
+
+    def along(centres: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+        """Where samples are along each side, [B, n, 2, P], in pixels."""
+        steps = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
+        return centres[..., None] + steps * torch.exp2(level)[..., None, None]
+
+    def grid_of(places: torch.Tensor) -> torch.Tensor:
+        x, y = (2 * places / sides - 1).unbind(2)
+        return torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
+
+    whole_grid = None
+    if between or look.zero:
+        sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
+        if most >= budget:
+            everywhere = along(centres, level)
+            whole_grid = grid_of(everywhere) if between else None
+    rows, shares = torch.arange(batch, device=top.device)[:, None], read - fine
+
+    def of(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Of [B, K, ...], those sites."""
+        if order.shape[1] == budget and len(numbers) == 1:
+            return values
+        return values[rows, order] if batch > 1 else values.index_select(1, order[0])  # quicker, too
+
     result = None
     for number in numbers:
         index, kind = divmod(number, 3)
         member = group == number
         copied = kind == 2 and as_they_are  # slices are the result, and nothing is made on the way
         at_once = budget if copied else most
-        for order in _orders(member, centres, chain[index], at_once, by_row=free and kind < 2):
+        for order in _orders(member, centres, height * width, chain[index], at_once, by_row=free and kind < 2):
             alike = member[rows, order] if batch > 1 else None  # some are twice in an image
             every = alike is None or bool(alike.all())
-            image, site = rows.expand_as(order), order
-            image, site = (x.flatten() if every else x[alike] for x in (image, site))
-            if look.zero or kind < 2 or graph:
-                along = centres[rows, order][..., None] + steps * torch.exp2(level[rows, order])[..., None, None]
+            site = order.flatten() if every else order[alike]
+            image = rows[0].expand_as(site) if batch == 1 else rows.expand_as(order)
+            image = image if batch == 1 else image.flatten() if every else image[alike]
+            if (kind < 2 or graph or look.zero) and most < budget:
+                places = along(of(centres, order), of(level, order))
+            elif look.zero:
+                places = of(everywhere, order)
             if kind < 2 or graph:
-                x, y = (2 * along / sides - 1).unbind(2)
-                grid = torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
+                grid = grid_of(places) if whole_grid is None else of(whole_grid, order)
                 values = _sampled(chain[index], grid, work)
                 if kind == 1 or (graph and index + 1 < len(chain)):  # at a whole level, too, the next one is a gradient
-                    share = (read - fine)[rows, order][..., None, None, None]
+                    share = of(shares, order)[..., None, None, None]
                     values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
                 values = values.flatten(0, 1) if every else values[alike]
             if kind == 2:
@@ -335,7 +360,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
                 scale, offset = values_of[..., None, None]
                 values = torch.addcmul(offset, values, scale)
             if look.zero:
-                x, y = ((along >= 0) & (along <= sides)).unbind(2)
+                x, y = ((places >= 0) & (places <= sides)).unbind(2)
                 inside = x[:, :, None, :] & y[:, :, :, None]
                 values = values * (inside.flatten(0, 1) if every else inside[alike])[:, None]
             values = values if copied else stored(values, look.dtype)
@@ -344,18 +369,22 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
                 continue
             if result is None:
                 result = top.new_empty((batch, budget, channels, patch, patch), dtype=look.dtype)
-            result[image, site] = values
+            if batch == 1 and free:
+                result[0].index_copy_(0, site, values)  # quicker than by pairs of indices
+            else:
+                result[image, site] = values
     assert result is not None
     return result if levels[0].ndim == 4 else result[0]
 
 
 def _orders(
-    member: torch.Tensor, centres: torch.Tensor, level: torch.Tensor, most: int, *, by_row: bool
+    member: torch.Tensor, centres: torch.Tensor, size: int, level: torch.Tensor, most: int, *, by_row: bool
 ) -> Iterable[torch.Tensor]:
     """Which sites are read together: columns [B, n] of bool [B, K], as many of each image, so that some are no members
     where one image has fewer than another.
 
     Args:
+        centres: in pixels of an image of that size.
         level: what they read.
         most: columns at a time.
         by_row: what is no fp32 is converted on the way, so that sites which lie together are to be read together.
@@ -364,8 +393,13 @@ def _orders(
     if count == 1:
         order = member[0].nonzero()[:, 0]
         if by_row and level.dtype.itemsize < 4 and level.numel() > _CONVERTED:
-            order = order[centres[0, order, 1].argsort()]
-            most = min(most, -(-len(order) * _CONVERTED // level.numel()))
+            here = centres[0].index_select(0, order)
+            low, high = here.aminmax(dim=0)
+            # Texels between the outermost centres.
+            read = level.numel() * float((high - low).prod()) / size
+            if read > _CONVERTED:
+                order = order[here[:, 1].argsort()]
+                most = min(most, math.ceil(len(order) * _CONVERTED / read))
         order = order[None]
     elif bool(member.all()):
         order = torch.arange(budget, device=member.device).expand(count, -1)
