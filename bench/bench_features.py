@@ -13,7 +13,7 @@ from rows import Row
 from timer import Race, race
 
 import gpu_lod as lod
-from gpu_lod.gaussian import reduce
+from gpu_lod.binomial import reduce
 from gpu_lod.oriented_energy import basis, steering
 
 LEVELS = 5

@@ -15,7 +15,7 @@ from rows import Row
 from timer import race
 
 import gpu_lod as lod
-from gpu_lod.gaussian import BINOMIAL
+from gpu_lod.binomial import BINOMIAL
 
 _SIDE = torch.tensor(BINOMIAL)
 AND_BACK = "and collapsed again"

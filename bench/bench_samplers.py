@@ -278,7 +278,8 @@ WITH_BACKWARD = "forward and backward"
 
 
 def gradients(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
-    """From an image to its gradient. What a shader has made is differentiated by torch, which makes the chain again."""
+    """From an image to its gradient. What a sampler's shader has made is differentiated by torch, which makes the chain
+    again; pyramids have adjoints of their own."""
     image = picture(side, side).to(device).requires_grad_()
     points = cycle(torch.rand(16, 1, 2).unbind())
     sites = cycle([lod.cortical_sites(next(points), BUDGET, (side, side)) for _ in range(16)])

@@ -326,11 +326,13 @@ def same_device(first: torch.Tensor, other: torch.Tensor, name: str, than: str =
 
 
 def transformed(value: Any) -> bool:
-    """True inside torch.func.vmap, grad and jvp and in forward mode: the tensor has no memory of its own."""
+    """True inside torch.func.vmap, grad and jvp, in forward mode, and of gradients in a batch, as of a Jacobian: the
+    tensor has no memory of its own."""
     if not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
         return False
     forward = forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
-    return forward or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    functorch = torch._C._functorch
+    return forward or functorch.is_functorch_wrapped_tensor(value) or functorch.is_legacy_batchedtensor(value)
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,13 @@ from typing import Any, Literal, overload
 import torch
 
 from gpu_lod import checks, dispatch, operators
+from gpu_lod.binomial import expand, mirrored
 from gpu_lod.context import context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.enlarging import enlarged
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.feature_passes import FeatureTexture, make, make_texture
-from gpu_lod.gaussian import mirrored
 from gpu_lod.gaussian import reference as gaussian_chain
-from gpu_lod.laplacian import expand
 from gpu_lod.oriented_energy import energy
 from gpu_lod.pages import large
 from gpu_lod.pyramid import burt_sizes

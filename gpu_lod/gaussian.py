@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators
+from gpu_lod.adjoints import Adjoint, chain_adjoint, linear
+from gpu_lod.binomial import reduce, reduce_adjoint
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.generators import Chain, reduce_by
@@ -14,12 +17,6 @@ from gpu_lod.mipmap import empty
 from gpu_lod.planewise import planewise
 from gpu_lod.pyramid import Pyramid, burt_sizes
 from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_planes
-
-BINOMIAL = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
-_LARGE = 2**18
-"""Samples from which a CPU takes less for several sums in place than for a few that make something on the way."""
-_PADDED = 2**30
-"""Samples that torch surely pads on CUDA: it refuses those that 32 bits do not count."""
 
 
 @operators.verb
@@ -64,7 +61,7 @@ def gaussian(image: torch.Tensor, levels: int | None = None, backend: Backend = 
         kept[:] = result[:1]
         return result[1:]
 
-    result = dispatch.run_gl(below, lambda x: reference(x, count)[1:], image)
+    result = linear(below, _adjoint_of(image, count), image)
     top = image if dispatch.needs_grad(image) else kept[0]
     return Pyramid((top, *result), "gaussian", "compute")
 
@@ -107,7 +104,13 @@ operators.register(gaussian, _like)
 
 def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     """The pyramid in plain torch, each side by itself. Takes float64 too. Differentiable."""
-    return [image, *planewise(lambda planes: _below(planes, levels - 1), image)] if levels > 1 else [image]
+    if levels == 1:
+        return [image]
+
+    def below(image: torch.Tensor) -> list[torch.Tensor]:
+        return planewise(lambda planes: _below(planes, levels - 1), image)
+
+    return [image, *linear(below, _adjoint_of(image, levels), image)]
 
 
 def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
@@ -121,80 +124,9 @@ def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     return result
 
 
-def reduce(x: torch.Tensor) -> torch.Tensor:
-    """One level down: [..., h, w] to [..., ceil(h / 2), ceil(w / 2)]. Rows first: whole rows vectorise."""
-    graph = dispatch.needs_grad(x) or checks.transformed(x)
-    in_place = checks.on_host(x) and not graph
-    dims = [dim for dim in (-2, -1) if x.shape[dim] > 1]  # on a single sample every tap falls, and the weights sum to 1
-    while dims and in_place and x.numel() >= _LARGE and x.shape[dims[0]] > 2:
-        x = _summed_in_place(x, dims.pop(0))
-    if dims:
-        counts = [-(-x.shape[dim] // 2) for dim in dims]
-        x = mirrored(x, 2 * (-2 in dims), 2 * (-1 in dims))
-        for dim, count in zip(dims, counts, strict=True):
-            x = _summed(x, dim, count)
-    return x
-
-
-def _summed(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """So many binomial sums, every other one, along a side that has two samples more at both ends."""
-
-    def tap(k: int) -> torch.Tensor:
-        end = k + 2 * count - 1
-        return x[..., k:end:2] if dim == -1 else x[..., k:end:2, :]
-
-    side, near, middle = BINOMIAL[:3]
-    # Strided sums: three to eight times as fast on a CPU as any convolution with stride 2.
-    result = tap(2) * middle
-    return result.add_(tap(1) + tap(3), alpha=near).add_(tap(0) + tap(4), alpha=side)
-
-
-def _summed_in_place(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same along a side of 3 and more, with nothing made on the way: of large levels that is fresh memory."""
-    n, (side, near, middle) = x.shape[dim], BINOMIAL[:3]
-    even, odd = (x[..., k::2] if dim == -1 else x[..., k::2, :] for k in (0, 1))
-    count, odds = even.shape[dim], odd.shape[dim]
-    result = even * middle
-
-    def add(first: int, taps: torch.Tensor, begin: int, many: int, weight: float) -> None:
-        result.narrow(dim, first, many).add_(taps.narrow(dim, begin, many), alpha=weight)
-
-    add(0, odd, 0, odds, near)
-    add(1, odd, 0, count - 1, near)
-    add(1, even, 0, count - 1, side)
-    add(0, even, 1, count - 1, side)
-    # The first and the last once more, as in a mirror.
-    add(0, odd, 0, 1, near)
-    add(0, even, 1, 1, side)
-    if n % 2:
-        add(count - 1, odd, odds - 1, 1, near)
-        add(count - 1, even, count - 2, 1, side)
-    else:
-        add(count - 1, even, count - 1, 1, side)
-    return result
-
-
-def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """[..., h, w] with so many rows and columns more on both sides, mirrored about the outermost ones (reflect-101) as
-    often as it takes."""
-    height, width = x.shape[-2:]
-    # On CUDA its backward would not be deterministic.
-    plain = checks.on_host(x) or not (x.numel() > _PADDED or dispatch.needs_grad(x) or checks.transformed(x))
-    if plain and rows < height and columns < width:
-        # A fifth of the time of joining parts, and half of the launches.
-        around = (columns, columns, rows, rows)
-        if x.ndim in (3, 4):  # as torch takes them
-            return F.pad(x, around, mode="reflect")
-        return F.pad(x.flatten(0, -3), around, mode="reflect").unflatten(0, x.shape[:-2])
-    return _joined(_joined(x, -2, rows), -1, columns)
-
-
-def _joined(x: torch.Tensor, dim: int, reach: int) -> torch.Tensor:
-    n = x.shape[dim]
-    period = max(2 * n - 2, 1)
-    outside = [min(i % period, period - i % period) % n for i in range(-reach, n + reach) if not 0 <= i < n]
-    samples = [x.narrow(dim, i, 1) for i in outside]
-    return torch.cat([*samples[:reach], x, *samples[reach:]], dim=dim) if reach else x
+def _adjoint_of(image: torch.Tensor, levels: int) -> Adjoint:
+    sizes = burt_sizes(image.shape[-2], image.shape[-1], levels)
+    return partial(chain_adjoint, sizes=sizes, dtype=image.dtype, step=reduce_adjoint)
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:

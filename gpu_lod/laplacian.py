@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 
 from gpu_lod import checks, dispatch, operators
+from gpu_lod.adjoints import Adjoint, linear, wide
+from gpu_lod.binomial import added, expand_adjoint, reduce_adjoint
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
@@ -25,9 +29,6 @@ from gpu_lod.transfer import (
     rows_of,
     scratch_planes,
 )
-
-_LARGE = 2**18
-"""Samples of the finer level from which a CPU takes less for more sums, in place."""
 
 
 @operators.verb
@@ -63,7 +64,7 @@ def laplacian(image: torch.Tensor, levels: int | None = None, backend: Backend =
     if chosen.backend == "torch":
         return Pyramid(tuple(reference(image, count)), "laplacian")
     ctx = context_for(image)
-    result = dispatch.run_gl(lambda x: _gl(ctx, x, count), lambda x: reference(x, count), image)
+    result = linear(lambda x: _gl(ctx, x, count), _adjoint_of(image, count), image)
     return Pyramid(result, "laplacian", "compute")
 
 
@@ -107,10 +108,8 @@ def collapse(pyramid: Pyramid, backend: Backend = "auto") -> torch.Tensor:
     if chosen.backend == "torch":
         return collapse_reference(list(pyramid.levels))
     ctx = context_for(*pyramid.levels)
-    (result,) = dispatch.run_gl(
-        lambda *levels: (_gl_collapse(ctx, levels),),
-        lambda *levels: (collapse_reference(list(levels)),),
-        *pyramid.levels,
+    (result,) = linear(
+        lambda *levels: (_gl_collapse(ctx, levels),), _collapse_adjoint_of(pyramid.levels), *pyramid.levels
     )
     return result
 
@@ -131,12 +130,32 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     dtype = torch.float32 if image.dtype == torch.uint8 else image.dtype
 
     def make(image: torch.Tensor) -> list[torch.Tensor]:
-        wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
-        chain = gaussian_chain(wide, levels)
-        result = [_added(fine, coarse, -1).to(dtype) for fine, coarse in pairwise(chain)]
+        chain = gaussian_chain(image if image.dtype in (torch.float32, torch.float64) else image.float(), levels)
+        result = [added(fine, coarse, -1).to(dtype) for fine, coarse in pairwise(chain)]
         return [*result, chain[-1].to(dtype)]
 
-    return planewise(make, image)
+    return list(linear(lambda image: planewise(make, image), _adjoint_of(image, levels), image))
+
+
+def _adjoint_of(image: torch.Tensor, levels: int) -> Adjoint:
+    sizes = burt_sizes(image.shape[-2], image.shape[-1], levels)
+    return partial(_adjoint, sizes=sizes, dtype=image.dtype)
+
+
+def _adjoint(
+    *gradients: torch.Tensor | None, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    def make(*gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
+        found = wide(gradients[-1])
+        for size, gradient in zip(reversed(sizes[:-1]), reversed(gradients[:-1]), strict=True):
+            fine = wide(gradient)
+            if fine is not None:
+                found = torch.neg(expand_adjoint(fine)) if found is None else found - expand_adjoint(fine)
+            found = None if found is None else reduce_adjoint(found, *size, fine)
+        return [None if found is None else found.to(dtype)]
+
+    given = [gradient for gradient in gradients if gradient is not None]
+    return planewise(make, *given) if len(given) == len(gradients) else make(*gradients)
 
 
 def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
@@ -147,70 +166,26 @@ def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
     def make(*levels: torch.Tensor) -> list[torch.Tensor]:
         result = levels[-1].to(wide)
         for level in reversed(levels[:-1]):
-            result = _added(level.to(wide), result, 1)
+            result = added(level.to(wide), result, 1)
         return [result.to(dtype)]
 
-    (result,) = planewise(make, *levels)
+    (result,) = linear(lambda *levels: planewise(make, *levels), _collapse_adjoint_of(levels), *levels)
     return result
 
 
-def _added(fine: torch.Tensor, coarse: torch.Tensor, sign: int) -> torch.Tensor:
-    """`fine` + `sign` times `coarse` at its size."""
-    height, width = fine.shape[-2:]
-    kept = dispatch.needs_grad(fine, coarse) or checks.transformed(fine) or checks.transformed(coarse)
-    if fine.device.type != "cpu" or fine.numel() < _LARGE or kept:
-        return torch.add(fine, expand(coarse, height, width), alpha=sign)
-    wide = coarse.new_empty(*coarse.shape[:-1], width)
-    _add_side(coarse, -1, None, 1, wide)
-    result = fine.new_empty(fine.shape)
-    _add_side(wide, -2, fine, sign, result)
-    return result
+def _collapse_adjoint_of(levels: Sequence[torch.Tensor]) -> Adjoint:
+    return partial(_collapse_adjoint, dtypes=[level.dtype for level in levels])
 
 
-def _add_side(x: torch.Tensor, dim: int, fine: torch.Tensor | None, sign: int, out: torch.Tensor) -> None:
-    """`fine`, or 0, + `sign` times `x` at its size along a side, in place: of large levels, all that is made on the way
-    is fresh memory."""
-    n, size = x.shape[dim], out.shape[dim]
-    before, after = x.narrow(dim, 0, n - 1), x.narrow(dim, 1, n - 1)
-    second, last = x.narrow(dim, min(1, n - 1), 1), x.narrow(dim, n - 1, 1)
-    between = min(size // 2, n - 1)
+def _collapse_adjoint(gradient: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    def make(gradient: torch.Tensor) -> list[torch.Tensor]:
+        found, result = gradient, [gradient]
+        for dtype in dtypes[1:]:
+            found = expand_adjoint(found if found.dtype.itemsize >= 4 else found.float())
+            result.append(found.to(dtype))
+        return result
 
-    def every_other(y: torch.Tensor, k: int) -> torch.Tensor:
-        return y[..., k::2] if dim == -1 else y[..., k::2, :]
-
-    def start(begin: int, many: int, k: int, x: torch.Tensor, weight: float) -> torch.Tensor:
-        there = every_other(out, k).narrow(dim, begin, many)
-        if fine is None:
-            return torch.mul(x, sign * weight, out=there)
-        return torch.add(every_other(fine, k).narrow(dim, begin, many), x, alpha=sign * weight, out=there)
-
-    if size == 1:
-        start(0, 1, 0, x, 1)
-        return
-    on = start(0, n, 0, x, 0.75)
-    for begin, near in ((0, after), (1, before), (0, second), (n - 1, last)):
-        on.narrow(dim, begin, near.shape[dim]).add_(near, alpha=sign * 0.125)
-    start(0, between, 1, x.narrow(dim, 0, between), 0.5).add_(x.narrow(dim, 1, between), alpha=sign * 0.5)
-    if size // 2 == n:
-        start(n - 1, 1, 1, last, 1)
-
-
-def expand(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """A level [..., ceil(height / 2), ceil(width / 2)] brought to the size of the next finer one."""
-    return _expand_side(_expand_side(x, -1, width), -2, height)
-
-
-def _expand_side(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    n = x.shape[dim]
-    if size == 1:
-        return x
-    after = torch.cat([x.narrow(dim, 1, n - 1), x.narrow(dim, n - 1, 1)], dim=dim)
-    between = (x + after).mul_(0.5)
-    before = torch.cat([x.narrow(dim, min(1, n - 1), 1), x.narrow(dim, 0, n - 1)], dim=dim)
-    on = after.add_(before).mul_(0.125).add_(x * 0.75)
-    del before, after
-    axis = x.ndim + dim
-    return torch.stack([on, between], dim=axis + 1).flatten(axis, axis + 1).narrow(dim, 0, size)
+    return planewise(make, gradient)
 
 
 def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from gpu_lod import checks, dispatch, generators, operators
+from gpu_lod.adjoints import chain_adjoint, linear
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
-from gpu_lod.halving import SUMS, WHOLE, halve_extreme, halve_mean, in_parts, stored
+from gpu_lod.halving import SUMS, WHOLE, halve_extreme, halve_mean, halve_mean_adjoint, in_parts, stored
 from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
 from gpu_lod.planewise import PART
@@ -195,12 +197,35 @@ def reference(
         wide = values.apply(image)
         image = wide if image.dtype == torch.float64 else stored(wide, values.dtype)
         wide = wide if reduce == "mean" else image
-    result = [image]
-    top_height, top_width = image.shape[-2:]
-    for height, width in level_sizes(top_height, top_width, levels)[1:]:
-        wide = halve_mean(wide, height, width) if reduce == "mean" else halve_extreme(wide, reduce)
-        result.append(wide if wide.dtype == image.dtype else stored(wide, image.dtype))
-    return result
+    sizes, dtype = level_sizes(image.shape[-2], image.shape[-1], levels), image.dtype
+
+    def below(wide: torch.Tensor) -> list[torch.Tensor]:
+        result = []
+        for height, width in sizes[1:]:
+            wide = halve_mean(wide, height, width) if reduce == "mean" else halve_extreme(wide, reduce)
+            result.append(wide if wide.dtype == dtype else stored(wide, dtype))
+        return result
+
+    return [image, *(_means(below, wide, levels) if reduce == "mean" else below(wide))]
+
+
+def _means(
+    below: Callable[[torch.Tensor], list[torch.Tensor]], image: torch.Tensor, levels: int | None
+) -> Sequence[torch.Tensor]:
+    """`below(image)`, the levels of its mean chain below it, differentiable."""
+    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
+    if len(sizes) == 1:
+        return below(image)
+    return linear(below, partial(chain_adjoint, sizes=sizes, dtype=image.dtype, step=halve_mean_adjoint), image)
+
+
+def _below(
+    below: Callable[[torch.Tensor], list[torch.Tensor]], image: torch.Tensor, levels: int, reduce: Reduce
+) -> Sequence[torch.Tensor]:
+    """The same of levels that shaders or kernels make, of extremes too."""
+    if reduce == "mean":
+        return _means(below, image, levels)
+    return dispatch.run_gl(below, lambda x: reference(x, levels, reduce)[1:], image)
 
 
 def sampled(
@@ -284,7 +309,7 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
         kept[:] = [textures, result[0]]
         return result[1:]
 
-    result = dispatch.run_gl(below, lambda x: reference(x, levels, reduce)[1:], image)
+    result = _below(below, image, levels, reduce)
     # Level 0 is the image, so there is nothing to differentiate; without gradients take the copy in GL memory.
     top = image if dispatch.needs_grad(image) else kept[1]
     pyramid = Pyramid.made((top, *result), reduce, generator)
@@ -304,13 +329,9 @@ def _cuda(image: torch.Tensor, levels: int, reduce: Reduce, values: Conversion |
 
         made = dispatch.run_gl(converted, lambda source: reference(source, levels, reduce, values), image)
         return Pyramid(tuple(made), reduce, "cuda")
-    top = image.contiguous()
-    result = dispatch.run_gl(
-        lambda source: chain(device, source.contiguous(), levels, reduce),
-        lambda source: reference(source, levels, reduce)[1:],
-        image if dispatch.needs_grad(image) else top,
-    )
-    return Pyramid.made((image if dispatch.needs_grad(image) else top, *result), reduce, "cuda")
+    top = image if dispatch.needs_grad(image) else image.contiguous()
+    result = _below(lambda source: chain(device, source.contiguous(), levels, reduce), top, levels, reduce)
+    return Pyramid.made((top, *result), reduce, "cuda")
 
 
 def _gl(

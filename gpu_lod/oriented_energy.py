@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, dispatch, operators, precision
+from gpu_lod.binomial import mirrored, reduce
 from gpu_lod.bridge import gl as G
 from gpu_lod.cached import constant
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
-from gpu_lod.gaussian import choose, mirrored, reduce, reduce_level
+from gpu_lod.gaussian import choose, reduce_level
 from gpu_lod.planewise import planewise
 from gpu_lod.program import LOCAL_SIZE
 from gpu_lod.pyramid import burt_sizes

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks, precision
+from gpu_lod.binomial import BINOMIAL
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.feature_maps import AT_ONCE, LEVELS, LUMA, PAIRS, luma_weights, saliency_map
-from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels import saliency

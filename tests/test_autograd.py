@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,13 @@ from torch.utils._pytree import tree_map
 import gpu_lod as lod
 from gpu_lod import dispatch
 from gpu_lod.errors import InputChangedError, InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.gaussian import reference as gaussian_chain
+from gpu_lod.laplacian import collapse_reference
+from gpu_lod.laplacian import reference as laplacian_chain
 from gpu_lod.log_polar import reference as samples
 from gpu_lod.log_polar import ring_rule
+from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.pyramid import burt_sizes
 
 BOUNDS = ("region_max", "region_min", "cull")
 """Verbs without gradients."""
@@ -50,6 +57,49 @@ def test_backward_is_the_adjoint(name: str, backend: Any) -> None:
     left = sum(float((output.detach().double() * y).sum()) for output, y in zip(outputs, ys, strict=True))
     right = sum(float((x.detach().double() * one).sum()) for x, one in zip(xs, back, strict=True))
     assert left == pytest.approx(right, rel=1e-5)
+
+
+CHAINS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "mipmap": lambda x: mip_chain(x)[1:],
+    "gaussian": lambda x: gaussian_chain(x, len(burt_sizes(*x.shape[-2:]))),
+    "laplacian": lambda x: laplacian_chain(x, len(burt_sizes(*x.shape[-2:]))),
+    "collapse": lambda x: [collapse_reference([x, *(x[..., :h, :w] for h, w in burt_sizes(*x.shape[-2:])[1:])])],
+}
+
+
+@pytest.mark.parametrize("large", [1, 2**40])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_adjoints_are_what_torch_makes_of_the_sums(monkeypatch: pytest.MonkeyPatch, chain: str, large: int) -> None:
+    """At every small size, with sums in place and without; torch.func differentiates the forward itself."""
+    monkeypatch.setattr(sys.modules["gpu_lod.binomial"], "_LARGE", large)
+    for height, width in itertools.product(range(1, 10), repeat=2):
+        x = noise(2, height, width).double().requires_grad_()
+        outputs = CHAINS[chain](x)
+        if not outputs:
+            continue
+        weights = [torch.rand_like(output) for output in outputs]
+        _, back = torch.func.vjp(lambda x: tuple(CHAINS[chain](x)), x.detach())
+        (expected,) = back(tuple(weights))
+        (one,) = torch.autograd.grad(outputs, x, weights)
+        torch.testing.assert_close(one, expected, rtol=0, atol=1e-13)
+        # Of one level alone.
+        zeros = tuple(torch.zeros_like(weight) for weight in weights[:-1])
+        (expected,) = back((*zeros, weights[-1]))
+        (one,) = torch.autograd.grad(CHAINS[chain](x)[-1], x, weights[-1])
+        torch.testing.assert_close(one, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+@pytest.mark.parametrize("side", [13, 600])
+@pytest.mark.parametrize("verb", [lod.mipmap, lod.gaussian, lod.laplacian])
+def test_gradients_in_a_batch(verb: Any, side: int, backend: Any) -> None:
+    """As torch.autograd.functional.jacobian asks for them with vectorize=True; 600 is made in place elsewhere."""
+    image = noise(1, side, side + 1).requires_grad_()
+    level = verb(image, 3, backend=backend)[1]
+    weights = torch.rand(3, *level.shape)
+    (found,) = torch.autograd.grad(level, image, weights, is_grads_batched=True, retain_graph=True)
+    for one, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(level, image, weight, retain_graph=True)[0])
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.reference])

@@ -19,10 +19,10 @@ from oracle import gaussian_chain, laplacian_chain
 from torch.utils import _pytree
 
 import gpu_lod as lod
+from gpu_lod.binomial import BINOMIAL, expand
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError
-from gpu_lod.gaussian import BINOMIAL
 from gpu_lod.gaussian import reference as gaussian_reference
-from gpu_lod.laplacian import collapse_reference, expand
+from gpu_lod.laplacian import collapse_reference
 from gpu_lod.laplacian import reference as laplacian_reference
 
 module = sys.modules["gpu_lod.gaussian"]
@@ -282,7 +282,7 @@ def test_convention_beside_kornia() -> None:
 
 def test_sums_in_place_are_those_of_mirrored_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU takes the ones for large levels, the others for small ones."""
-    module = sys.modules["gpu_lod.gaussian"]
+    module = sys.modules["gpu_lod.binomial"]
     for height in range(1, 10):
         for width in range(1, 10):
             x = noise(2, height, width).double()
@@ -295,15 +295,15 @@ def test_sums_in_place_are_those_of_mirrored_pixels(monkeypatch: pytest.MonkeyPa
 
 def test_levels_expanded_in_place_are_those_of_joined_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU takes the ones for large levels, the others for small ones."""
-    module = sys.modules["gpu_lod.laplacian"]
+    module = sys.modules["gpu_lod.binomial"]
     for height in range(1, 10):
         for width in range(1, 10):
             image = noise(2, height, width).double()
             made, back = [], []
             for large in (1, 2**40):
                 monkeypatch.setattr(module, "_LARGE", large)
-                made.append(module.reference(image, 3 if max(height, width) > 2 else 1))
-                back.append(module.collapse_reference(made[0]))
+                made.append(laplacian_reference(image, 3 if max(height, width) > 2 else 1))
+                back.append(collapse_reference(made[0]))
             for one, other in zip(*made, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
             torch.testing.assert_close(*back, rtol=0, atol=1e-14)

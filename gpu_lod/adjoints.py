@@ -1,0 +1,68 @@
+"""Linear verbs with an adjoint of their own: their backward needs neither the values of the forward nor its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.dispatch import needs_grad
+
+Adjoint = Callable[..., Sequence[torch.Tensor | None]]
+"""From the gradients in all results, None where nothing asks for one, to those in all inputs; made of what torch can
+differentiate again."""
+
+
+def linear(
+    forward: Callable[..., Sequence[torch.Tensor]], adjoint: Adjoint, *inputs: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """`forward(*inputs)`, differentiable by the adjoint where an input asks for it: in a fraction of the time and the
+    memory that a graph of sums takes. Inside torch.func and in forward mode a forward in plain torch differentiates
+    itself; no other comes there."""
+    if needs_grad(*inputs) and not any(map(checks.transformed, inputs)):
+        result: tuple[torch.Tensor, ...] = _ByAdjoint.apply(forward, adjoint, *inputs)
+        return result
+    return forward(*inputs)
+
+
+class _ByAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
+        ctx.adjoint = adjoint
+        ctx.set_materialize_grads(False)
+        return tuple(forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        asked = any(gradient is not None for gradient in gradients)
+        found = ctx.adjoint(*gradients) if asked else [None] * len(ctx.needs_input_grad[2:])
+        return (None, None, *(one if want else None for one, want in zip(found, ctx.needs_input_grad[2:], strict=True)))
+
+
+def chain_adjoint(
+    *gradients: torch.Tensor | None,
+    sizes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    step: Callable[..., torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """The gradient in the finest level of a chain in which each level is made of the one above.
+
+    Args:
+        gradients: in the levels below the finest.
+        sizes: (height, width) of all levels.
+        dtype: of the finest.
+        step: the adjoint of what makes a level, of (gradient, height, width of the level above, a gradient in that or
+            None).
+    """
+    found = wide(gradients[-1])
+    for level in range(len(sizes) - 2, -1, -1):
+        more = wide(gradients[level - 1]) if level else None
+        found = more if found is None else step(found, *sizes[level], more)
+    return [None if found is None else found.to(dtype)]
+
+
+def wide(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """In fp32, if in less."""
+    return gradient if gradient is None or gradient.dtype.itemsize >= 4 else gradient.float()
