@@ -463,6 +463,7 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     add_rows("foveate once", bench_samplers.foveate_once, [first], f32)
     add_rows("others once", bench_samplers.others_once, [first], f32)
     add_rows("features", bench_features.rows, [(first[0] // 2, first[1] // 2, batch)])
+    add_rows("gradients", bench_samplers.gradients, side=first[0])
     if first[0] >= 224:
         add_rows("batches", bench_samplers.batches)
         add_rows("batches of readers", bench_hiz.batches)

@@ -244,7 +244,8 @@ def _numbers(value: Any, name: str) -> torch.Tensor:
     """A dense fp32 tensor with data, of whatever holds numbers."""
     expected = "(x, y) or a dense [B, 2]" if name == "fixation" else "a dense tensor [B, K, 3] or [K, 3]"
     if isinstance(value, torch.Tensor):
-        if value.is_nested or value.layout is not torch.strided or value.is_complex() or value.is_meta:
+        none = value.is_complex() or value.dtype == torch.bool
+        if value.is_nested or value.layout is not torch.strided or none or value.is_meta:
             what = "nested tensor" if value.is_nested else _kind(value)
             raise InputError(f"{name} is a {what}; expected {expected}, with data.")
         if value.dtype == torch.float32:

@@ -65,7 +65,7 @@ def laplacian(image: torch.Tensor, levels: int | None = None, backend: Backend =
         return Pyramid(tuple(reference(image, count)), "laplacian")
     ctx = context_for(image)
     result = linear(lambda x: _gl(ctx, x, count), _adjoint_of(image, count), image)
-    return Pyramid(result, "laplacian", "compute")
+    return Pyramid(tuple(result), "laplacian", "compute")
 
 
 def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "auto") -> Choice:
@@ -145,17 +145,18 @@ def _adjoint_of(image: torch.Tensor, levels: int) -> Adjoint:
 def _adjoint(
     *gradients: torch.Tensor | None, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> list[torch.Tensor | None]:
-    def make(*gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def make(*gradients: torch.Tensor | None) -> list[torch.Tensor]:
         found = wide(gradients[-1])
         for size, gradient in zip(reversed(sizes[:-1]), reversed(gradients[:-1]), strict=True):
             fine = wide(gradient)
             if fine is not None:
                 found = torch.neg(expand_adjoint(fine)) if found is None else found - expand_adjoint(fine)
             found = None if found is None else reduce_adjoint(found, *size, fine)
-        return [None if found is None else found.to(dtype)]
+        assert found is not None
+        return [found.to(dtype)]
 
     given = [gradient for gradient in gradients if gradient is not None]
-    return planewise(make, *given) if len(given) == len(gradients) else make(*gradients)
+    return [*(planewise(make, *given) if len(given) == len(gradients) else make(*gradients))]
 
 
 def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:

@@ -413,6 +413,7 @@ def test_smallest_and_huge_patches(patch: int) -> None:
         ({"sites": torch.zeros(3, 4, 3)}, r"\[2, K, 3\]"),
         ({"sites": "everywhere"}, "sites"),
         ({"sites": torch.zeros(4, 3, dtype=torch.complex64)}, "complex"),
+        ({"sites": torch.ones(4, 3, dtype=torch.bool)}, "bool"),
         ({"sites": torch.zeros(4, 3).to_sparse()}, "sparse"),
         ({"sites": torch.zeros(4, 3, device="meta")}, "with data"),
         ({"patch": 0}, "patch"),
