@@ -19,6 +19,9 @@ SUMS = 2**23
 """Texels up to which a CPU halves by sums of rows and then of columns: in down to two thirds of the time of the one
 kernel that is fastest beyond, where what lies between would be fresh memory at every call."""
 
+_COUNTED = 2**30
+"""Texels that torch surely makes on CUDA by interpolation: it may refuse those that 32 bits do not count."""
+
 FEW = 2**12
 """Texels up to which one kernel takes less time than the three operations of the sums: 3 to 8 instead of 9 us."""
 
@@ -118,7 +121,8 @@ def _polyphase(x: torch.Tensor, dim: int, begin: int, n: int) -> torch.Tensor:
 def halve_mean_adjoint(x: torch.Tensor, height: int, width: int, fine: torch.Tensor | None = None) -> torch.Tensor:
     """The adjoint of `halve_mean`, from the next level's size to (height, width), and `fine` added; fp32 or fp64."""
     even = [n % 2 == 0 for n in (height, width)]
-    if all(even) and x.ndim in (3, 4):  # as torch takes them: two thirds of the time of joining copies
+    few = checks.on_host(x) or height * width * x[..., 0, 0].numel() <= _COUNTED
+    if all(even) and x.ndim in (3, 4) and few:  # as torch takes them: two thirds of the time of joining copies
         batched = x if x.ndim == 4 else x[None]
         batched = F.interpolate(batched * 0.25, size=(height, width), mode="nearest")
         x = batched if x.ndim == 4 else batched[0]
