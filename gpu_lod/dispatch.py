@@ -369,7 +369,11 @@ def _taken(verdict: calibration.Verdict) -> Choice:
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # by far quicker than `any` of a generator
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def keepable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -69,6 +70,11 @@ def _subgroup(gl: GL, extensions: Set[str]) -> int:
     stages, features = gl.integer(G.SUBGROUP_SUPPORTED_STAGES_KHR), gl.integer(G.SUBGROUP_SUPPORTED_FEATURES_KHR)
     able = stages & G.COMPUTE_SHADER_BIT and features & G.SUBGROUP_FEATURE_SHUFFLE_BIT_KHR
     return gl.integer(G.SUBGROUP_SIZE_KHR) if able else 0
+
+
+@cache
+def _is_software(renderer: str) -> bool:
+    return any(name in renderer.lower() for name in ("llvmpipe", "softpipe", "swiftshader", "swrast"))
 
 
 class Constants:
@@ -136,7 +142,7 @@ class Sharing(Turns):
     @property
     def software(self) -> bool:
         """True on a software renderer (llvmpipe, softpipe, SwiftShader)."""
-        return any(name in self.renderer.lower() for name in ("llvmpipe", "softpipe", "swiftshader", "swrast"))
+        return _is_software(self.renderer)
 
     @contextmanager
     def active(self, device: torch.device | None = None) -> Iterator[Self]:

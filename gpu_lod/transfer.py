@@ -128,6 +128,8 @@ class Planes:
 
     def layers(self, first: int, count: int) -> Planes:
         """Some of the planes."""
+        if count == self.count:
+            return self
         return replace(self, offset=self.offset + first * self.area * self.dtype.itemsize, count=count)
 
 

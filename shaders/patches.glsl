@@ -54,6 +54,16 @@ vec4 shown(Patch p, ivec2 at, vec4 texel) {
 
 vec4 between_texels(Patch p, ivec2 at) { return shown(p, at, trilinear(p.levels, pixel_of(p, at) / u_size)); }
 
+#ifdef FETCHED
+// Of samples `at` and the next one of its row.
+void between_texels(Patch p, ivec2 at, out vec4 one, out vec4 other) {
+    ivec2 next = at + ivec2(1, 0);
+    trilinear(p.levels, pixel_of(p, at) / u_size, pixel_of(p, next).x / u_size.x, one, other);
+    one = shown(p, at, one);
+    other = shown(p, next, other);
+}
+#endif
+
 vec4 on_texel(Patch p, ivec2 at) {
     return shown(p, at, TEXEL_AT(p.whole, clamp(p.texel + at, ivec2(0), p.whole.size - 1)));
 }

@@ -145,6 +145,14 @@ def test_no_popping_between_levels(backend: Any) -> None:
     assert float((found[1:] - found[:-1]).abs().max()) < 0.05
 
 
+def test_samples_that_rounding_puts_a_texel_apart(ctx: lod.Context) -> None:
+    """Two samples less than a texel apart, the first one just before a texel, may have the other one on the next but
+    one."""
+    sites = [[0.2540000081, 0.3718389273, 0.9999978542], [0.5120000839, 0.7726207972, 0.9999957681]]
+    sites.append([0.4999998808, 0.1916773915, 0.9999999404])
+    check(ctx, lod.mipmap(noise(1, 1, 1000, 1000)), torch.tensor([sites]), 14, "gl")
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 def test_samples_far_outside_read_the_nearest_edge(dtype: torch.dtype) -> None:
     """Half a patch of the highest level is more pixels than an integer counts."""
