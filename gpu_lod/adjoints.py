@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, precision
 from gpu_lod.dispatch import needs_grad
 
 Adjoint = Callable[..., Sequence[torch.Tensor | None]]
@@ -37,7 +37,8 @@ class _ByAdjoint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         asked = any(gradient is not None for gradient in gradients)
-        found = ctx.adjoint(*gradients) if asked else [None] * len(ctx.needs_input_grad[2:])
+        with precision.full():
+            found = ctx.adjoint(*gradients) if asked else [None] * len(ctx.needs_input_grad[2:])
         return (None, None, *(one if want else None for one, want in zip(found, ctx.needs_input_grad[2:], strict=True)))
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.dispatch import needs_grad
+from gpu_lod.precision import factor as factored
 
 _SMALL = 2**18
 """Values below which torch's own interpolation takes less than the several operations here."""
@@ -71,6 +72,32 @@ def enlarged(
             out=tall[..., begin - down.begin : stop - down.begin, :],
         )
     return tall
+
+
+def enlarged_adjoint(
+    pixels: torch.Tensor, factor: int, box: tuple[int, int, int, int], size: tuple[int, int]
+) -> torch.Tensor:
+    """The adjoint of `enlarged`, centred: what pixels [B, C, y1 - y0, x1 - x0] give the samples, [B, C, *size]."""
+    down, along = (_Side.of(n, factor, *ends, True) for n, ends in zip(size, (box[:2], box[2:]), strict=True))
+    window = _gathered(_gathered(pixels, factor, down).mT, factor, along).mT
+    result = pixels.new_zeros(*pixels.shape[:-2], *size)
+    result[..., down.low : down.high, along.low : along.high] = window
+    return result
+
+
+def _gathered(pixels: torch.Tensor, factor: int, side: _Side) -> torch.Tensor:
+    """Rows of pixels [..., n, w] weighed into the samples that are there, as rows."""
+    count = side.before + side.high - side.low + side.after
+    behind = (count - 1) * factor - side.begin - side.wanted
+    between = F.pad(pixels, (0, 0, side.begin, behind)).unflatten(-2, (count - 1, factor))
+    shares = torch.arange(factor, dtype=pixels.dtype, device=pixels.device).add_(0.5).div_(factor)
+    above, below = (factored(torch.stack([1 - shares, shares])) @ factored(between)).to(pixels.dtype).unbind(-2)
+    samples = F.pad(above, (0, 0, 0, 1)) + F.pad(below, (0, 0, 1, 0))
+    if side.before:  # the first was read once more
+        samples = torch.cat([samples[..., :1, :] + samples[..., 1:2, :], samples[..., 2:, :]], dim=-2)
+    if side.after:
+        samples = torch.cat([samples[..., :-2, :], samples[..., -2:-1, :] + samples[..., -1:, :]], dim=-2)
+    return samples
 
 
 class _Side(NamedTuple):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from gpu_lod import checks, dispatch, operators, planewise, texture_chain
+from gpu_lod.adjoints import Adjoint, linear
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.foveate_adjoint import adjoint_of
 from gpu_lod.foveate_blocks import blocks, highest, ranges_of
 from gpu_lod.foveate_tiles import Tile, probed, trilinear
 from gpu_lod.halving import stored
@@ -96,7 +99,10 @@ def foveate(
     else:
         ctx = source.texture_context() or context_for(*source.levels)
         sample = partial(_gl, ctx, source, points, *rule, spare=built)
-    return texture_chain.run(source, sample, lambda levels: reference(levels, points, *rule))
+    adjoint = None
+    if anisotropy <= 1 and needs_grad(*source.levels):
+        adjoint = _adjoint_of(source.levels[0], len(source), points, *rule[:2])
+    return texture_chain.run(source, sample, lambda levels: reference(levels, points, *rule), adjoint)
 
 
 def _choose(
@@ -197,6 +203,27 @@ def reference(
 
     Differentiable in the levels and the fixation.
     """
+    rule = e0, bias, anisotropy
+    if anisotropy > 1 or not needs_grad(*levels) or needs_grad(fixation) or checks.transformed(fixation):
+        return _made(levels, fixation, *rule, kept)
+    adjoint = _adjoint_of(levels[0], len(levels), fixation, e0, bias)
+    (result,) = linear(lambda *levels: (_made(levels, fixation, *rule, kept),), adjoint, *levels)
+    return result
+
+
+def _adjoint_of(image: torch.Tensor, levels: int, fixation: torch.Tensor, e0: float, bias: float) -> Adjoint:
+    return adjoint_of(lambda levels, points: _made(levels, points, e0, bias, 1.0), image, levels, fixation, e0, bias)
+
+
+def _made(
+    levels: Sequence[torch.Tensor],
+    fixation: torch.Tensor,
+    e0: float,
+    bias: float,
+    anisotropy: float,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """By a graph of torch's own where gradients are asked for."""
     chain = [level if level.ndim == 4 else level[None] for level in levels]
     top = chain[0]
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32

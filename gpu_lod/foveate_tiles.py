@@ -81,6 +81,16 @@ class Tile:
         finest, coarsest = (math.log2(1 + e / self.e0) + self.bias for e in (near, far))
         return max(math.floor(min(finest, self.last)), 0), max(math.ceil(min(coarsest, self.last)), 0)
 
+    def within(self, level: int) -> tuple[int, int, int, int]:
+        """y0, y1, x0, x1: the rows and columns of its pixels that may read that level or a finer one."""
+        assert self.place is not None
+        height, width = self.size
+        reach = max(self.e0 * (2.0 ** (level + 1 - self.bias) - 1) * max(self.size), 0.0)
+        return (
+            *_span(self.place[1] * height, reach, self.rows.start, self.rows.stop),
+            *_span(self.place[0] * width, reach, self.columns.start, self.columns.stop),
+        )
+
 
 def level_map(point: torch.Tensor, size: tuple[int, int], e0: float, bias: float) -> torch.Tensor:
     """[H, W] the level of each pixel of an image."""
@@ -113,18 +123,11 @@ def _blended(
         made: rows y0..y1 and columns x0..x1 of a level at full size; of the last one it is written to.
         level: of each pixel of the tile, or what `level_map` gives before it is clamped.
     """
-    height, width = tile.size
     top, bottom, left, right = tile.rows.start, tile.rows.stop, tile.columns.start, tile.columns.stop
     result = made(coarsest, (top, bottom, left, right))
     for index in range(coarsest - 1, finest - 1, -1):
-        y0, y1, x0, x1 = top, bottom, left, right
-        if tile.in_place:  # pixels that read this level or a finer one; all where a graph must be kept
-            assert tile.place is not None
-            reach = max(tile.e0 * (2.0 ** (index + 1 - tile.bias) - 1) * max(tile.size), 0.0)
-            (y0, y1), (x0, x1) = (
-                _span(tile.place[1] * height, reach, y0, y1),
-                _span(tile.place[0] * width, reach, x0, x1),
-            )
+        # All where a graph must be kept.
+        y0, y1, x0, x1 = tile.within(index) if tile.in_place else (top, bottom, left, right)
         if y0 >= y1 or x0 >= x1:
             break
         fine = made(index, (y0, y1, x0, x1))

@@ -219,6 +219,17 @@ def _means(
     return linear(below, partial(chain_adjoint, sizes=sizes, dtype=image.dtype, step=halve_mean_adjoint), image)
 
 
+def image_gradient(
+    gradients: Sequence[torch.Tensor | None], sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The gradient in an image from those in the levels of its mean chain, level 0 included."""
+    top, *rest = gradients
+    if not rest:
+        return top
+    (found,) = chain_adjoint(*rest, sizes=sizes, dtype=dtype, step=halve_mean_adjoint)
+    return found if top is None else top if found is None else found + top
+
+
 def _below(
     below: Callable[[torch.Tensor], list[torch.Tensor]], image: torch.Tensor, levels: int, reduce: Reduce
 ) -> Sequence[torch.Tensor]:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import dispatch, generators, recording, several_levels
+from gpu_lod.adjoints import Adjoint, linear
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
-from gpu_lod.mipmap import mipmap
+from gpu_lod.mipmap import image_gradient, mipmap
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.texture import Sampled
@@ -224,14 +225,21 @@ def run(
     source: Source,
     sample: Callable[[], torch.Tensor],
     reference: Callable[[list[torch.Tensor]], torch.Tensor],
+    adjoint: Adjoint | None = None,
 ) -> torch.Tensor:
     """What a sampler makes of its source, differentiable in the pyramid's levels or the image.
 
     Args:
         sample: shader or kernel path.
         reference: the same of the levels, in plain torch.
+        adjoint: of the samples, to gradients in the levels; None differentiates the reference.
     """
-    if isinstance(source, Pyramid):
+    if adjoint is not None:
+        sizes = level_sizes(*source.size, len(source))
+        of_levels, of_image = adjoint, lambda x: [image_gradient(adjoint(x), sizes, source.dtype)]
+        how = of_levels if isinstance(source, Pyramid) else of_image
+        (result,) = linear(lambda *inputs: (sample(),), how, *source.levels)
+    elif isinstance(source, Pyramid):
         (result,) = dispatch.run_gl(
             lambda *levels: (sample(),), lambda *levels: (reference(list(levels)),), *source.levels
         )

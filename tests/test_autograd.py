@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 import gpu_lod as lod
 from gpu_lod import dispatch
 from gpu_lod.errors import InputChangedError, InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.foveate import reference as foveated
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.laplacian import collapse_reference
 from gpu_lod.laplacian import reference as laplacian_chain
@@ -100,6 +102,40 @@ def test_gradients_in_a_batch(verb: Any, side: int, backend: Any) -> None:
     (found,) = torch.autograd.grad(level, image, weights, is_grads_batched=True, retain_graph=True)
     for one, weight in zip(found, weights, strict=True):
         torch.testing.assert_close(one, torch.autograd.grad(level, image, weight, retain_graph=True)[0])
+
+
+@pytest.mark.parametrize("sizes", [[(n, m) for n in (1, 2, 5, 8) for m in (1, 4, 7, 16)], [(64, 96)], [(61, 96)]])
+def test_adjoint_of_foveation(sizes: Any) -> None:
+    """Beside torch.func's, of the plain sums: fixations at the edge and elsewhere, all levels or few, sharp or not."""
+    rules = [(0.1, 0.0), (0.02, 0.0), (0.3, 1.5), (0.01, -3.0), (1e-6, 0.0)]
+    for (height, width), rule, levels in itertools.product(sizes, rules, (None, 2)):
+        fixation = torch.rand(2, 2)
+        fixation[0] = fixation[0].round()
+        made = mip_chain(noise(2, 2, height, width).double(), levels)
+        chain = [level.clone().requires_grad_() for level in made]  # below 1 x 1 it is the same tensor
+        found = foveated(chain, fixation, *rule)
+        weights = torch.rand_like(found)
+        plain = partial(foveated, fixation=fixation, e0=rule[0], bias=rule[1])
+        _, back = torch.func.vjp(plain, [level.detach() for level in chain])
+        mine = torch.autograd.grad(found, chain, weights, allow_unused=True)
+        for one, expected in zip(mine, back(weights)[0], strict=True):
+            one = torch.zeros_like(expected) if one is None else one
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+@pytest.mark.parametrize("size", [(96, 128), (45, 61)])
+def test_gradients_of_foveation_in_a_batch_and_under_autocast(size: tuple[int, int], backend: Any) -> None:
+    image = noise(2, 3, *size).requires_grad_()
+    fixation = torch.rand(2, 2)
+    found = lod.foveate(image, fixation, backend=backend)
+    weights = torch.rand(3, *found.shape)
+    (batch,) = torch.autograd.grad(found, image, weights, is_grads_batched=True, retain_graph=True)
+    fixation.fill_(0.5)  # a backward knows where they were
+    for one, weight in zip(batch, weights, strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            (alone,) = torch.autograd.grad(found, image, weight, retain_graph=True)
+        torch.testing.assert_close(one, alone, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.reference])
