@@ -398,7 +398,8 @@ def _orders(
             # Texels between the outermost centres.
             read = level.numel() * float((high - low).prod()) / size
             if read > _CONVERTED:
-                order = order[here[:, 1].argsort()]
+                x, y = (high - low).tolist()
+                order = order[here[:, 0 if x > 4 * y else 1].argsort()]  # rows lie together in memory
                 most = min(most, math.ceil(len(order) * _CONVERTED / read))
         order = order[None]
     elif bool(member.all()):

@@ -167,16 +167,19 @@ def reference(
         result = make(points, everything, everything, _turned(batched, -1, wedges + 1), -1)
         return result if polar.ndim == 4 else result[0]
     result = batched.new_empty(*batched.shape[:2], height, width)
-    small = height * width < planewise.PART // 16 and rings * wedges < planewise.PART // 4
+    texels = batched[0].numel()
+    small = height * width < planewise.PART // 16 and texels <= planewise.PART * 3 // 4
     if work == polar.dtype or wedges < _QUARTERED or small:
         part = _turned(batched, -1, wedges + 1)
         most = min(planewise.PART // 4, max(len(batched) * height * width // 8, planewise.PART // 16))
+        if work != polar.dtype:  # in fp32 they are several times themselves: no more than is left beside the turned ones
+            most = min(most, max(max(planewise.PART // 2, batched.nbytes // 5) // texels, 1) * height * width)
         for images, rows in bands(len(batched), height, width, most):
             result[images, :, rows] = make(points[images], rows, everything, part[images], -1)
         return result if polar.ndim == 4 else result[0]
     # A map of a small dtype is several times itself in fp32: a quarter of it at a time, which is what the pixels on one
     # side of the fixation in x and y read.
-    texels = min(planewise.PART // 4, max(height * width // 10, planewise.PART // 16))
+    most = min(planewise.PART // 4, max(height * width // 10, planewise.PART // 16))
     threads = torch.get_num_threads()
     xs, ys = x.tolist(), y.tolist()
     for image, (px, py) in enumerate(points.tolist()):
@@ -190,7 +193,7 @@ def reference(
             first = quarter * wedges // 4 - 2
             part = _turned(batched[image][None], first, (quarter + 1) * wedges // 4 + 3).to(work)
             columns = last - column
-            together = max(texels // (columns * threads), 1) * threads  # `bilinear` shares rows among the threads
+            together = max(most // (columns * threads), 1) * threads  # `bilinear` shares rows among the threads
             for _, rows in bands(1, end - row, columns, together * columns):
                 rows = slice(row + rows.start, row + rows.stop)
                 result[image, :, rows, column:last] = make(at, rows, slice(column, last), part, first)[0]
