@@ -172,7 +172,7 @@ def reference(
     if work == polar.dtype or wedges < _QUARTERED or small:
         part = _turned(batched, -1, wedges + 1)
         most = min(planewise.PART // 4, max(len(batched) * height * width // 8, planewise.PART // 16))
-        if work != polar.dtype:  # in fp32 they are several times themselves: no more than is left beside the turned ones
+        if work != polar.dtype:  # in fp32 they are several times themselves: what is left beside the turned ones
             most = min(most, max(max(planewise.PART // 2, batched.nbytes // 5) // texels, 1) * height * width)
         for images, rows in bands(len(batched), height, width, most):
             result[images, :, rows] = make(points[images], rows, everything, part[images], -1)
@@ -197,6 +197,7 @@ def reference(
             for _, rows in bands(1, end - row, columns, together * columns):
                 rows = slice(row + rows.start, row + rows.stop)
                 result[image, :, rows, column:last] = make(at, rows, slice(column, last), part, first)[0]
+            del part  # before the next one is made
     return result if polar.ndim == 4 else result[0]
 
 
