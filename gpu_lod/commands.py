@@ -29,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Level of detail on graphics hardware for PyTorch: mip chains, Hi-Z and log-polar maps by OpenGL shaders.",
+    help="Level of detail on graphics hardware for PyTorch: pyramids, samplers and token budgets for image files.",
     epilog="Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong arguments.",
 )
 
