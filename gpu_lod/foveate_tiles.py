@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
+from gpu_lod.bilinear import bilinear, cropped
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.enlarging import enlarged
-from gpu_lod.log_polar import bilinear, cropped
 from gpu_lod.planewise import bands
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, operators, recording, texture_chain
+from gpu_lod import checks, dispatch, operators, patch_windows, recording, texture_chain
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
@@ -18,7 +18,6 @@ from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
-from gpu_lod.log_polar import bilinear, converted
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -35,11 +34,8 @@ _AT_ONCE = 2**20
 """Texels whose levels plain torch makes together: patches read a part of them alone, so that fresh memory for more is
 what a batch would pay for."""
 
-_VALUES = 2**19
-"""Of patches that plain torch makes together on a CPU; of small dtypes, whose results are smaller, half as many."""
-
-_CONVERTED = 2**20
-"""Texels of smaller dtypes that it makes fp32 of together."""
+_VALUES = 2**18
+"""Of patches that plain torch makes together on a CPU."""
 
 LANES_AT_ONCE = 128
 """Invocations of a workgroup, if patches are smaller; half as many on a software renderer, whose threads then end
@@ -269,8 +265,7 @@ def on_pixels(at: torch.Tensor, sides: torch.Tensor) -> torch.Tensor:
 
 
 def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> torch.Tensor:
-    """The same in plain torch, in the fastest way found: sites that read the same levels together, those whose samples
-    are texels as slices.
+    """The same in plain torch, in the fastest way found.
 
     Args:
         levels: a mean chain, [B, C, h, w] or [C, h, w] each; float64 too.
@@ -279,160 +274,47 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     Differentiable in the levels and the sites.
     """
     chain = [level if level.ndim == 4 else level[None] for level in levels]
-    top = chain[0]
+    top, patch, graph = chain[0], look.patch, _graph(sites)
     batch, channels, height, width = top.shape
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
-    sites = sites.to(top.device).expand(batch, -1, -1)
-    budget, patch = sites.shape[1], look.patch
-    centres = centres_of(sites, (height, width), work)
-    level = sites[..., 2].to(work).clamp(max=30)  # far beyond any image
-    read = level.clamp(max=len(levels) - 1)
-    fine = read.detach().floor()
-    graph = _graph(sites)
-    with torch.no_grad():
-        # At whole levels samples are texels where the sides halve without a rest and the first sample is one.
-        whole = torch.exp2(fine)[..., None]
-        first, room = centres / whole - patch / 2, centres.new_tensor([width, height]) / whole
-        met = (first == first.floor()) & (room == room.floor()) & (first >= 0) & (first <= room - patch)
-        slices = met.all(dim=-1) & (level == fine)
-        group = 3 * fine.int() + torch.where(slices, 2, (read > fine).int())
-    low, high = (int(bound) for bound in torch.aminmax(group))
-    numbers = [low] if low == high else group.unique().tolist()
-    values_of = None if look.scale is None else torch.tensor([look.scale, look.offset], dtype=work, device=top.device)
-    between = graph or any(number % 3 < 2 for number in numbers)
+    points = sites.to(top.device).expand(batch, -1, -1).flatten(0, 1)
+    image = torch.arange(batch, device=top.device).repeat_interleave(sites.shape[1])
+    centres = centres_of(points, (height, width), torch.float64)
+    level = points[:, 2].double().clamp(max=30)  # far beyond any image
+    shapes = [(level.shape[3], level.shape[2]) for level in chain]
+    every = patch_windows.sites_of(shapes, image, centres, level, patch)
+    values_of = None
+    if look.scale is not None:
+        values_of = torch.tensor([look.scale, look.offset], dtype=work, device=top.device)[..., None, None]
+
+    def read(some: patch_windows.Sites) -> torch.Tensor:
+        values = patch_windows.read(chain, some, patch, work=work, graph=graph)
+        if values_of is not None:
+            values = torch.addcmul(values_of[1], values.to(work), values_of[0])
+        if look.zero:
+            values = values * _inside(some, (height, width), patch)
+        return values if values.dtype == look.dtype else stored(values, look.dtype)
+
     # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.
+    most = _VALUES // (channels * patch**2)
     free = top.device.type == "cpu" and not (graph or needs_grad(*levels) or any(map(checks.transformed, levels)))
-    together = _VALUES if look.dtype == work else _VALUES // 2
-    most = max(together // (batch * channels * patch**2), 1) if free else budget
-    as_they_are = not (graph or look.zero) and values_of is None and look.dtype == top.dtype
-
-    def along(centres: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        """Where samples are along each side, [B, n, 2, P], in pixels."""
-        steps = torch.arange(patch, dtype=work, device=top.device) - (patch - 1) / 2
-        return centres[..., None] + steps * torch.exp2(level)[..., None, None]
-
-    def grid_of(places: torch.Tensor) -> torch.Tensor:
-        x, y = (2 * places / sides - 1).unbind(2)
-        return torch.stack(torch.broadcast_tensors(x[:, :, None, :], y[:, :, :, None]), dim=-1)
-
-    whole_grid = None
-    if between or look.zero:
-        sides = torch.tensor([[width], [height]], dtype=work, device=top.device)
-        if most >= budget:
-            everywhere = along(centres, level)
-            whole_grid = grid_of(everywhere) if between else None
-    rows, shares = torch.arange(batch, device=top.device)[:, None], read - fine
-
-    def of(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Of [B, K, ...], those sites."""
-        if order.shape[1] == budget and len(numbers) == 1:
-            return values
-        return values[rows, order] if batch > 1 else values.index_select(1, order[0])  # quicker, too
-
-    result = None
-    for number in numbers:
-        index, kind = divmod(number, 3)
-        member = group == number
-        copied = kind == 2 and as_they_are  # slices are the result, and nothing is made on the way
-        at_once = budget if copied else most
-        for order in _orders(member, centres, height * width, chain[index], at_once, by_row=free and kind < 2):
-            alike = member[rows, order] if batch > 1 else None  # some are twice in an image
-            every = alike is None or bool(alike.all())
-            site = order.flatten() if every else order[alike]
-            image = rows[0].expand_as(site) if batch == 1 else rows.expand_as(order)
-            image = image if batch == 1 else image.flatten() if every else image[alike]
-            if (kind < 2 or graph or look.zero) and most < budget:
-                places = along(of(centres, order), of(level, order))
-            elif look.zero:
-                places = of(everywhere, order)
-            if kind < 2 or graph:
-                grid = grid_of(places) if whole_grid is None else of(whole_grid, order)
-                values = _sampled(chain[index], grid, work)
-                if kind == 1 or (graph and index + 1 < len(chain)):  # at a whole level, too, the next one is a gradient
-                    share = of(shares, order)[..., None, None, None]
-                    values = torch.lerp(values, _sampled(chain[index + 1], grid, work), share)
-                values = values.flatten(0, 1) if every else values[alike]
-            if kind == 2:
-                exact = _sliced(chain[index], image, first[image, site].long(), patch)
-                exact = exact if copied else exact.to(work)
-                values = exact + (values - values.detach()).nan_to_num(0.0) if graph else exact
-            if values_of is not None:
-                scale, offset = values_of[..., None, None]
-                values = torch.addcmul(offset, values, scale)
-            if look.zero:
-                x, y = ((places >= 0) & (places <= sides)).unbind(2)
-                inside = x[:, :, None, :] & y[:, :, :, None]
-                values = values * (inside.flatten(0, 1) if every else inside[alike])[:, None]
-            values = values if copied else stored(values, look.dtype)
-            if len(site) == batch * budget and len(numbers) == 1:  # no copy of the copy
-                result = values.unflatten(0, (batch, budget))
-                continue
-            if result is None:
-                result = top.new_empty((batch, budget, channels, patch, patch), dtype=look.dtype)
-            if batch == 1 and free:
-                result[0].index_copy_(0, site, values)  # quicker than by pairs of indices
-            else:
-                result[image, site] = values
-    assert result is not None
-    return result if levels[0].ndim == 4 else result[0]
-
-
-def _orders(
-    member: torch.Tensor, centres: torch.Tensor, size: int, level: torch.Tensor, most: int, *, by_row: bool
-) -> Iterable[torch.Tensor]:
-    """Which sites are read together: columns [B, n] of bool [B, K], as many of each image, so that some are no members
-    where one image has fewer than another.
-
-    Args:
-        centres: in pixels of an image of that size.
-        level: what they read.
-        most: columns at a time.
-        by_row: what is no fp32 is converted on the way, so that sites which lie together are to be read together.
-    """
-    count, budget = member.shape
-    if count == 1:
-        order = member[0].nonzero()[:, 0]
-        if by_row and level.dtype.itemsize < 4 and level.numel() > _CONVERTED:
-            here = centres[0].index_select(0, order)
-            low, high = here.aminmax(dim=0)
-            # Texels between the outermost centres.
-            read = level.numel() * float((high - low).prod()) / size
-            if read > _CONVERTED:
-                x, y = (high - low).tolist()
-                order = order[here[:, 0 if x > 4 * y else 1].argsort()]  # rows lie together in memory
-                most = min(most, math.ceil(len(order) * _CONVERTED / read))
-        order = order[None]
-    elif bool(member.all()):
-        order = torch.arange(budget, device=member.device).expand(count, -1)
+    as_they_are = not look.zero and values_of is None and look.dtype == top.dtype
+    if free and len(points) > most and not (as_they_are and every.are_slices()):
+        result = top.new_empty((len(points), channels, patch, patch), dtype=look.dtype)
+        for part in torch.arange(len(points)).split(max(most, 1)):
+            which = slice(int(part[0]), int(part[-1]) + 1)
+            result[which] = read(every.of(which))
     else:
-        order = member.byte().argsort(dim=1, descending=True, stable=True)[:, : int(member.sum(dim=1).max())]
-    return order.split(most, dim=1)
+        result = read(every)
+    return result.unflatten(0, (batch, -1)) if levels[0].ndim == 4 else result
 
 
-def _sliced(level: torch.Tensor, image: torch.Tensor, first: torch.Tensor, patch: int) -> torch.Tensor:
-    """[n, C, P, P] of a level [B, C, h, w]: slices of images [n] from texels `first` [n, 2], (x, y), on."""
-    if level.device.type != "cpu" or needs_grad(level) or checks.transformed(level):
-        windows = level.unfold(2, patch, 1).unfold(3, patch, 1)
-        return windows[image, :, first[:, 1], first[:, 0]]
-    # Of one dimension with a window at every number of the memory, a CPU takes windows whole: in half the time.
-    count, channels, height, width = level.shape
-    steps = level.stride(0), level.stride(2), level.stride(3)
-    windows = level.as_strided(
-        (sum(step * most for step, most in zip(steps, (count - 1, height - patch, width - patch), strict=True)) + 1,
-         channels, patch, patch),
-        (1, *level.stride()[1:]),
-    )  # fmt: skip
-    x, y = first.unbind(-1)
-    return windows.index_select(0, image * steps[0] + y * steps[1] + x * steps[2])
-
-
-def _sampled(level: torch.Tensor, grid: torch.Tensor, work: torch.dtype) -> torch.Tensor:
-    """[B, n, C, P, P] of a level [B, C, h, w] at `grid` [B, n, P, P, 2]."""
-    if len(grid) == 1 and not needs_grad(level):
-        # As so many of the same picture, a patch of each: patches come whole, and a CPU works at several at a time.
-        part, places = converted(level, grid[0], work)
-        return bilinear(part.expand(grid.shape[1], -1, -1, -1), places, work)[None]
-    return bilinear(level, grid.flatten(1, 2), work).unflatten(2, grid.shape[1:3]).transpose(1, 2)
+def _inside(sites: patch_windows.Sites, size: tuple[int, int], patch: int) -> torch.Tensor:
+    """Whether samples are in the picture, [N, 1, P, P]."""
+    steps = torch.arange(patch, device=sites.level.device) - (patch - 1) / 2
+    places = (sites.centres[..., None] + torch.exp2(sites.level)[:, None, None] * steps).detach()
+    x, y = ((places >= 0) & (places <= places.new_tensor([[size[1]], [size[0]]]))).unbind(1)
+    return (x[:, None, :] & y[:, :, None])[:, None]
 
 
 def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch.Tensor:

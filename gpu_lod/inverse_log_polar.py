@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import checks, dispatch, operators, planewise
+from gpu_lod.bilinear import bilinear
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.halving import stored
-from gpu_lod.log_polar import bilinear, ring_rule
+from gpu_lod.log_polar import ring_rule
 from gpu_lod.planewise import bands
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
 from gpu_lod.transfer import Planes, bind_table, chunks, make_words, planes_of, word_defines

@@ -45,11 +45,11 @@ const int TEXELS_A_LINE = 4;
 
 // Reads of a texel in each line that the patch rests on, one right after the other: a CPU waits for a dozen lines together,
 // and filtering has it ask for a few at a time. Returns 0, which rests on all of them.
-uint touch(Patch p, Level level, int lane) {
-    vec2 scale = vec2(level.size) / u_size;
+uint touch(Along a, int lane) {
+    Level level = a.level;
     ivec2 end = level.size - 1;
-    ivec2 first = clamp(ivec2(floor(pixel_of(p, ivec2(0)) * scale - 0.5)), ivec2(0), end);
-    ivec2 last = clamp(ivec2(floor(pixel_of(p, ivec2(PATCH - 1)) * scale + 0.5)), ivec2(0), end);
+    ivec2 first = clamp(a.texel + ivec2(floor(place_of(a, ivec2(0)))), ivec2(0), end);
+    ivec2 last = clamp(a.texel + ivec2(floor(place_of(a, ivec2(PATCH - 1)))) + 1, ivec2(0), end);
     uint bits = 0u;
     for (int x = min(first.x + lane * TEXELS_A_LINE, last.x); x <= last.x; x += LANES * TEXELS_A_LINE) {
         for (int y = first.y; y <= last.y; y += 4) {
@@ -84,8 +84,8 @@ void main() {
         } while (++step_ < end);
     } else {
 #ifdef TOUCH
-        target += int(touch(p, p.levels.fine, lane));
-        if (p.levels.share > 0.0) target += int(touch(p, p.levels.coarse, lane));
+        target += int(touch(p.fine, lane));
+        if (p.share > 0.0) target += int(touch(p.coarse, lane));
 #endif
         do {
 #if defined(FETCHED) && PATCH % 2 == 0 && AT_ONCE % 2 == 0

@@ -31,6 +31,8 @@ from gpu_lod.errors import (
     UnsupportedError,
 )
 from gpu_lod.foveate import reference as foveated
+from gpu_lod.gather_patches import Look
+from gpu_lod.gather_patches import reference as gathered
 from gpu_lod.kernels import samplers, textures
 from gpu_lod.operators import operators
 
@@ -221,6 +223,16 @@ def test_weights_of_what_is_read_from_memory_are_exact(emulated: EmulatedDevice,
         assert bool(
             ((found.view_as(expected) - expected).abs() <= close)[inside & (found.view_as(expected) != 0)].all()
         )
+
+
+def test_places_in_large_pictures_are_exact(emulated: EmulatedDevice) -> None:
+    """From memory, in white noise, where a hundredth of a texel shows."""
+    pyramid = lod.mipmap(noise(1, 901, 2999), levels=5)
+    sites = random_sites(1, 40, 7.0)[0]
+    found = lod.gather_patches(pyramid, sites, 14, backend="cuda")
+    look = Look(14, False, None, (0.0,), torch.float64)
+    expected = gathered([level.double() for level in pyramid.levels], sites[None].double(), look)
+    assert float((found - expected).abs().max()) < 5e-6
 
 
 @read_as

@@ -14,8 +14,9 @@ from oracle import log_polar as oracle
 from times import fastest
 
 import gpu_lod as lod
+from gpu_lod.bilinear import bilinear, converted
 from gpu_lod.errors import GpuLodError, InputError, LimitError, UnsupportedError
-from gpu_lod.log_polar import bilinear, converted, reference, ring_rule
+from gpu_lod.log_polar import reference, ring_rule
 
 WAYS = ("torch", "compute", "fragment")
 

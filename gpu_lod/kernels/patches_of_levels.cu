@@ -20,8 +20,8 @@ template <class Stored> __device__ __forceinline__ void make(const Levels& l, co
 #pragma unroll 1
         for (unsigned at = blockIdx.y * blockDim.x + threadIdx.x; at < area; at += gridDim.y * blockDim.x) {
             unsigned v = row_of(p, at), u = at - v * (unsigned)p.patch;
-            Beside x = {site.centre_x, ((float)u - middle) * site.stride};
-            Beside y = {site.centre_y, ((float)v - middle) * site.stride};
+            Beside x = {site.centre_x, ((float)u - middle) * site.stride + site.rest_x};
+            Beside y = {site.centre_y, ((float)v - middle) * site.stride + site.rest_y};
             element* target = patch + at;
             int channel = 0;
             auto put = [&](float value) {

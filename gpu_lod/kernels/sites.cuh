@@ -10,9 +10,12 @@ __device__ __forceinline__ float clamped(float value, float least, float most) {
     return fminf(fmaxf(value, least), most);  // NaN is the least
 }
 
-__device__ __forceinline__ float on_pixels(float at, float side) {
+// In pixels, and what fp32 does not hold of it.
+__device__ __forceinline__ float on_pixels(float at, float side, float* rest) {
     float pixel = at * side, near = rintf(2.0f * pixel) * 0.5f;
-    return fabsf(pixel - near) <= side * ROUNDING ? near : pixel;
+    bool met = fabsf(pixel - near) <= side * ROUNDING;
+    *rest = met ? 0.0f : fmaf(at, side, -pixel);
+    return met ? near : pixel;
 }
 
 struct Wanted {
@@ -35,6 +38,7 @@ __device__ __forceinline__ unsigned row_of(const Wanted& w, unsigned at) {
 
 struct Site {
     float centre_x, centre_y, level, stride;  // in pixels
+    float rest_x, rest_y;                     // of the centre
     float begin_x, begin_y, side_x, side_y;   // in texels of the level: where the patch begins, and the picture's sides
     bool exact;                               // its samples are texels of that level
 };
@@ -42,7 +46,7 @@ struct Site {
 // Of (x, y, level), for a picture of this size whose last level is `last`.
 __device__ __forceinline__ Site site_of(const float* site, float width, float height, float last, int patch) {
     Site s;
-    s.centre_x = on_pixels(site[0], width), s.centre_y = on_pixels(site[1], height);
+    s.centre_x = on_pixels(site[0], width, &s.rest_x), s.centre_y = on_pixels(site[1], height, &s.rest_y);
     s.level = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
     int fine = (int)s.level;
     // 2^fine and 2^-fine: products with that are what quotients by the other are, bit for bit.

@@ -1,0 +1,226 @@
+"""Patches in plain torch: of windows that are copied out of the levels. In so few texels places are exact in fp32, too;
+nothing else is converted; and the backward adds to what was read alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from gpu_lod import checks
+from gpu_lod.adjoints import linear
+from gpu_lod.bilinear import grid_sample
+
+_WHOLE, _SLICES, _BETWEEN, _BEYOND = range(4)
+"""What sites read: a level; its texels as they are; a level and a share of the next one; the last one, their samples
+being further apart than its texels."""
+
+Shape = tuple[int, int]
+"""Columns and rows."""
+
+
+class Sites(NamedTuple):
+    """Sites [N] of a batch. Places are float64: there are few, and in pixels of a large picture fp32 is too coarse."""
+
+    image: torch.Tensor
+    """Of each."""
+    centres: torch.Tensor
+    """[N, 2], (x, y), in pixels."""
+    level: torch.Tensor
+    reads: torch.Tensor
+    """Four times the level that is read, and what of it."""
+    texel: torch.Tensor
+    """[N, 2], that slices begin at."""
+
+    def of(self, which: slice | torch.Tensor) -> Sites:
+        return Sites(*(value[which] for value in self))
+
+    def are_slices(self) -> bool:
+        """Whether all samples are texels."""
+        return bool((self.reads % 4 == _SLICES).all())
+
+
+def sites_of(
+    shapes: Sequence[Shape], image: torch.Tensor, centres: torch.Tensor, level: torch.Tensor, patch: int
+) -> Sites:
+    """Sites of a chain of such shapes, and what they read. At whole levels samples are texels where the sides halve
+    without a rest and the first sample is one."""
+    last = len(shapes) - 1
+    with torch.no_grad():
+        index = level.floor().clamp(max=last)
+        whole = torch.exp2(index)[:, None]
+        texel, room = centres / whole - patch / 2, centres.new_tensor(shapes[0]) / whole
+        met = (texel == texel.floor()) & (room == room.floor()) & (texel >= 0) & (texel <= room - patch)
+        apart = _BETWEEN * (level > index) + (_BEYOND - _BETWEEN) * (level > last)
+        reads = 4 * index.long() + torch.where(met.all(dim=1) & (level == index), _SLICES, apart)
+    return Sites(image, centres, level, reads, texel)
+
+
+def read(chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dtype, graph: bool) -> torch.Tensor:
+    """[N, C, P, P] of levels [B, C, h, w], in `work`; where all are slices, in the levels' dtype. Differentiable in the
+    levels.
+
+    Args:
+        graph: whether also in the centres and the level.
+    """
+    reads, order = sites.reads, None
+    low, high = (int(bound) for bound in torch.aminmax(reads))
+    if low == high:
+        runs = [_Run(low // 4, low % 4, 0, len(reads))]
+    else:
+        reads, order = reads.sort(stable=True)
+        sites = sites.of(order)
+        numbers, counts = reads.unique_consecutive(return_counts=True)
+        ends = [0, *counts.cumsum(0).tolist()]
+        runs = [
+            _Run(number // 4, number % 4, begin, end)
+            for number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True)
+        ]
+    exact = len(runs) == 1 and runs[0].kind == _SLICES and not graph
+    samples = None if exact else _Samples(chain, sites, runs, patch, work, graph)
+    result = None
+    for run in runs:
+        some = sites if order is None else sites.of(slice(run.begin, run.end))
+        values = samples.of(run) if samples is not None and (run.kind != _SLICES or graph) else None
+        if run.kind == _SLICES:
+            level = chain[run.level]
+            texels = _windows(level, some.image, some.texel.long(), (patch, patch), level.dtype if exact else work)
+            values = texels if values is None else texels + (values - values.detach()).nan_to_num(0.0)
+        assert values is not None
+        if order is None:
+            return values
+        if result is None:
+            result = values.new_empty((len(reads), *values.shape[1:]))
+        if checks.transformed(values):
+            result[order[run.begin : run.end]] = values  # which torch.func.vmap has a rule for
+        else:
+            result.index_copy_(0, order[run.begin : run.end], values)
+    assert result is not None
+    return result
+
+
+class _Run(NamedTuple):
+    """Sites that read the same, one after the other."""
+
+    level: int
+    kind: int
+    begin: int
+    end: int
+
+
+class _Samples:
+    """Bilinear samples of runs of sites, from windows of the level that they read and of the next one."""
+
+    def __init__(
+        self, chain: list[torch.Tensor], sites: Sites, runs: list[_Run], patch: int, work: torch.dtype, graph: bool
+    ) -> None:
+        self._chain, self._sites, self._patch, self._work, self._graph = chain, sites, patch, work, graph
+        self._shapes = [(level.shape[3], level.shape[2]) for level in chain]
+        last, sizes = len(chain) - 1, sites.centres.new_tensor(self._shapes)
+        index = sites.reads // 4
+        self._share = (sites.level.clamp(max=last) - index).to(work)[:, None, None, None]
+        further = (0, 1) if graph or any(run.kind == _BETWEEN for run in runs) else (0,)
+        here = sizes[torch.stack([(index + i).clamp(max=last) for i in further])]
+        # Texels from sample to sample, and where the first is, [1 or 2, N, 2].
+        self._step = torch.exp2(sites.level)[:, None] * (here / sizes[0])
+        self._first = sites.centres * (here / sizes[0]) - 0.5 - (patch - 1) / 2 * self._step
+        windows = sizes.new_tensor([[self._window(run, i) for run in runs] for i in further])
+        if len(runs) > 1:
+            windows = windows.repeat_interleave(index.new_tensor([run.end - run.begin for run in runs]), dim=1)
+        self._begin, self._grid = self._placed(self._first, self._step, patch, here, windows)
+
+    def _window(self, run: _Run, further: int) -> Shape:
+        """Of the windows that a run reads of its level, or of the one `further` on."""
+        index = min(run.level + further, len(self._chain) - 1)
+        step = 0 if run.kind == _BEYOND else 2 ** (run.level + (run.kind == _BETWEEN))  # at most, in pixels
+        # A texel more before the first sample than it reads: grid_sample has no gradients at an edge.
+        columns, rows = (
+            min(math.ceil((self._patch - 1) * step * side / whole) + 3, side)
+            for side, whole in zip(self._shapes[index], self._shapes[0], strict=True)
+        )
+        return columns, rows
+
+    def _placed(
+        self, first: torch.Tensor, step: torch.Tensor, patch: int, shapes: torch.Tensor, windows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The texels that windows [..., 2] of levels of such shapes [..., 2] begin at, [..., 2]; and the samples in
+        them, [..., P, P, 2], as grid_sample counts."""
+        begin = (first.detach().floor() - 1).clamp(min=0).minimum(shapes - windows)
+        counts = torch.arange(patch, dtype=self._work, device=first.device)
+        along = (first - begin).to(self._work)[..., None] + step.to(self._work)[..., None] * counts
+        x, y = ((2 * along + 1) / windows.to(self._work)[..., None] - 1).unbind(-2)
+        return begin.long(), torch.stack(torch.broadcast_tensors(x[..., None, :], y[..., :, None]), dim=-1)
+
+    def of(self, run: _Run) -> torch.Tensor:
+        """[n, C, P, P] of a run's level, and between levels of the next one."""
+        if run.kind == _BEYOND:
+            return self._apart(run)
+        values = self._read(run, 0)
+        # At a whole level, too, the next one is a gradient in the level.
+        if run.kind == _BETWEEN or (self._graph and run.level + 1 < len(self._chain)):
+            values = torch.lerp(values, self._read(run, 1), self._share[run.begin : run.end])
+        return values
+
+    def _read(self, run: _Run, further: int) -> torch.Tensor:
+        which = slice(run.begin, run.end)
+        level, image = self._chain[run.level + further], self._sites.image[which]
+        seen = _windows(level, image, self._begin[further, which], self._window(run, further), self._work)
+        return grid_sample(seen, self._grid[further, which])
+
+    def _apart(self, run: _Run) -> torch.Tensor:
+        """Each sample from a window of its own."""
+        which, patch, level = slice(run.begin, run.end), self._patch, self._chain[run.level]
+        counts = torch.arange(patch, device=level.device)
+        x, y = (self._first[0, which, :, None] + self._step[0, which, :, None] * counts).unbind(1)
+        at = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1).flatten(0, 2)
+        shape, window = (at.new_tensor(pair) for pair in (self._shapes[run.level], self._window(run, 0)))
+        begin, grid = self._placed(at, torch.zeros_like(at), 1, shape, window)
+        image = self._sites.image[which].repeat_interleave(patch**2)
+        found = grid_sample(_windows(level, image, begin, self._window(run, 0), self._work), grid)
+        return found.view(-1, patch, patch, level.shape[1]).permute(0, 3, 1, 2)
+
+
+def _windows(
+    level: torch.Tensor, image: torch.Tensor, begin: torch.Tensor, shape: Shape, dtype: torch.dtype
+) -> torch.Tensor:
+    """[n, C, rows, columns] of a level [B, C, h, w]: of images [n], from texels `begin` [n, 2], (x, y), on, all inside.
+
+    Differentiable in the level, of whose values the backward needs none.
+
+    Args:
+        dtype: of the result.
+    """
+    (columns, rows), whole, stored = shape, level.shape, level.dtype
+
+    def texels(channels: int) -> tuple[torch.Tensor, ...]:
+        x, y = (at[:, None] + torch.arange(n, device=at.device) for at, n in zip(begin.unbind(1), shape, strict=True))
+        channel = torch.arange(channels, device=begin.device)
+        return image[:, None, None, None], channel[:, None, None], y[:, None, :, None], x[:, None, None, :]
+
+    def copied(level: torch.Tensor) -> list[torch.Tensor]:
+        if level.device.type != "cpu":
+            every = level.unfold(2, rows, 1).unfold(3, columns, 1)
+            return [every[image, :, begin[:, 1], begin[:, 0]].to(dtype)]
+        # Of one dimension with a window at every number of the memory, a CPU takes windows whole: in half the time.
+        steps = level.stride(0), level.stride(2), level.stride(3)
+        ends = whole[0] - 1, whole[2] - rows, whole[3] - columns
+        reach = sum(step * end for step, end in zip(steps, ends, strict=True))
+        every = level.as_strided((reach + 1, whole[1], rows, columns), (1, *level.stride()[1:]))
+        x, y = begin.unbind(1)
+        return [every.index_select(0, image * steps[0] + y * steps[1] + x * steps[2]).to(dtype)]
+
+    def adjoint(gradient: torch.Tensor) -> list[torch.Tensor]:
+        count, channels, height, width = whole
+        layer, _, y, x = texels(1)
+        texel = ((layer * height + y) * width + x).flatten()
+        sums = gradient.new_zeros(channels, count * height * width)
+        sums = sums.index_add(1, texel, gradient.transpose(0, 1).flatten(1))
+        return [sums.unflatten(1, (count, height, width)).transpose(0, 1).to(stored)]
+
+    if checks.transformed(level):  # torch's own derivatives
+        return level[texels(whole[1])].to(dtype)
+    (result,) = linear(copied, adjoint, level)
+    return result
