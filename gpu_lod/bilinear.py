@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
+from gpu_lod.adjoints import linear
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import UnsupportedError
 
@@ -70,7 +71,26 @@ def cropped(
 
 
 def grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    """torch's own, as the samplers read: texel i's centre at (i + 0.5) / n, edges repeat."""
+    """torch's own, as the samplers read: texel i's centre at (i + 0.5) / n, edges repeat. Where the grid needs no
+    gradient nothing is kept of the image."""
+    if needs_grad(grid) or any(map(checks.transformed, (image, grid))):
+        return _grid_sample(image, grid)
+    shape = image.shape
+
+    def adjoint(gradient: torch.Tensor) -> list[torch.Tensor]:
+        unread = gradient.new_empty(()).expand(shape)
+        found, _ = torch.ops.aten.grid_sampler_2d_backward(gradient, unread, grid, *_BILINEAR, [True, False])
+        return [found]
+
+    (result,) = linear(lambda image: [_grid_sample(image, grid)], adjoint, image)
+    return result
+
+
+_BILINEAR = 0, 1, False
+"""Bilinear, edges repeat, corners are not aligned."""
+
+
+def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     try:
         return F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
     except NotImplementedError as error:

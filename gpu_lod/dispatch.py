@@ -18,7 +18,6 @@ from gpu_lod.context import Context, context_for, why_not
 from gpu_lod.errors import (
     CaptureError,
     GpuLodWarning,
-    InputChangedError,
     InputError,
     KernelError,
     LimitError,
@@ -28,6 +27,7 @@ from gpu_lod.errors import (
 )
 from gpu_lod.kernels import device as kernels
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.saved_tensors import saved
 from gpu_lod.tables import GL, Question
 
 P = ParamSpec("P")
@@ -281,11 +281,13 @@ def measured(
     batch: int = 1,
     dtype: torch.dtype | None = None,
     context: Context | None = None,
+    adjoint: bool = False,
 ) -> Choice:
     """What "auto" takes by the times in force, once nothing is in the way of the shaders (`barred`). Opens a context
     only where OpenGL may be fastest.
 
     Args:
+        adjoint: whether its backward is an adjoint of its own, and no forward in plain torch.
         work, state, channels, batch, dtype: what the times depend on, as in `tables.Question`; dtype None is the
             image's.
         context: where the call would run, if that is known.
@@ -305,7 +307,7 @@ def measured(
     if chosen is _UNDECIDED:
         chosen = calibration.decided[key] = _decide(key, None)
     if chosen is not None:
-        return cast(Choice, chosen)
+        return _before_backward(cast(Choice, chosen), image, adjoint)
     try:
         context = context or context_for(image)
     except Exception as error:  # whatever a driver or a library raises, and after a fork
@@ -316,10 +318,28 @@ def measured(
     chosen = calibration.decided.get(key)
     if chosen is None:
         chosen = calibration.decided[key] = _decide(key, (context.renderer, context.driver, context.software))
-    return cast(Choice, chosen)
+    return _before_backward(cast(Choice, chosen), image, adjoint)
 
 
 _UNDECIDED = object()
+
+BEFORE_BACKWARD = 2.0
+"""How many times faster than torch OpenGL must be in a forward where a backward follows: after that torch's threads
+spin on the cores of a software renderer, which takes twice as long for the next one."""
+
+
+def _before_backward(chosen: Choice, image: torch.Tensor, adjoint: bool) -> Choice:
+    """What was chosen by the times of forwards, or torch, where a CPU is to make gradients as well."""
+    if chosen.backend != "gl" or not needs_grad(image) or not checks.on_host(image):
+        return chosen
+    if not adjoint:
+        reason = "gradients are asked for, and OpenGL's backward begins with the forward in torch"
+        return Choice("torch", reason, figures=chosen.figures)
+    way = f"gl {chosen.generator}" if chosen.generator else "gl"
+    if BEFORE_BACKWARD * chosen.figures.get(way, 0) > chosen.figures.get("torch", math.inf):
+        reason = "gradients are asked for, after whose backward torch's threads are in OpenGL's way"
+        return Choice("torch", f"{reason}; without them {chosen.reason}", figures=chosen.figures)
+    return chosen
 
 
 def _question(key: tuple[Any, ...], work: int) -> Question:
@@ -411,23 +431,6 @@ def pull(
         allow_unused=True,
         create_graph=again,
     )
-
-
-def saved(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """What a forward saved for its backward.
-
-    Raises:
-        InputChangedError: it was written to since.
-    """
-    try:
-        return tuple(ctx.saved_tensors)
-    except RuntimeError as error:
-        if "inplace" not in str(error):
-            raise
-        raise InputChangedError(
-            "an input of a verb was modified by an inplace operation between the forward and the backward, which "
-            "reads it again. Write to a clone of it, or after the backward."
-        ) from error
 
 
 class _WithReferenceGradient(torch.autograd.Function):

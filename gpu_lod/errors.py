@@ -72,7 +72,7 @@ class PyramidChangedError(GpuLodError, RuntimeError):
 
 
 class InputChangedError(GpuLodError, RuntimeError):
-    """An input of a shader or a kernel was written to between the forward and the backward."""
+    """What a verb was given, or returned, was written to between the forward and the backward, which reads it."""
 
 
 class InteropError(GpuLodError, RuntimeError):

@@ -146,6 +146,7 @@ def _choose(
         channels=channels,
         batch=batch,
         context=context,
+        adjoint=anisotropy <= 1,
     )
     if anisotropy > 1 and chosen.backend == "gl" and not (context or context_for(image)).software:
         return Choice("torch", BY_UNIT)

@@ -75,11 +75,12 @@ RAGGED = "ragged rows"
 EIGHTS = 8
 
 
-def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = True) -> Choice:
+def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = True, adjoint: bool = True) -> Choice:
     """Shared by the verbs that rest on this pyramid.
 
     Args:
         ragged: ragged rows have times of their own.
+        adjoint: as in `dispatch.measured`.
     """
     dispatch.check_backend(backend)
     if backend == "gl":
@@ -88,7 +89,7 @@ def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = T
         return Choice(backend, "asked for")
     state = RAGGED if ragged and image.shape[-1] % EIGHTS else ""
     return dispatch.barred(image) or dispatch.measured(
-        verb, image, image.numel(), state=state, batch=image.shape[:-2].numel()
+        verb, image, image.numel(), state=state, batch=image.shape[:-2].numel(), adjoint=adjoint
     )
 
 

@@ -105,7 +105,11 @@ def _choose(
     checks.choice(generator, "generator", _GENERATORS)
     converted = _conversion(image, mean, std, dtype) is not None
     batch, state = image.shape[0] if image.ndim == 4 else 1, "mean" if reduce == "mean" else "max, min"
-    return choose_generator("mipmap", image, generator, backend, state, image.shape[-3], batch, converted=converted)
+    adjoint = reduce == "mean" and not converted
+    channels = image.shape[-3]
+    return choose_generator(
+        "mipmap", image, generator, backend, state, channels, batch, converted=converted, adjoint=adjoint
+    )
 
 
 def choose_generator(
@@ -118,12 +122,14 @@ def choose_generator(
     batch: int,
     *,
     converted: bool = False,
+    adjoint: bool = False,
 ) -> Choice:
     """Shared by the verbs that make chains.
 
     Args:
         state, channels, batch: as in `tables.Question`.
         converted: values are scaled, or become another dtype, on the way.
+        adjoint: as in `dispatch.measured`.
     """
     dispatch.check_backend(backend, cuda=True)
     if generator != "auto" and backend in ("torch", "cuda"):
@@ -146,9 +152,8 @@ def choose_generator(
     height, width = image.shape[-2:]
     if max(height, width) > STRIP * min(height, width):
         return Choice("torch", "times were measured on pictures, not on strips; backend='gl' takes them all the same")
-    return dispatch.measured(
-        verb, image, height * width * (channels or 1) * batch, state=state, channels=channels, batch=batch
-    )
+    work = height * width * (channels or 1) * batch
+    return dispatch.measured(verb, image, work, state=state, channels=channels, batch=batch, adjoint=adjoint)
 
 
 def _conversion(

@@ -21,6 +21,7 @@ from torch.utils import _pytree
 from gpu_lod import dispatch, heap, precision
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
+from gpu_lod.saved_tensors import saved, watched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +44,8 @@ operators: dict[str, Operator] = {}
 
 
 def verb(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a verb: compiled code calls its op, everything else the function itself, in full precision."""
+    """Decorates a verb: compiled code calls its op, everything else the function itself, in full precision and with an
+    eye on what torch keeps of it."""
     full = precision.in_full(dispatch.with_way_on(function))
 
     @functools.wraps(function)
@@ -52,7 +54,8 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
             result: R = operators[function.__name__].traced(*args, **kwargs)
             return result
         heap.keep_freed()
-        return full(*args, **kwargs)
+        with watched((*args, *kwargs.values())):
+            return full(*args, **kwargs)
 
     return call
 
@@ -224,8 +227,8 @@ class Operator:
                 "gradients of gradients do not pass through compiled verbs. Call the function without torch.compile."
             )
         asked, _ = _leaves(ctx.needs_input_grad)
-        saved = iter(dispatch.saved(ctx))
-        leaves = [next(saved) if leaf is _SAVED else leaf for leaf in ctx.leaves]
+        tensors = iter(saved(ctx))
+        leaves = [next(tensors) if leaf is _SAVED else leaf for leaf in ctx.leaves]
         wanted = [want for want, leaf in zip(asked, ctx.leaves, strict=True) if leaf is _SAVED]
         flat = _pytree.tree_unflatten(leaves, ctx.spec)
         found = iter(self.adjoint([gradients] if self.returns_tensor else gradients, wanted, *flat))

@@ -127,7 +127,7 @@ def oriented_energy(
 def _choose(image: torch.Tensor, levels: int | None = None, orientations: int = 4, backend: Backend = "auto") -> Choice:
     image = checks.image(image, max_channels=None)
     orientations = checks.integer(orientations, "orientations", at_least=1, at_most=MOST)
-    return choose("oriented_energy", image, backend, ragged=False)
+    return choose("oriented_energy", image, backend, ragged=False, adjoint=False)
 
 
 def _like(image: torch.Tensor, levels: int | None = None, orientations: int = 4, *_: Any) -> tuple[torch.Tensor, ...]:

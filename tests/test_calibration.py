@@ -259,6 +259,31 @@ def test_auto_follows_the_times_in_both_directions(name: str, cache: Path, ctx: 
             assert ctx.owns(result) == (chosen.backend == "gl")
 
 
+ADJOINTS = ("mipmap", "gaussian", "laplacian", "collapse", "foveate")
+"""Whose backward is an adjoint of its own; before that of the others torch makes the forward, too."""
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("cull", "region_max", "region_min")])
+def test_a_cpu_that_makes_gradients_takes_opengl_where_that_still_gains(name: str, cache: Path) -> None:
+    verb, (source, *others) = CALLS[name]()
+    question = asked(verb, source, *others)
+    way = next(way for way in dispatch.ways(question.verb) if way.startswith("gl"))
+    for torchs, gains in ((2.5, name in ADJOINTS), (1.5, False)):
+        image = source.levels[0] if isinstance(source, lod.Pyramid) else source
+        tables.store(
+            here(), [Entry(question, "a job", "2026-11-27", {"torch": Timed(torchs, 0.01), way: Timed(1, 0.01)})]
+        )
+        calibration.reload()
+        image.requires_grad_(False)
+        assert lod.explain(verb, source, *others).backend == "gl"
+        image.requires_grad_()
+        chosen = lod.explain(verb, source, *others)
+        assert chosen.backend == ("gl" if gains else "torch") and chosen.figures[way] == 1
+        assert gains or "gradients are asked for" in chosen.reason
+        with torch.no_grad():
+            assert lod.explain(verb, source, *others).backend == "gl"
+
+
 def test_every_verb_that_chooses_is_in_that_test_and_is_calibrated() -> None:
     verbs = {verb.__name__ for verb in dispatch._choosers}
     assert {CALLS[name]()[0].__name__ for name in CALLS} == verbs
