@@ -28,11 +28,17 @@ def linear(
 
 
 class _ByAdjoint(torch.autograd.Function):
+    generate_vmap_rule = True
+    """Inside torch.func.vmap over something else, too."""
+
     @staticmethod
-    def forward(ctx: Any, forward: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
-        ctx.adjoint = adjoint
-        ctx.set_materialize_grads(False)
+    def forward(forward: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
         return tuple(forward(*inputs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.adjoint = inputs[1]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

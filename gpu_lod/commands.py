@@ -29,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which fills paragraphs
     help="Level of detail on graphics hardware for PyTorch: pyramids, samplers and token budgets for image files.",
     epilog="Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong arguments.",
 )

@@ -79,7 +79,9 @@ def _choose(hz: Pyramid, threshold: Any, backend: Backend = "auto") -> Choice:
         return Choice(backend, "asked for")
     # How much it prunes is not known beforehand.
     top = hz.levels[0]
-    return dispatch.barred(top, threshold) or dispatch.measured("cull", top, top.numel(), batch=hz.batch * hz.channels)
+    return dispatch.barred(top, threshold) or dispatch.measured(
+        "cull", top.detach(), top.numel(), batch=hz.batch * hz.channels
+    )
 
 
 def _like(hz: Pyramid, *_: Any) -> Culled:

@@ -296,13 +296,13 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         return values if values.dtype == look.dtype else stored(values, look.dtype)
 
     # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.
-    most = _VALUES // (channels * patch**2)
+    most = max(_VALUES // (channels * patch**2), 1)
     free = top.device.type == "cpu" and not (graph or needs_grad(*levels) or any(map(checks.transformed, levels)))
     as_they_are = not look.zero and values_of is None and look.dtype == top.dtype
     if free and len(points) > most and not (as_they_are and every.are_slices()):
         result = top.new_empty((len(points), channels, patch, patch), dtype=look.dtype)
-        for part in torch.arange(len(points)).split(max(most, 1)):
-            which = slice(int(part[0]), int(part[-1]) + 1)
+        for first in range(0, len(points), most):
+            which = slice(first, first + most)
             result[which] = read(every.of(which))
     else:
         result = read(every)
@@ -311,7 +311,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
 
 def _inside(sites: patch_windows.Sites, size: tuple[int, int], patch: int) -> torch.Tensor:
     """Whether samples are in the picture, [N, 1, P, P]."""
-    steps = torch.arange(patch, device=sites.level.device) - (patch - 1) / 2
+    steps = torch.arange(patch, dtype=torch.float64, device=sites.level.device) - (patch - 1) / 2
     places = (sites.centres[..., None] + torch.exp2(sites.level)[:, None, None] * steps).detach()
     x, y = ((places >= 0) & (places <= places.new_tensor([[size[1]], [size[0]]]))).unbind(1)
     return (x[:, None, :] & y[:, :, None])[:, None]

@@ -13,6 +13,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.adjoints import linear
 from gpu_lod.bilinear import grid_sample
+from gpu_lod.dispatch import needs_grad
 
 _WHOLE, _SLICES, _BETWEEN, _BEYOND = range(4)
 """What sites read: a level; its texels as they are; a level and a share of the next one; the last one, their samples
@@ -60,8 +61,8 @@ def sites_of(
 
 
 def read(chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dtype, graph: bool) -> torch.Tensor:
-    """[N, C, P, P] of levels [B, C, h, w], in `work`; where all are slices, in the levels' dtype. Differentiable in the
-    levels.
+    """[N, C, P, P] of levels [B, C, h, w], in `work`; where all are slices, in the levels' dtype, but for gradients.
+    Differentiable in the levels.
 
     Args:
         graph: whether also in the centres and the level.
@@ -79,16 +80,20 @@ def read(chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dty
             _Run(number // 4, number % 4, begin, end)
             for number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True)
         ]
-    exact = len(runs) == 1 and runs[0].kind == _SLICES and not graph
+    exact = not graph and all(run.kind == _SLICES for run in runs)
     samples = None if exact else _Samples(chain, sites, runs, patch, work, graph)
+    # Where windows overlap, gradients are to be rounded once.
+    as_stored = exact and not needs_grad(*chain)
     result = None
     for run in runs:
         some = sites if order is None else sites.of(slice(run.begin, run.end))
         values = samples.of(run) if samples is not None and (run.kind != _SLICES or graph) else None
         if run.kind == _SLICES:
             level = chain[run.level]
-            texels = _windows(level, some.image, some.texel.long(), (patch, patch), level.dtype if exact else work)
-            values = texels if values is None else texels + (values - values.detach()).nan_to_num(0.0)
+            dtype = level.dtype if as_stored else work
+            texels = _windows(level, some.image, some.texel.long(), (patch, patch), dtype)
+            # All gradients are those of the samples.
+            values = texels if values is None else texels.detach() + (values - values.detach()).nan_to_num(0.0)
         assert values is not None
         if order is None:
             return values
@@ -130,29 +135,24 @@ class _Samples:
         windows = sizes.new_tensor([[self._window(run, i) for run in runs] for i in further])
         if len(runs) > 1:
             windows = windows.repeat_interleave(index.new_tensor([run.end - run.begin for run in runs]), dim=1)
-        self._begin, self._grid = self._placed(self._first, self._step, patch, here, windows)
+        # The texels that windows begin at, and the samples in them, [..., N, P, P, 2], as grid_sample counts.
+        begin = (self._first.detach().floor() - 1).clamp(min=0).minimum(here - windows)
+        counts = torch.arange(patch, dtype=work, device=begin.device)
+        along = (self._first - begin).to(work)[..., None] + self._step.to(work)[..., None] * counts
+        x, y = ((2 * along + 1) / windows.to(work)[..., None] - 1).unbind(-2)
+        self._begin = begin.long()
+        self._grid = torch.stack(torch.broadcast_tensors(x[..., None, :], y[..., :, None]), dim=-1)
 
     def _window(self, run: _Run, further: int) -> Shape:
         """Of the windows that a run reads of its level, or of the one `further` on."""
         index = min(run.level + further, len(self._chain) - 1)
-        step = 0 if run.kind == _BEYOND else 2 ** (run.level + (run.kind == _BETWEEN))  # at most, in pixels
+        step = 2 ** (run.level + (run.kind == _BETWEEN))  # at most, in pixels
         # A texel more before the first sample than it reads: grid_sample has no gradients at an edge.
         columns, rows = (
             min(math.ceil((self._patch - 1) * step * side / whole) + 3, side)
             for side, whole in zip(self._shapes[index], self._shapes[0], strict=True)
         )
         return columns, rows
-
-    def _placed(
-        self, first: torch.Tensor, step: torch.Tensor, patch: int, shapes: torch.Tensor, windows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The texels that windows [..., 2] of levels of such shapes [..., 2] begin at, [..., 2]; and the samples in
-        them, [..., P, P, 2], as grid_sample counts."""
-        begin = (first.detach().floor() - 1).clamp(min=0).minimum(shapes - windows)
-        counts = torch.arange(patch, dtype=self._work, device=first.device)
-        along = (first - begin).to(self._work)[..., None] + step.to(self._work)[..., None] * counts
-        x, y = ((2 * along + 1) / windows.to(self._work)[..., None] - 1).unbind(-2)
-        return begin.long(), torch.stack(torch.broadcast_tensors(x[..., None, :], y[..., :, None]), dim=-1)
 
     def of(self, run: _Run) -> torch.Tensor:
         """[n, C, P, P] of a run's level, and between levels of the next one."""
@@ -171,16 +171,23 @@ class _Samples:
         return grid_sample(seen, self._grid[further, which])
 
     def _apart(self, run: _Run) -> torch.Tensor:
-        """Each sample from a window of its own."""
-        which, patch, level = slice(run.begin, run.end), self._patch, self._chain[run.level]
-        counts = torch.arange(patch, device=level.device)
-        x, y = (self._first[0, which, :, None] + self._step[0, which, :, None] * counts).unbind(1)
-        at = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=-1).flatten(0, 2)
-        shape, window = (at.new_tensor(pair) for pair in (self._shapes[run.level], self._window(run, 0)))
-        begin, grid = self._placed(at, torch.zeros_like(at), 1, shape, window)
-        image = self._sites.image[which].repeat_interleave(patch**2)
-        found = grid_sample(_windows(level, image, begin, self._window(run, 0), self._work), grid)
-        return found.view(-1, patch, patch, level.shape[1]).permute(0, 3, 1, 2)
+        """Samples further apart than texels: the four about each by themselves."""
+        which, level = slice(run.begin, run.end), self._chain[run.level]
+        counts, corners = torch.arange(self._patch, device=level.device), []
+        for axis, side in enumerate(self._shapes[run.level]):
+            at = self._first[0, which, axis, None] + self._step[0, which, axis, None] * counts
+            at = at.clamp(0, side - 1)
+            first = at.detach().floor().clamp(max=max(side - 2, 0))
+            corners.append((first.long(), (first.long() + 1).clamp(max=side - 1), (at - first).to(self._work)))
+        (left, right, across), (above, below, down) = corners
+        image, channel = self._sites.image[which, None, None, None], torch.arange(level.shape[1], device=level.device)
+
+        def texels(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return level[image, channel[:, None, None], y[:, None, :, None], x[:, None, None, :]].to(self._work)
+
+        share = across[:, None, None, :]
+        one, other = (torch.lerp(texels(left, y), texels(right, y), share) for y in (above, below))
+        return torch.lerp(one, other, down[:, None, :, None])
 
 
 def _windows(
@@ -217,8 +224,8 @@ def _windows(
         layer, _, y, x = texels(1)
         texel = ((layer * height + y) * width + x).flatten()
         sums = gradient.new_zeros(channels, count * height * width)
-        sums = sums.index_add(1, texel, gradient.transpose(0, 1).flatten(1))
-        return [sums.unflatten(1, (count, height, width)).transpose(0, 1).to(stored)]
+        sums = sums.index_add(1, texel, gradient.transpose(0, 1).reshape(channels, -1))
+        return [sums.view(channels, count, height, width).transpose(0, 1).to(stored)]
 
     if checks.transformed(level):  # torch's own derivatives
         return level[texels(whole[1])].to(dtype)

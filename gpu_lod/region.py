@@ -101,7 +101,7 @@ def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = 
     context = hz.texture_context()
     return dispatch.measured(
         "region_max",
-        top,
+        top.detach(),
         top.numel() + BOX * planes * count,
         state="" if context else dispatch.NO_TEXTURE,
         batch=planes,

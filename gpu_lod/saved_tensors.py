@@ -26,7 +26,9 @@ def watched(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 
     A program's own hooks, as of checkpoints, come first: there torch's error is what is said.
     """
-    if not torch.is_grad_enabled() or not any(map(_asks, values)) or not _free():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _UNWATCHED
+    if not any(map(_asks, values)) or not _free():
         return _UNWATCHED
     return saved_tensors_hooks(_pack, _unpack)
 

@@ -37,7 +37,8 @@ struct Patch {
     ivec2 texel;  // and the one of sample (0, 0)
 };
 
-// Sides of `size` texels at a place in [0, 1]: whole ones, and the rest. The product is not rounded: 2^32 to a side.
+// Where a place in [0, 1] is among `size` texels: whole ones, and the rest of one. As integers, 2^32 to a side: what is cut
+// off is less than 2^-16 of a texel.
 ivec2 texels_at(vec2 at, vec2 size, out vec2 rest) {
     uvec2 whole, part;
     umulExtended(uvec2(at * 2147483648.0), uvec2(2.0 * size), whole, part);
@@ -76,7 +77,7 @@ Patch patch_at(int site, int layer) {
     p.whole = level_at(layer, min(fine, int(u_last)));
     p.texel = ivec2(begin);
 #ifdef FETCHED
-    // Further apart, samples are as much outside: places stay numbers that an integer holds.
+    // Further apart, samples are as much outside; places are integers then, of sides to 2^16 and patches to 2^13.
     float stride = min(p.stride, 4.0 * max(u_size.x, u_size.y));
     p.fine = along(p.whole, at, moved, stride);
     p.coarse = along(level_at(layer, min(fine + 1, int(u_last))), at, moved, stride);

@@ -108,6 +108,33 @@ def test_gradients_in_a_batch(verb: Any, side: int, backend: Any) -> None:
         torch.testing.assert_close(one, torch.autograd.grad(level, image, weight, retain_graph=True)[0])
 
 
+@pytest.mark.parametrize("name", LINEAR)
+def test_gradients_of_every_linear_verb_in_a_batch(name: str) -> None:
+    xs = tuple(x.requires_grad_() for x in LINEAR[name].inputs())
+    result = LINEAR[name].run(*xs, backend="torch")[-1]
+    weights = torch.rand(3, *result.shape).to(result.dtype)
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    found = torch.autograd.grad(result, xs, weights, is_grads_batched=True, **how)
+    for number, weight in enumerate(weights):
+        for one, alone in zip(found, torch.autograd.grad(result, xs, weight, **how), strict=True):
+            torch.testing.assert_close(one if one is None else one[number], alone)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_gradients_beside_a_vmap_over_something_else(name: str, backend: Any) -> None:
+    """torch wraps what it maps over alone; what a function brings with it is an ordinary tensor."""
+    xs = tuple(x.requires_grad_() for x in LINEAR[name].inputs())
+
+    def loss(factor: torch.Tensor) -> torch.Tensor:
+        return (LINEAR[name].run(*xs, backend=backend)[-1] * factor).sum()
+
+    how: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad(torch.func.vmap(loss)(torch.tensor([1.0, 2.0, 3.0])).sum(), xs, **how)
+    for one, expected in zip(found, torch.autograd.grad(loss(torch.tensor(6.0)), xs, **how), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("sizes", [[(n, m) for n in (1, 2, 5, 8) for m in (1, 4, 7, 16)], [(64, 96)], [(61, 96)]])
 def test_adjoint_of_foveation(sizes: Any) -> None:
     """Beside torch.func's, of the plain sums: fixations at the edge and elsewhere, all levels or few, sharp or not."""

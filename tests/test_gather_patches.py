@@ -301,23 +301,23 @@ def test_gradient_in_the_image_is_the_adjoint() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most numbers that a tensor has."""
+    """Notes the most bytes that a tensor takes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = 0
+        self.nbytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **kwargs or {})
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.numbers = max([self.numbers, *(x.untyped_storage().nbytes() // x.itemsize for x in made)])
+        self.nbytes = max([self.nbytes, *(x.untyped_storage().nbytes() for x in made)])
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gradient_takes_no_more_than_what_is_read(dtype: torch.dtype) -> None:
     """Slices that overlap, and samples between texels: whatever the patch, no tensor is larger than picture or
-    result."""
+    result in fp32."""
     image = noise(2, 3, 160, 200, dtype=dtype).requires_grad_()
     grid = grid_sites(160, 200, 8)[:50]
     near = grid - torch.tensor([2 / 200, 1 / 160, 0.0]) * (grid > 0.1)
@@ -332,11 +332,53 @@ def test_gradient_takes_no_more_than_what_is_read(dtype: torch.dtype) -> None:
         found.backward(y)
     assert found.grad_fn is not None and image.grad is not None
     assert torch.equal(image.grad, expected.to(dtype)), "rounded once"
-    assert largest.numbers <= max(image.numel(), found.numel())
+    assert largest.nbytes <= 4 * max(image.numel(), found.numel())
     image.grad = None
     with Largest() as largest:
         lod.gather_patches(image, at + torch.tensor([0, 0, 0.4]), 8, backend="torch").backward(y)
-    assert largest.numbers <= max(image.numel(), 4 * found.numel())
+    assert largest.nbytes <= 4 * max(image.numel(), 4 * found.numel())
+    image.grad = None
+    many = lod.gather_patches(image, grid[:1].expand(2000, -1), 8, dtype=torch.float32, backend="torch")
+    (1.0005 * many).sum().backward()  # whose half is 1.001
+    assert float(image.grad.max()) == pytest.approx(2001, abs=0.5)
+
+
+def test_slices_of_several_levels_are_copied_as_they_are() -> None:
+    pyramid = lod.mipmap(noise(3, 512, 512, dtype=torch.uint8), backend="torch")
+    sites = torch.cat([grid_sites(512, 512, 16, level) for level in (0, 1, 2)])
+    with Largest() as largest:
+        found = lod.gather_patches(pyramid, sites, 16, backend="torch")
+    assert largest.nbytes <= found.nbytes and found.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 0.4, 2.5])
+@pytest.mark.parametrize("shift", [0.0, 0.003])
+def test_gradient_in_the_image_is_the_same_beside_one_in_the_sites(level: float, shift: float) -> None:
+    """Of slices, whole levels, between them, and beyond the last."""
+    sites = grid_sites(64, 64, 8, 1) + torch.tensor([shift, shift, 0.0])
+    sites[:, 2] = level
+    chain, look, found = (
+        lod.mipmap(noise(3, 64, 64), levels=2).levels,
+        Look(8, False, None, (0.0,) * 3, torch.float32),
+        [],
+    )
+    for asked in (False, True):
+        levels = [x.detach().clone().requires_grad_() for x in chain]
+        made = reference(levels, sites[None].clone().requires_grad_(asked), look)
+        loss = (made * made.detach()).sum()
+        found.append(torch.autograd.grad(loss, levels, materialize_grads=True, allow_unused=True))
+    for one, expected in zip(*found, strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_border_of_large_patches_does_not_depend_on_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = lod.gather_patches(torch.ones(1, 700, 700).float(), [[0.7, 0.5, 0.0]], 600, "zero", backend="torch")
+    finally:
+        torch.set_default_dtype(before)
+    assert int((found[0, 0, 300] == 0).sum()) == 90
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -276,7 +276,7 @@ def test_soft_top_ks_of_any_layout_and_dtype(emulated: EmulatedDevice) -> None:
 
 
 def test_soft_top_ks_that_are_left_to_torch(emulated: EmulatedDevice) -> None:
-    """More scores than a block bisects; and where torch.func transforms."""
+    """More scores than a block goes through; and where torch.func transforms."""
     many = torch.rand(1, choosing.MOST_SCORES + 1, dtype=torch.float64)
     with pytest.raises(LimitError, match=f"{many.numel()} scores"):
         choosing.threshold(device.device_of(many), many, 3, tail=40.0, halvings=52)

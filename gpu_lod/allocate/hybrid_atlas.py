@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +33,7 @@ class HybridAtlas(Allocator):
     picture's. SLIC sees each patch as a pixel. On CUDA tensors it runs on the GPU, on all images at once, and finds the
     same superpixels as scikit-image's, but for colours whose last bits decide. Elsewhere, and of grids of more than
     2^16 patches, or more than 2^26 pairs of a patch and a superpixel, it is scikit-image's: that runs on the host,
-    image after image, and takes milliseconds.
+    images side by side on torch's threads, and takes milliseconds each.
 
     The background's share of the budget is rounded to whole tokens. Its patches, along a Z-order curve, are cut into as
     many runs of even length, and each run gets one token: read at the level at which its P x P samples span the
@@ -139,10 +141,10 @@ class HybridAtlas(Allocator):
                 f"superpixels need scikit-image ({error}): pip install 'gpu-lod[allocate]'. Or pass labels=."
             ) from None
         pictures = seen[:, : 3 if colour else 1].permute(0, 2, 3, 1).detach().double().cpu().numpy()
-        found = [
-            torch.from_numpy(slic(one, n_segments=self.segments, compactness=compactness, start_label=1))
-            for one in pictures
-        ]
+        make = partial(slic, n_segments=self.segments, compactness=compactness, start_label=1)
+        # It takes one picture, and leaves Python to others while it works.
+        with ThreadPoolExecutor(min(torch.get_num_threads(), len(pictures))) as threads:
+            found = list(map(torch.from_numpy, threads.map(make, pictures)))
         region = torch.stack(found).flatten(1) - 1
         return region.to(scene.device), int(region.max()) + 1, None
 

@@ -45,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) losses(const Losses p) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 int r = 2 * row + i, c = 2 * column + j;
-                value[i][j] = r < p.tall && c < p.wide ? to_float(source[(unsigned long long)r * p.wide + c]) / p.unit : 0.0f;
+                value[i][j] =
+                    r < p.tall && c < p.wide ? to_float(source[(unsigned long long)r * p.wide + c]) / p.unit : 0.0f;
             }
         float first = value[0][0] - value[1][0], second = value[0][1] - value[1][1];
         lost += first * first * (y.apart * x.p) + second * second * (y.apart * x.q);

@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) nearest(const Nearest p) {
                                 (double)(p.first_x + segment % p.across * p.step_x)};
             if (p.centres)
                 for (int i = 0; i < 5; ++i)
-                    centre[i] = p.centres[5 * ((unsigned long long)image * (unsigned)p.segments + (unsigned)segment) + i];
+                    centre[i] =
+                        p.centres[5 * ((unsigned long long)image * (unsigned)p.segments + (unsigned)segment) + i];
             for (int i = 0; i < 5; ++i) centres[i][me] = centre[i];
             windows[me] = window_of(p, centre[0], centre[1]);
         }

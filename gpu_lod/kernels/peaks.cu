@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) peaks(const Peaks p) {
         if (cell == 0) {
             int peak_row = peak / p.columns, peak_column = peak - peak_row * p.columns;
             float here = values[peak], right = 0.0f, below = 0.0f;
-            if (peak_column > 0 && peak_column < p.columns - 1) right = vertex(values[peak - 1], here, values[peak + 1]);
+            if (peak_column > 0 && peak_column < p.columns - 1)
+                right = vertex(values[peak - 1], here, values[peak + 1]);
             if (peak_row > 0 && peak_row < p.rows - 1)
                 below = vertex(values[peak - p.columns], here, values[peak + p.columns]);
             at[0] = fminf(fmaxf(__fdiv_rn(right + (float)peak_column + 0.5f, (float)p.columns), 0.0f), 1.0f);

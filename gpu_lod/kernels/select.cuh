@@ -29,7 +29,8 @@ __device__ __forceinline__ double number_of(unsigned long long key) {
 // value(i) is asked for again and again, each i by the same thread: i % THREADS. 0 < k < count.
 template <class Value>
 __device__ __forceinline__ Smallest smallest_of_block(const Value& value, int count, int k, Selecting& shared) {
-    unsigned me = threadIdx.x, rank = (unsigned)k - 1u, alike = (unsigned)count;  // of those that begin as the k-th does
+    unsigned me = threadIdx.x, rank = (unsigned)k - 1u;
+    unsigned alike = (unsigned)count;  // of those that begin as the k-th does
     unsigned long long start = 0ull;
     int shift = 64;
     while (alike > 1u && shift > 0) {
