@@ -383,6 +383,15 @@ def _read_place(value: Any, name: str, backend: str) -> None:
         )
 
 
+def no_counts(place: torch.Tensor, dtype: torch.dtype, name: str, *, way_out: str = "src.float() / 255") -> None:
+    """Gradients in a place are of samples that are floating point."""
+    if place.requires_grad and torch.is_grad_enabled() and not dtype.is_floating_point:
+        raise InputError(
+            f"gradients are asked for in the {name}, and samples of {dtype} have none. Pass {way_out}, or "
+            f"{name}.detach()."
+        )
+
+
 def no_vmap(value: Any, verb: str, instead: str) -> None:
     """For verbs that decide by values how much they return or compute."""
     if not torch.compiler.is_compiling() and isinstance(value, torch.Tensor) and _batched(value):

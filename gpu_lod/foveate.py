@@ -64,8 +64,8 @@ def foveate(
             is a CUDA tensor.
 
     Raises:
-        InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1]; a pyramid
-            that is no mean one.
+        InputError: bad shapes, dtype, e0, bias, anisotropy; a fixation that is not finite or outside [0, 1], or of
+            which gradients of uint8 are asked; a pyramid that is no mean one.
         UnsupportedError: a backend that is not available, or anisotropy on a GPU without
             GL_EXT_texture_filter_anisotropic or beyond what it has.
         LimitError: larger than the device allows.
@@ -82,6 +82,7 @@ def foveate(
     image = src.levels[0] if isinstance(src, Pyramid) else src
     cuda = chosen.backend == "cuda"
     points = checks.fixation(fixation, image.shape[0] if image.ndim == 4 else 1, wait=not cuda)
+    checks.no_counts(points, image.dtype, "fixation")
     # Beyond these every pixel reads level 0, or the last.
     rule = (max(float(e0), 1e-18), min(max(float(bias), -1e4), 1e4), float(anisotropy))
     levels = None  # all, where it would take waiting to know which are read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,8 +84,8 @@ def gather_patches(
             texels, those of one side. "cuda" does not check the values of sites that are a CUDA tensor.
 
     Raises:
-        InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level; a
-            pyramid that is no mean one.
+        InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level, or
+            of which gradients of uint8 are asked; a pyramid that is no mean one.
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
@@ -99,6 +100,7 @@ def gather_patches(
     look = _look(image, patch, border, mean, std, dtype)
     points = checks.sites(sites, image)
     chosen = _choose_for(src, points, look.patch, backend)
+    checks.no_counts(points, look.dtype, "sites", way_out="dtype=torch.float32")
     checks.no_vmap(
         points,
         "gather_patches",
@@ -301,9 +303,9 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     as_they_are = not look.zero and values_of is None and look.dtype == top.dtype
     if free and len(points) > most and not (as_they_are and every.are_slices()):
         result = top.new_empty((len(points), channels, patch, patch), dtype=look.dtype)
-        for first in range(0, len(points), most):
-            which = slice(first, first + most)
-            result[which] = read(every.of(which))
+        alike = every.reads.argsort(stable=True).split(every.reads.unique(return_counts=True)[1].tolist())
+        for part in itertools.chain.from_iterable(sites.split(most) for sites in alike):
+            result.index_copy_(0, part, read(every.of(part)))
     else:
         result = read(every)
     return result.unflatten(0, (batch, -1)) if levels[0].ndim == 4 else result

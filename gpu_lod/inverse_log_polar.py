@@ -57,7 +57,8 @@ def inverse_log_polar(
         backend: "gl", "torch" or "auto". Both give gradients in the map.
 
     Raises:
-        InputError: bad shapes, dtype, radii, size; a fixation that is not finite or outside [0, 1].
+        InputError: bad shapes, dtype, radii, size; a fixation that is not finite or outside [0, 1], or of which
+            gradients of uint8 are asked.
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device allows.
 
@@ -68,6 +69,7 @@ def inverse_log_polar(
     height, width = checks.size(size, at_most=checks.LONGEST)
     inner = e0 if spacing == "cortical" else 0.01 if r_min is None else r_min
     points = checks.fixation(fixation, polar.shape[0] if polar.ndim == 4 else 1)
+    checks.no_counts(points, polar.dtype, "fixation", way_out="polar.float() / 255")
     rest = (float(inner), float(r_max), spacing == "cortical", border == "zero")
     if chosen.backend == "torch":
         return reference(polar, points, (height, width), *rest)

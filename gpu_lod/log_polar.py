@@ -82,8 +82,8 @@ def log_polar(
             that is a CUDA tensor.
 
     Raises:
-        InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1]; a max or min
-            pyramid.
+        InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1], or of which
+            gradients of uint8 are asked; a max or min pyramid.
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device's textures.
         PyramidChangedError: a level was written to since the pyramid was built.
@@ -99,6 +99,7 @@ def log_polar(
     image = src.levels[0] if isinstance(src, Pyramid) else src
     batch = image.shape[0] if image.ndim == 4 else 1
     points = checks.fixation(fixation, batch, wait=chosen.backend != "cuda")
+    checks.no_counts(points, image.dtype, "fixation")
     if chosen.backend == "torch":
         return sampled(src, None, points, lambda levels, points: reference(levels, points, rule, border))
     result_bytes = batch * image.shape[-3] * rule.rings * rule.wedges * image.itemsize

@@ -286,6 +286,17 @@ def test_they_are_modules(name: str) -> None:
         tokens_of(allocator.to("meta"), relevance)
 
 
+@pytest.mark.parametrize("name", ["PseudoLogPolar", "TokenDAG"])
+def test_counts_are_read_at_sites_that_have_gradients(name: str) -> None:
+    """Patches of uint8 have none."""
+    image = (torch.rand(2, 3, 112, 112) * 255).byte()
+    relevance = torch.rand(2, 8, 8, requires_grad=True)
+    allocator = lod.allocate.make(name, 20, 14)
+    for tokens in (allocator(image, relevance), *lod.vlm.glances(allocator, image, relevance)):
+        assert tokens.patches is not None and tokens.patches.dtype == torch.uint8
+        assert tokens.sites.requires_grad and not tokens.patches.requires_grad
+
+
 def test_to_make_them_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     for name in lod.allocate.names():

@@ -230,6 +230,18 @@ def test_integers_have_no_gradients(backend: Any) -> None:
     for verb in verbs:
         with pytest.raises(RuntimeError, match="does not require grad"):
             verb(counts).float().sum().backward()
+    if backend == "gl":  # has none in places anyway
+        return
+    place, sites = FIXATION[:1].clone().requires_grad_(), SITES[:1].clone().requires_grad_()
+    for sampler in SAMPLERS.values():
+        with pytest.raises(InputError, match=r"fixation.*float\(\) / 255, or fixation.detach"):
+            sampler(counts, place)
+        with torch.no_grad():
+            sampler(counts, place)
+    with pytest.raises(InputError, match=r"sites.*torch.float32, or sites.detach"):
+        lod.gather_patches(counts, sites, 4)
+    lod.gather_patches(counts, sites, 4, dtype=torch.float32).sum().backward()
+    assert sites.grad is not None and bool(sites.grad.any())
 
 
 @pytest.mark.parametrize("changed", [0, -1])

@@ -333,6 +333,9 @@ class Allocator(ABC):
         Args:
             finest: all sites are of level 0.
         """
+        top = image.levels[0] if isinstance(image, Pyramid) else image
+        if not top.is_floating_point() and not (how.get("mean") or how.get("std")):
+            sites = sites.detach()  # counts have no gradients
         if not self._by_kernel(image, sites):
             return gather_patches(image, sites, self.patch, **how)
         if not type(self).choose.__module__.startswith(__package__) and checks.readable(sites):
