@@ -981,7 +981,7 @@ def test_patches_are_read_at_the_sites(name: str, photo: torch.Tensor) -> None:
         blended = torch.einsum("bkn,bncij->bkcij", tokens.weights, every.patches.float() / 255)
         assert torch.allclose(tokens.patches, blended, atol=1e-3)
     else:
-        assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14))
+        assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites.detach(), 14))
     pyramid = lod.mipmap(image)
     again = allocator(pyramid, maps("noise", 1, rows, columns) * 0 + 1, **more)
     assert again.patches is not None and again.patches.shape == (1, 100, 3, 14, 14)

@@ -289,9 +289,10 @@ def _tokens(scene: Scene, batched: bool, patch: int, chosen: list[tuple[torch.Te
     sites, scores = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
     if not batched:
         sites, scores = sites[0], scores[0]
-    # Counts have no gradients.
-    at = sites if scene.top.is_floating_point() else sites.detach()
-    patches = None if scene.image is None else gather_patches(scene.image, at, patch)
+    patches = None
+    if scene.image is not None:
+        at = sites if scene.top.is_floating_point() else sites.detach()  # counts have no gradients
+        patches = gather_patches(scene.image, at, patch)
     return TokenSet(sites, scores, patches, patch)
 
 
