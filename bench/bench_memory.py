@@ -139,6 +139,9 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "log_polar, cortical, 1024 x 1024": lambda x: (
         lambda backend: lod.log_polar(x, FIXATION, 1024, 1024, spacing="cortical", backend=backend)
     ),
+    "log_polar, drawn, 1024 x 1024": lambda x: (
+        lambda backend: lod.log_polar(x, FIXATION, 1024, 1024, generator="fragment", backend=backend)
+    ),
     "foveate": lambda x: lambda backend: lod.foveate(x, FIXATION, backend=backend),
     "foveate, anisotropy 4": lambda x: lambda backend: lod.foveate(x, FIXATION, anisotropy=4, backend=backend),
     "gather_patches": _patches,
@@ -162,6 +165,7 @@ PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz, "
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ONLY = {
     "log_polar, gradients asked for": (FLOATS, ("gl",)),  # with a graph torch does nothing in parts
+    "log_polar, drawn, 1024 x 1024": (DTYPES, ("gl",)),
     "feature_maps, as_texture": (DTYPES, ("gl",)),
     "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
 }

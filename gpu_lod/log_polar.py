@@ -33,6 +33,9 @@ RINGS_AT_ONCE_SOFTWARE = 8
 _AT_ONCE = 2**15
 """Samples that a CPU takes at once of small dtypes: in fp32 they are several times the result. Of fp32 eight times as
 many."""
+_BANDS = 2
+"""Of rings, which are drawn one after the other: the texels of all, RGB in RGBA, are more than the map. Of bfloat16,
+whose texels are fp32, twice as many."""
 _CONVERTED = 2**20
 """Samples of a level from which it is made fp32 of a quarter at a time."""
 
@@ -104,7 +107,7 @@ def log_polar(
         return sampled(src, None, points, lambda levels, points: reference(levels, points, rule, border))
     result_bytes = batch * image.shape[-3] * rule.rings * rule.wedges * image.itemsize
     if chosen.generator == "fragment":
-        result_bytes //= 4  # what is drawn stands in a texture first, which takes its room
+        result_bytes //= 3  # what is drawn stands in a texture first, which takes two thirds of its room
     if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
         src = mipmap(src)  # by whatever makes chains fastest, which need not be what samples them
     source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
@@ -412,19 +415,24 @@ def _compute(ctx: Context, texture: Any, target: Planes, common: dict[str, Any],
 
 def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, Any], uniforms: dict[str, Any]) -> None:
     key = texture.key
-    if max(target.width, target.height) > ctx.limits.texture_size:
+    if target.width > ctx.limits.texture_size:
         raise LimitError(
-            f"{target.height} rings x {target.width} wedges are rendered to a texture, and this device's end at "
+            f"{target.width} wedges are rendered to a texture's rows, and this device's end at "
             f"{ctx.limits.texture_size}. Use generator='compute'."
         )
+    bands = _BANDS * (2 if target.dtype == torch.bfloat16 else 1)
+    most = min(-(-target.height // bands), ctx.limits.texture_size)
     program = ctx.programs.render("log_polar.frag", **common)
     for first, count in layer_groups(ctx, key.layers):
         canvas = ctx.textures.lease(
-            (target.width, target.height), layers=count, levels=1, dtype=target.dtype, channels=key.channels
+            (target.width, most), layers=count, levels=1, dtype=target.dtype, channels=key.channels
         )
-        program.set(u_first_layer=first, **uniforms)
-        texture.bind(ctx.gl)
-        canvas.render_to(ctx.gl, 0)
-        program.draw_layers(ctx.programs.vertex_array, count)
-        canvas.clamp_levels(ctx.gl, 0, 0)
-        texture_to_planes(ctx, canvas, 0, target.layers(first * key.channels, count * key.channels))
+        part = target.layers(first * key.channels, count * key.channels)
+        for ring in range(0, target.height, most):
+            after = min(ring + most, target.height)
+            program.set(u_first_layer=first, u_first_ring=ring, **uniforms)
+            texture.bind(ctx.gl)
+            canvas.render_to(ctx.gl, 0, after - ring)
+            program.draw_layers(ctx.programs.vertex_array, count)
+            canvas.clamp_levels(ctx.gl, 0, 0)
+            texture_to_planes(ctx, canvas, 0, part, (ring, after))

@@ -63,13 +63,14 @@ class Texture(Lease[ArrayTexture]):
         """All layers of a level to image unit 0, for writing."""
         gl.BindImageTexture(0, self.glo, level, 1, 0, G.WRITE_ONLY, self.key.internal_format)
 
-    def render_to(self, gl: GL, level: int) -> None:
-        """Make all layers of a level the render target."""
+    def render_to(self, gl: GL, level: int, rows: int | None = None) -> None:
+        """Make all layers of a level the render target, or of its first rows."""
         if not self.item.framebuffer:
             self.item.framebuffer = gl.gen("Framebuffers")
         gl.BindFramebuffer(G.DRAW_FRAMEBUFFER, self.item.framebuffer)
         gl.FramebufferTexture(G.DRAW_FRAMEBUFFER, G.COLOR_ATTACHMENT0, self.glo, level)
-        gl.Viewport(0, 0, *self.size(level))
+        width, height = self.size(level)
+        gl.Viewport(0, 0, width, height if rows is None else rows)
 
 
 class Texels(Lease[TexelBuffer]):

@@ -439,16 +439,23 @@ def planes_to_texture(
     )
 
 
-def texture_to_planes(ctx: Context, texture: Texture, level: int, target: Planes) -> None:
-    """Write a level of a texture into planes: channel k of a layer becomes plane k."""
+def texture_to_planes(
+    ctx: Context, texture: Texture, level: int, target: Planes, rows: tuple[int, int] | None = None
+) -> None:
+    """Write a level of a texture into planes: channel k of a layer becomes plane k.
+
+    Args:
+        rows: of the planes, the first that the level's are, and the one after the last; None is all.
+    """
     texture.bind(ctx.gl)
+    of_rows = {} if rows is None else {"u_rows": rows}
     for chunk in chunks(ctx, target):
         make_words(
             ctx,
             "texels_to_planes.comp",
             target,
             chunk,
-            uniforms={"u_level": level, "u_first_plane": chunk.plane},
-            defines={"CHANNELS": texture.key.channels},
+            uniforms={"u_level": level, "u_first_plane": chunk.plane, **of_rows},
+            defines={"CHANNELS": texture.key.channels, "BAND": rows is not None},
         )
     ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)

@@ -309,7 +309,8 @@ def test_cells_end_where_they_should() -> None:
 
 
 @given(
-    st.sampled_from(["GridTopK", "Spiral", "FoveatedPyramid", "Random"]), st.sampled_from([1, 2, 3, 5, 7]),
+    st.sampled_from(["GridTopK", "PyramidTopK", "Spiral", "FoveatedPyramid", "Random"]),
+    st.sampled_from([1, 2, 3, 5, 7]),
     st.sampled_from([0.0, 0.05, 0.2, 0.5, 0.9, 1.0]), st.sampled_from([1, 2, 4, 9]), st.integers(0, 2**20),
 )  # fmt: skip
 def test_a_bank_spends_its_total(name: str, batch: int, share: float, least: int, seed: int) -> None:
@@ -327,6 +328,49 @@ def test_a_bank_spends_its_total(name: str, batch: int, share: float, least: int
     for image, tokens in enumerate(packed.unpack()):
         expected = lod.allocate.make(name, counts[image])(relevance=relevance[image])
         assert torch.equal(tokens.sites, expected.sites) and torch.equal(tokens.scores, expected.scores)
+
+
+@given(
+    st.sampled_from(["GridTopK", "HeatDiffusion", "PyramidTopK"]), st.integers(1, 60), st.integers(1, 60),
+    st.integers(1, 9), st.integers(0, 2**20),
+)  # fmt: skip
+def test_a_smaller_budgets_tokens_are_the_first(name: str, budget: int, smaller: int, ties: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    relevance = (torch.rand(2, 7, 9) * ties).round()
+    few, many = (lod.allocate.make(name, k)(relevance=relevance) for k in sorted((smaller, budget)))
+    assert lod.allocate.make(name, 1).nested
+    assert torch.equal(few.sites, many.sites[:, : few.budget]) and torch.equal(few.scores, many.scores[:, : few.budget])
+
+
+class Backwards(lod.allocate.PyramidTopK):
+    """Somebody's own: the last of those that it is given."""
+
+    def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, ...]:
+        return tuple(found.flip(1) for found in super().choose(scene))
+
+
+@pytest.mark.parametrize(
+    ("allocator", "calls"),
+    [(lod.allocate.GridTopK(), 1), (lod.allocate.PyramidTopK(), 1), (Backwards(), 3), (lod.allocate.Spiral(), 3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_bank_chooses_once_where_it_can(
+    allocator: lod.allocate.Allocator, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relevance = torch.rand(3, 6, 6) * torch.tensor([1.0, 2.0, 4.0])[:, None, None]
+    batches, choose = [], type(allocator).choose
+
+    def counted(self: lod.allocate.Allocator, scene: lod.allocate.Scene) -> tuple[torch.Tensor, ...]:
+        batches.append(scene.batch)
+        return choose(self, scene)
+
+    monkeypatch.setattr(type(allocator), "choose", counted)
+    packed = lod.allocate.TokenBank(allocator, 40)(relevance=relevance)
+    assert batches == [3] if calls == 1 else batches == [1] * calls
+    assert not lod.allocate.PyramidTopK(4, split=(1, 1, 1, 1)).nested and not Backwards(4).nested
+    for image, tokens in enumerate(packed.unpack()):
+        allocator.budget = tokens.budget
+        assert torch.equal(tokens.sites, allocator(relevance=relevance[image]).sites)
 
 
 def test_shares_by_total_benefit() -> None:

@@ -314,9 +314,18 @@ def test_fixation_changed_before_backward_changes_nothing() -> None:
         assert torch.equal(gradient(way, change=True), gradient(way, change=False))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rings", "wedges"), [(1, 3), (2, 5), (3, 7), (5, 9), (21, 13), (8, 16)])
+def test_bands_of_rings_share_words(ctx: lod.Context, dtype: torch.dtype, rings: int, wedges: int) -> None:
+    """Rings are drawn in bands, which end in the middle of words of small dtypes, and so do planes."""
+    for channels in (1, 3):
+        check(ctx, lod.mipmap(noise(3, channels, 16, 20, dtype=dtype)), torch.rand(3, 2), rings, wedges, "fragment")
+
+
 def test_tables_and_canvas_respect_the_limits(restored_limits: lod.Context) -> None:
     pyramid = lod.mipmap(noise(1, 16, 16)).upload()
     restored_limits.limits.texture_size = 64
+    assert sample(pyramid, (0.5, 0.5), 130, 5, "fragment").shape == (1, 130, 5)  # more bands
     with pytest.raises(LimitError, match="generator='compute'"):
         sample(pyramid, (0.5, 0.5), 4, 65, "fragment")
     assert sample(pyramid, (0.5, 0.5), 4, 65, "compute").shape == (1, 4, 65)

@@ -185,6 +185,9 @@ class Allocator(ABC):
     finest: ClassVar[bool] = False
     """Whether all sites are of level 0; a class that chooses anew says so anew."""
 
+    nested: bool = False
+    """Whether a smaller budget's tokens are the first of a larger one's; a class that chooses anew says so anew."""
+
     monotone: bool = False
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
@@ -193,8 +196,9 @@ class Allocator(ABC):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        if "choose" in vars(cls) and "finest" not in vars(cls):
-            cls.finest = False
+        for name in ("finest", "nested"):
+            if "choose" in vars(cls) and name not in vars(cls):
+                setattr(cls, name, False)
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean") -> None:
         self.budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)

@@ -12,6 +12,7 @@ class GridTopK(Allocator):
     """The K level-0 patches of the highest relevance; equal ones row by row."""
 
     monotone = True
+    nested = True
     finest = True
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:

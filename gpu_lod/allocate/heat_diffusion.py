@@ -29,6 +29,7 @@ class HeatDiffusion(Allocator):
 
     # No cell gains more from heat at a place than the place itself.
     monotone = True
+    nested = True
     finest = True
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean", length: float = 2.0) -> None:

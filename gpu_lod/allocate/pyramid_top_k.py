@@ -27,6 +27,8 @@ class PyramidTopK(Allocator):
         split: patches of each level, coarsest first, such as (64, 128, 64, 17); they sum to the budget.
     """
 
+    nested = True
+
     def __init__(
         self,
         budget: int = 273,
@@ -51,6 +53,7 @@ class PyramidTopK(Allocator):
             self.split = tuple(checks.integer(count, "a level's count", at_least=0) for count in split)
             if sum(self.split) != budget:
                 raise InputError(f"split is {self.split}; expected counts that sum to {budget}.")
+        self.nested = self.nested and split is None
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         if self.split is not None and sum(self.split) != self.budget:

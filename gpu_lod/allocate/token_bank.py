@@ -67,8 +67,8 @@ class TokenBank:
     the same way. If no image has any benefit, shares are equal.
 
     Args:
-        allocator: what chooses the sites; its own budget is not looked at, and it is called once for each share that
-            occurs, with all images of that share.
+        allocator: what chooses the sites; its own budget is not looked at, and it is called once if it is
+            `nested`, else once for each share that occurs, with all images of that share.
         total: tokens of the whole batch.
         least: tokens that each image gets whatever its benefit, at least 1.
         most: tokens that an image may get; None is as many as it has level-0 patches.
@@ -103,8 +103,10 @@ class TokenBank:
         sites = scene.relevance.new_zeros(scene.batch, longest, 3)
         scores = sites.new_zeros(scene.batch, longest)
         weights: torch.Tensor | None = None
-        for count in counts.unique().tolist():
-            which = (counts == count).nonzero()[:, 0]
+        # Where the first of many are the few, what an image has too many of is left out below.
+        asked = counts if not self.allocator.nested else torch.full_like(counts, longest)
+        for count in asked.unique().tolist():
+            which = (asked == count).nonzero()[:, 0]
             chosen = self._choose(scene if len(which) == scene.batch else _some(scene, which), count)
             if len(chosen) > 2 and weights is None:
                 weights = sites.new_zeros(*scores.shape, scene.grid[0] * scene.grid[1])
