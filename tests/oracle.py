@@ -119,26 +119,22 @@ def _rotated(angle: float) -> tuple[torch.Tensor, torch.Tensor]:
     return x * math.cos(angle) + y * math.sin(angle), torch.exp(-x * x - y * y)
 
 
-def dense(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-    """[..., h, w] correlated with a square kernel in two dimensions, mirrored about the outermost samples."""
+def dense(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+    """[..., n, h, w]: [..., h, w] correlated with each of n square kernels in two dimensions, mirrored about the
+    outermost samples."""
     height, width = x.shape[-2:]
-    reach = kernel.shape[0] // 2
+    reach = kernels.shape[-1] // 2
     rows = torch.tensor([_mirrored(i, height) for i in range(-reach, height + reach)])
     columns = torch.tensor([_mirrored(i, width) for i in range(-reach, width + reach)])
     padded = x.double()[..., rows, :][..., columns].reshape(-1, 1, height + 2 * reach, width + 2 * reach)
-    return torch.nn.functional.conv2d(padded, kernel[None, None]).view(x.shape)
+    return torch.nn.functional.conv2d(padded, kernels[:, None]).view(*x.shape[:-2], -1, height, width)
 
 
 def oriented_energy(image: torch.Tensor, levels: int | None = None, orientations: int = 4) -> list[torch.Tensor]:
     """[..., orientations, h, w] of each level, each angle by a filter of its own."""
     angles = [math.pi * k / orientations for k in range(orientations)]
-    return [
-        torch.stack(
-            [dense(x, second_derivative(angle)) ** 2 + dense(x, hilbert_transform(angle)) ** 2 for angle in angles],
-            dim=-3,
-        )
-        for x in gaussian_chain(image, levels)
-    ]
+    even, odd = (torch.stack([make(angle) for angle in angles]) for make in (second_derivative, hilbert_transform))
+    return [dense(x, even) ** 2 + dense(x, odd) ** 2 for x in gaussian_chain(image, levels)]
 
 
 def log_polar(

@@ -74,7 +74,7 @@ def truth(
 
     saliency = sum((smoothed(c) - smoothed(s)).abs() for c, s in ((1, 3), (2, 4), (3, 5))) / 3
     kernel = torch.tensor([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]], dtype=torch.float64) / 8
-    gx, gy = dense(luma, kernel), dense(luma, kernel.T.contiguous())
+    gx, gy = dense(luma, torch.stack([kernel, kernel.T])).unbind(-3)
     motion = torch.zeros_like(luma)
     before = None if previous is None else luma_of(previous)
     for k in range(batch):
@@ -89,7 +89,7 @@ def truth(
     energies = [
         read(bands[level].square(), level, height, width) if level < len(bands) else nothing for level in range(1, 5)
     ]
-    windows = torch.stack([dense(luma, one.view(5, 5)) for one in torch.eye(25, dtype=torch.float64)])
+    windows = dense(luma, torch.eye(25, dtype=torch.float64).view(25, 5, 5)).movedim(-3, 0)
     features = torch.zeros(batch, 16, height, width, dtype=torch.float64)
     if semantic is not None:
         features = features + semantic.double()

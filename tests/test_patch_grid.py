@@ -38,11 +38,16 @@ def test_every_patch_is_pooled_by_itself(shape: tuple[int, ...], pool: Pool) -> 
     torch.testing.assert_close(pooled(values, 14, pool), torch.stack(rows, -2), rtol=1e-12, atol=0)
 
 
-def by_the_map(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
-    """Of channel 5 in float64."""
+def the_map(images: torch.Tensor) -> torch.Tensor:
+    """Channel 5 in float64."""
     values = images.double() / 255 if images.dtype == torch.uint8 else images.double()
     reference = sys.modules["gpu_lod.feature_maps"].reference
-    return pooled(reference(values, torch.full((1, 2), 0.5, dtype=torch.float64))[:, 5], patch, pool)
+    channels: torch.Tensor = reference(values, torch.full((1, 2), 0.5, dtype=torch.float64))
+    return channels[:, 5]
+
+
+def by_the_map(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
+    return pooled(the_map(images), patch, pool)
 
 
 SHAPES = (
@@ -59,9 +64,10 @@ def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, mon
     monkeypatch.setattr(cells_module, "AT_ONCE", 4 * band)
     for shape in SHAPES:
         image = noise(*shape, dtype=dtype)
+        whole = the_map(image)
         for patch in (1, 7, 14, 16, 2000):
             for pool in ("mean", "max"):
-                found, expected = saliency_cells(image, patch, pool), by_the_map(image, patch, pool)
+                found, expected = saliency_cells(image, patch, pool), pooled(whole, patch, pool)
                 assert found.dtype == torch.float32
                 torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6, msg=f"{shape}, {patch}, {pool}")
 

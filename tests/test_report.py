@@ -461,9 +461,9 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_writes_the_page_without_opengl(tmp_path: Path) -> None:
     gpu = saved(tmp_path, "gpu.json", on_cuda(row(), row(size=2048)))
-    done = command(tmp_path, *map(str, RESULTS), "gpu.json", "-o", "new/page.html")
+    done = command(tmp_path, str(RESULTS[-1]), "gpu.json", "-o", "new/page.html")
     assert (done.returncode, done.stdout, done.stderr) == (0, "wrote new/page.html\n", "")
-    assert (tmp_path / "new" / "page.html").read_text() == html(load_all([*RESULTS, gpu]))
+    assert (tmp_path / "new" / "page.html").read_text() == html(load_all([RESULTS[-1], gpu]))
     done = command(tmp_path, "gpu.json", "--markdown")
     assert done.returncode == 0 and done.stdout == text.markdown(gpu, tmp_path) + "\n"
     done = command(tmp_path, "gpu.json", "--json")
