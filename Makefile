@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 QUALITY_ARGS ?=

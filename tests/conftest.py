@@ -45,8 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")
 
 
-def pytest_collection_finish() -> None:
-    """What modules hold stays: many tests look for what nobody holds any more, and need not go through that."""
+@pytest.fixture(scope="module", autouse=True)
+def kept() -> None:
+    """What there is when a module begins stays: many tests look for what nobody holds any more, and need not go through
+    that."""
     gc.collect()
     gc.freeze()
 
@@ -71,9 +73,9 @@ def by_the_book() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def settled() -> Iterator[None]:
-    """Those that a test compiled are its own matter."""
+@pytest.fixture(scope="module", autouse=True)
+def settled(by_the_book: None) -> Iterator[None]:
+    """All that a module compiled at once: to start the reference compiler takes as long as many shaders."""
     yield
     reference_compiler.settle()
 

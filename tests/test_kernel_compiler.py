@@ -51,9 +51,11 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
 @pytest.mark.parametrize("kernel", sources.variants(), ids=lambda kernel: " ".join((kernel.name, *kernel.defines)))
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_variant_compiles_without_a_warning(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: Kernel) -> None:
-    """Optimised in full for one of them: the others say the same in a third of the time."""
+    """Optimised in full for one of them and of one dtype, which differ in how they are read and written alone: the
+    others say the same in a third of the time."""
     options = compiler.options
-    if arch != "sm_90" and tuple(map(int, compiler.version().split("."))) >= (13, 5):
+    in_full = arch == "sm_90" and not {*sources.ELEMENTS.values()} - {"FLOAT32"} & {*kernel.defines}
+    if not in_full and tuple(map(int, compiler.version().split("."))) >= (13, 5):
         monkeypatch.setattr(compiler, "options", lambda *of: [*options(*of), "--Ofast-compile=max"])
     code, log = compiler.build(kernel, arch)
     assert code.startswith(b"\x7fELF") and kernel.name.encode() in code
