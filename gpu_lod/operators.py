@@ -87,6 +87,8 @@ class Operator:
         self.differentiable = differentiable
         self.choose = dispatch.chooser(verb)
         self.signature = inspect.signature(self.verb)
+        self.defaults = {name: parameter.default for name, parameter in self.signature.parameters.items()}
+        self.needed = sum(default is inspect.Parameter.empty for default in self.defaults.values())
         hints = typing.get_type_hints(self.verb)
         self.returns = hints["return"]
         # A texture, which feature_maps may return too, is refused in compiled code.
@@ -141,10 +143,8 @@ class Operator:
 
     def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The op's arguments for a call of the verb."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
         flat: list[Any] = []
-        for value, numbers, pyramid in zip(bound.arguments.values(), self.numbers, self.pyramids, strict=True):
+        for value, numbers, pyramid in zip(self._values(args, kwargs), self.numbers, self.pyramids, strict=True):
             if isinstance(value, Pyramid):
                 flat += [list(value.levels), value.reduce]
             elif pyramid:
@@ -154,6 +154,17 @@ class Operator:
             else:
                 flat.append(value)
         return flat
+
+    def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Of each parameter. As `inspect` binds them, but that takes a fifth of the time in which a call is traced."""
+        names, count = tuple(self.defaults), len(args)
+        values = {**self.defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        wrong = len(values) > len(names) or count > len(names)
+        for place, name in enumerate(names[: max(count, self.needed)]):
+            wrong = wrong or (name in kwargs) == (place < count)  # twice, or not at all
+        if wrong:
+            self.signature.bind(*args, **kwargs)  # says what is wrong
+        return list(values.values())
 
     def _unflatten(self, flat: Sequence[Any]) -> list[Any]:
         values = iter(flat)

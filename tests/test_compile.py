@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,31 @@ def test_ops_have_fakes_of_every_dtype_and_layout(backend: Any, dtype: torch.dty
     (whole,) = lod.laplacian(batch, 1).levels
     flat = operators["collapse"].arguments(lod.Pyramid((whole,), "laplacian"), backend)
     assert operators["collapse"].op(*flat).data_ptr() != whole.data_ptr()
+
+
+@pytest.mark.parametrize("name", operators)
+def test_arguments_are_bound_as_inspect_binds_them(name: str) -> None:
+    operator, choose = operators[name], random.Random(0)
+    names = [*operator.signature.parameters]
+    outcomes = set()
+    for _ in range(300):
+        args = tuple(range(choose.randint(0, len(names) + 1)))
+        kwargs = {other: other for other in choose.sample([*names, "zoom"], choose.choice([0, 1, 2, len(names)]))}
+
+        def bound() -> list[Any]:
+            found = operator.signature.bind(*args, **kwargs)  # noqa: B023
+            found.apply_defaults()
+            return list(found.arguments.values())
+
+        results = []
+        for bind in (bound, lambda: operator._values(args, kwargs)):  # noqa: B023
+            try:
+                results.append(bind())
+            except TypeError as error:
+                results.append(str(error))
+        assert results[0] == results[1], (args, kwargs)
+        outcomes.add(type(results[0]))
+    assert outcomes == {list, str}
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
