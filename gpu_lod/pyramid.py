@@ -342,3 +342,4 @@ def _unflatten(levels: Any, context: Any, tensors: bool | None = None) -> Pyrami
 
 
 _pytree.register_pytree_node(Pyramid, _flatten, _unflatten, serialized_type_name="gpu_lod.Pyramid")
+torch.serialization.add_safe_globals([_unflatten])  # torch.load's weights_only

@@ -141,3 +141,4 @@ def _unflatten(values: object, patch: int) -> TokenSet:
 
 
 _pytree.register_pytree_node(TokenSet, _flatten, _unflatten, serialized_type_name="gpu_lod.TokenSet")
+torch.serialization.add_safe_globals([TokenSet])  # torch.load's weights_only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import math
 import pickle
 import sys
@@ -312,7 +313,11 @@ def test_pyramids_pickle_and_copy() -> None:
     for generator in ("auto", "compute"):
         pyramid = lod.mipmap(noise(3, 20, 30), generator=generator)
         expected = lod.log_polar(pyramid.upload(), (0.5, 0.5), 6, 6, backend="gl")
-        for other in (pickle.loads(pickle.dumps(pyramid)), copy.deepcopy(pyramid), copy.copy(pyramid)):
+        file = io.BytesIO()
+        torch.save(pyramid, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        for other in (loaded, pickle.loads(pickle.dumps(pyramid)), copy.deepcopy(pyramid), copy.copy(pyramid)):
             assert repr(other) == repr(pyramid)
             assert torch.equal(lod.log_polar(other, (0.5, 0.5), 6, 6, backend="gl"), expected)
 
