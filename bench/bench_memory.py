@@ -7,7 +7,8 @@ Each call runs in a process of its own, forked before OpenGL or torch's threads 
 shaders are compiled and libraries loaded, and all that it took is given back; what it takes the second time is the
 highest resident size the system saw during it, less the size before it. Foreign pages can only add to that, so what is
 above the bound is measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
-chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use.
+chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use. Where gradients
+are asked for, the call is the forward.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import multiprocessing
 import sys
@@ -26,6 +28,7 @@ from typing import Any
 import jsonschema
 import torch
 from rows import RESULTS, common, slug, write
+from torch.utils.checkpoint import checkpoint
 
 import gpu_lod as lod
 from gpu_lod.feature_passes import FeatureTexture
@@ -45,6 +48,7 @@ SIZES = (
     (1, 4, 511, 511),
     (32, 3, 224, 224),
 )
+GRAPH_SIZES = (1, 3, 1024, 1024), (8, 3, 512, 512)
 QUICK_SIZES, QUICK_VERBS = ((2, 3, 256, 320),), ("mipmap", "foveate")
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("gl", "torch")
@@ -171,6 +175,11 @@ ONLY = {
 }
 """Dtypes and backends of what has not all of them."""
 
+GRAPHS = ("kept", "checkpointed")
+"""Of calls in plain torch whose gradients are asked for; the bound holds for calls without, and of checkpoints."""
+GRAPH_VERBS = tuple(verb for verb in VERBS if verb not in {*PYRAMIDS, *ONLY} and not verb.startswith("hiz"))
+GRAPH_DTYPES = (torch.float16, torch.float32)
+
 _ROW = {
     "type": "object",
     "required": ["verb", "dtype", "backend", "shape", "picture", "result", "peak"],
@@ -179,6 +188,7 @@ _ROW = {
         "dtype": {"enum": [str(dtype)[6:] for dtype in DTYPES]},
         "backend": {"enum": list(BACKENDS)},
         "shape": {"type": "array", "minItems": 4, "maxItems": 4, "items": {"type": "integer", "minimum": 1}},
+        "graph": {"enum": list(GRAPHS)},
         **{key: {"type": "integer", "minimum": 0} for key in ("picture", "result", "peak")},
     },
     "additionalProperties": False,
@@ -210,12 +220,24 @@ def _resident(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def _one(verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+def _checkpointed(verb: str, image: torch.Tensor) -> Call:
+    """A forward that keeps the picture alone; reentrant, so that the verb sees no graph."""
+
+    def run(x: torch.Tensor, backend: str) -> Any:
+        result = VERBS[verb](x)(backend)
+        return result if isinstance(result, torch.Tensor) else tuple(result)
+
+    return lambda backend: checkpoint(run, image, backend, use_reentrant=True)
+
+
+def _one(
+    verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...], graph: str | None = None
+) -> tuple[int, int, int]:
     """(picture, result, peak) in bytes. Runs in a process of its own."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is the system's again at once
-    image = picture(dtype, shape)
-    call = VERBS[verb](image)
+    image = picture(dtype, shape).requires_grad_(graph is not None)
+    call = _checkpointed(verb, image) if graph == "checkpointed" else VERBS[verb](image)
     call(backend)
     if backend == "gl":
         gc.collect()
@@ -233,24 +255,33 @@ def _one(verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...]) ->
     return given, nbytes(result), max(_resident("VmHWM") - before, 0)
 
 
-def measure(verbs: Iterable[str], sizes: tuple[tuple[int, ...], ...], runs: int = RUNS) -> list[Data]:
+def measure(
+    verbs: Iterable[str], sizes: tuple[tuple[int, ...], ...], runs: int = RUNS, graphs: tuple[str | None, ...] = (None,)
+) -> list[Data]:
+    """
+    Args:
+        graphs: None is a call without gradients.
+    """
     rows = []
     # A fresh process a call; this one must start neither OpenGL nor torch's threads.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for verb in verbs:
+        for verb, graph in itertools.product(verbs, graphs):
             dtypes, backends = ONLY.get(verb, (DTYPES, BACKENDS))
+            if graph is not None:
+                dtypes, backends = GRAPH_DTYPES, ("torch",)
             for shape in sizes:
                 for dtype in (dtype for dtype in DTYPES if dtype in dtypes):
                     for backend in backends:
                         row: Data = {"verb": verb, "dtype": str(dtype)[6:], "backend": backend, "shape": list(shape)}
+                        row |= {"graph": graph} if graph else {}
                         for run in range(runs):
-                            given, result, peak = pool.apply(_one, (verb, dtype, backend, shape))
+                            given, result, peak = pool.apply(_one, (verb, dtype, backend, shape, graph))
                             peak = min(peak, row["peak"]) if run else peak
                             row |= {"picture": given, "result": result, "peak": peak}
                             if share(row) <= 1:
                                 break
                         rows.append(row)
-            print(f"{verb} measured", file=sys.stderr)
+            print(f"{verb} measured" + (f", the graph {graph}" if graph else ""), file=sys.stderr)
     return rows
 
 
@@ -266,10 +297,11 @@ def tables(path: Path) -> str:
     for backend in BACKENDS:
         lines[0] += [f"backend={backend!r}", "share of the bound, at worst"]
         lines[1] += ["---"] * 2
-    first = data["rows"][0]["shape"]
-    for verb in dict.fromkeys(row["verb"] for row in data["rows"]):
+    calls = [row for row in data["rows"] if "graph" not in row]
+    first = calls[0]["shape"]
+    for verb in dict.fromkeys(row["verb"] for row in calls):
         for dtype in DTYPES:
-            own = [row for row in data["rows"] if row["verb"] == verb and row["dtype"] == str(dtype)[6:]]
+            own = [row for row in calls if row["verb"] == verb and row["dtype"] == str(dtype)[6:]]
             if not own:
                 continue
             shown = [row for row in own if row["shape"] == first]
@@ -284,16 +316,34 @@ def tables(path: Path) -> str:
                 cells.append(f"{here['peak'] / here['picture']:.2f}")
                 cells.append(f"{share(worst):.2f}" + (f" ({over:.1f} MiB over, {_name(worst)})" if over > 0 else ""))
             lines.append(cells)
-    sizes = ", ".join(dict.fromkeys(_name(row) for row in data["rows"]))
+    sizes = ", ".join(dict.fromkeys(_name(row) for row in calls))
     return "\n\n".join(
         [
             f"### {data['device']}, {data['date']}",
-            f"The result, and the peak beside the picture, in pictures of {_name(data['rows'][0])}; and the largest "
+            f"The result, and the peak beside the picture, in pictures of {_name(calls[0])}; and the largest "
             f"share of the bound among {sizes} ([file](../bench/results/memory/{path.name}), torch "
             f"{data['versions']['torch']}).",
-            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            _table(lines),
+            *_with_graphs([row for row in data["rows"] if "graph" in row]),
         ]
     )
+
+
+def _with_graphs(rows: list[Data]) -> list[str]:
+    if not rows:
+        return []
+    lines = [["verb", "dtype", *(f"graph {graph}" for graph in GRAPHS)], ["---"] * 4]
+    for verb, dtype in dict.fromkeys((row["verb"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["verb"], row["dtype"]) == (verb, dtype)]
+        worst = (max(share(row) for row in own if row["graph"] == graph) for graph in GRAPHS)
+        lines.append([f"`{verb}`", dtype, *(f"{value:.2f}" for value in worst)])
+    sizes = ", ".join(dict.fromkeys(_name(row) for row in rows))
+    about = f"Where gradients are asked for, of a forward in plain torch, the largest share of the bound among {sizes}."
+    return [about, _table(lines)]
+
+
+def _table(lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _name(row: Data) -> str:
@@ -318,7 +368,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
-    found = measure(QUICK_VERBS, QUICK_SIZES, 1) if options.quick else measure(VERBS, SIZES)
+    if options.quick:
+        found = measure(QUICK_VERBS, QUICK_SIZES, 1) + measure(QUICK_VERBS, QUICK_SIZES, 1, GRAPHS)
+    else:
+        found = measure(VERBS, SIZES) + measure(GRAPH_VERBS, GRAPH_SIZES, graphs=GRAPHS)
     about = common()
     device = f"{about['cpu']} {about['threads']} cores"
     path = options.out or RESULTS / "memory" / f"{slug(device)}.json"

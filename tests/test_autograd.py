@@ -352,6 +352,29 @@ def test_a_programs_own_hooks_come_first(name: str) -> None:
         assert torch.equal(torch.autograd.grad(run(image).square().sum(), image)[0], expected)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_checkpoints(name: str, backend: Any, reentrant: bool) -> None:
+    """They make a verb's graph when the backward comes to it: the reentrant ones run the forward without any."""
+    call = CALLS[name]
+    inputs = tuple(x.requires_grad_() for x in call.inputs())
+    expected = call.run(*inputs, backend=backend)
+    found = checkpoint(lambda *x: tuple(call.run(*x, backend=backend)), *inputs, use_reentrant=reentrant)
+    pairs = [(one, two) for one, two in zip(found, expected, strict=True) if two.requires_grad]
+    assert all(torch.allclose(one, two, atol=1e-6) for one, two in pairs)
+    if not pairs:
+        return
+    gradients = []
+    for outputs in zip(*pairs, strict=True):
+        torch.autograd.backward(outputs, [torch.linspace(0, 1, x.numel()).view_as(x) for x in outputs])
+        gradients.append([x.grad for x in inputs])
+        for x in inputs:
+            x.grad = None
+    for one, two in zip(*gradients, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.allclose(one, two, atol=1e-6)
+
+
 def test_a_graph_that_is_dropped_is_freed() -> None:
     """Without the garbage collector: what a node keeps of its own result must not keep the node."""
 
