@@ -1,6 +1,7 @@
 """CUDA as the kernels see it, on a machine that has none: the same sources and the same host code, on CPU tensors.
 
-Kernels are compiled as C++ with cuda_shim.h, which says what is emulated and what is checked.
+Kernels are compiled as C++ with cuda_shim.h, which says what is emulated and what is checked, and linked to
+cuda_runner.cc.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gpu_lod.kernels import sources
 from gpu_lod.kernels.device import Grid, TextureKey
 from gpu_lod.kernels.sources import Kernel
 
-SHIM = Path(__file__).with_name("cuda_shim.h")
+SHIM, RUNNER = (Path(__file__).with_name(name) for name in ("cuda_shim.h", "cuda_runner.cc"))
 COMPILER = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
 ASCENDING, DESCENDING, SHUFFLED = range(3)
 RUBBISH = 0xCD
@@ -33,12 +34,41 @@ _FLAGS = (
     "-U_FORTIFY_SOURCE",  # which takes a jump to another stack for an error
 )
 _CHECKS = ("-fsanitize=alignment",)
-"""Only to compile with: what they call is in the shim."""
+"""Only to compile with: what they call is in the runner."""
 _BYTES = {"uint8": 1, "float16": 2, "float32": 4}
 
 
 class _Index(ctypes.Structure):
     _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
+
+
+def _made(suffix: str, texts: dict[str, str], *commands: list[str]) -> Path:
+    """A file that the compiler makes of texts, named "made" in the last command; or made before, of the same."""
+    digest = hashlib.sha256(repr((sorted(texts.items()), commands, COMPILER)).encode()).hexdigest()[:24]
+    folder = Path(tempfile.gettempdir()) / f"gpu_lod-emulator-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{digest}{suffix}"
+    if not path.exists():
+        assert COMPILER is not None
+        with tempfile.TemporaryDirectory(dir=folder) as build:
+            for name, text in texts.items():
+                (Path(build) / name).write_text(text)
+            for command in commands:
+                done = subprocess.run([COMPILER, *command], cwd=build, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+            os.replace(Path(build) / "made", path)
+    return path
+
+
+@functools.cache
+def _runner(alone: bool) -> Path:
+    """
+    Args:
+        alone: threads meet at no barrier. They need not be fibers, which take longer.
+    """
+    flags = [*_FLAGS, "-O2", *(["-DNO_BARRIERS"] if alone else [])]
+    texts = {file.name: file.read_text() for file in (SHIM, RUNNER)}
+    return _made(".o", texts, [*flags, "-c", RUNNER.name, "-o", "made"])
 
 
 @functools.cache
@@ -60,29 +90,21 @@ def library(kernel: Kernel, parameter: str, changes: tuple[tuple[str, str], ...]
         #include "{kernel.file}"
         static const {parameter}* given;
         static void call() {{ {kernel.name}(*given); }}
-        extern "C" size_t parameter_bytes() {{ return sizeof({parameter}); }}
-        extern "C" const char* run(const {parameter}* all, Index grid, int threads, int order, unsigned seed) {{
+        #define EXPORTED extern "C" __attribute__((visibility("default")))
+        EXPORTED size_t parameter_bytes() {{ return sizeof({parameter}); }}
+        EXPORTED const char* run(const {parameter}* all, Index grid, int threads, int order, unsigned seed) {{
             given = all;
             return run_grid(call, grid, threads, order, seed);
         }}
     """
+    alone = not any(barrier in texts[kernel.file] for barrier in ("__syncthreads", "_of_block(", "_in_block("))
     flags = [*_FLAGS, *_CHECKS, *(f"-D{name}" for name in kernel.defines)]
-    if not any(barrier in texts[kernel.file] for barrier in ("__syncthreads", "_of_block(", "_in_block(")):
-        flags.append("-DNO_BARRIERS")  # threads need not be fibers, which take longer
-    digest = hashlib.sha256(repr((sorted(texts.items()), unit, flags, COMPILER)).encode()).hexdigest()[:24]
-    folder = Path(tempfile.gettempdir()) / f"gpu_lod-emulator-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
-    made = folder / f"{digest}.so"
-    if not made.exists():
-        assert COMPILER is not None
-        with tempfile.TemporaryDirectory(dir=folder) as build:
-            for name, text in texts.items():
-                (Path(build) / name).write_text(text)
-            (Path(build) / "unit.cc").write_text(unit)
-            for command in ([*flags, "-c", "unit.cc"], ["-shared", "unit.o", "-o", "unit.so"]):
-                done = subprocess.run([COMPILER, *command], cwd=build, capture_output=True, text=True)
-                assert done.returncode == 0, done.stderr
-            os.replace(Path(build) / "unit.so", made)
+    made = _made(
+        ".so",
+        {**texts, "unit.cc": unit},
+        [*flags, "-c", "unit.cc", "-o", "unit.o"],
+        ["-shared", "unit.o", str(_runner(alone)), "-o", "made"],
+    )
     result = ctypes.CDLL(str(made))
     result.parameter_bytes.restype = ctypes.c_size_t
     result.run.restype = ctypes.c_char_p
