@@ -48,6 +48,8 @@ def inverse_log_polar(
         round trip of a smooth picture comes back within the map's own resolution: the largest error falls with the
         square of the ring and wedge spacing (below 0.02 of range from 64 rings x 128 wedges of a picture of 96 x 128
         that holds less than one wave).
+    Precision: places are fp32, of 512 wedges within some 3e-5 of one, and the result is as far off as that is of the
+        difference of neighbours. Near the fixation an angle is off by 6e-8 over the distance.
 
     Args:
         fixation: (x, y) in [0, 1], or [B, 2]; gradients pass to it on the torch backend.

@@ -70,6 +70,8 @@ def log_polar(
         fixation by a wedge's angle moves the map by a wedge, and, with spacing "log", scaling it by the ratio of two
         neighbouring radii moves it by a ring: within 0.1 of the picture's range where no wave is shorter than 4 of the
         outermost samples, 0.01 where none is shorter than 16.
+    Precision: places are fp32, 6e-8 of a side off, and the result is as far off as that is of the difference of
+        neighbouring texels: in white noise of 1024 x 1024 up to 5e-5 of range, in a photograph below 2e-5.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].

@@ -7,6 +7,9 @@
 // BORDER_ZERO   pixels farther than the last ring's outer edge are 0
 #include "words.glsl"
 #include "place.glsl"
+#define REALS float
+#define INTS int
+#include "polar.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
@@ -34,18 +37,18 @@ float sampled(int origin, int plane, ivec2 at) {
     if (r > u_radii.y) return 0.0;
 #endif
 #ifdef CORTICAL
-    float ring = log(1.0 + r / u_radii.x) * u_radii.z - 0.5;
+    float ring = exact_log(1.0 + r / u_radii.x) * u_radii.z - 0.5;
 #else
-    float ring = log(max(r, 1e-30) / u_radii.x) * u_radii.z - 0.5;
+    float ring = exact_log(max(r, 1e-30) / u_radii.x) * u_radii.z - 0.5;
 #endif
-    float turn = r > 0.0 ? atan(away.y, away.x) * 0.15915494309189535 : 0.0;
-    float wedge = (turn < 0.0 ? turn + 1.0 : turn) * float(u_map_size.x) - 0.5;
+    float wedge = turns(away.y, away.x) * float(u_map_size.x) - 0.5;
     ring = clamp(ring, 0.0, float(u_map_size.y - 1));
     int ring0 = min(int(ring), u_map_size.y - 1), ring1 = min(ring0 + 1, u_map_size.y - 1);
     int wedge0 = int(floor(wedge)), wedge1 = wedge0 + 1;
     float across = ring - float(ring0), along = wedge - float(wedge0);
-    if (wedge0 < 0) wedge0 += u_map_size.x;
-    if (wedge1 >= u_map_size.x) wedge1 -= u_map_size.x;
+    if (wedge0 < 0) wedge0 += u_map_size.x;  // below the first one is the last
+    if (wedge1 < 0) wedge1 += u_map_size.x;
+    if (wedge1 == u_map_size.x) wedge1 = 0;
     int row0 = origin + ring0 * u_map_size.x, row1 = origin + ring1 * u_map_size.x;
     float a = LOAD(uint(row0 + wedge0)), b = LOAD(uint(row0 + wedge1));
     float c = LOAD(uint(row1 + wedge0)), d = LOAD(uint(row1 + wedge1));

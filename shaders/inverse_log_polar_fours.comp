@@ -5,6 +5,9 @@
 // PER_WORD, FETCHED (words.glsl), AT_ONCE (at_once.glsl), CORTICAL, BORDER_ZERO (inverse_log_polar.comp)
 #include "words.glsl"
 #include "at_once.glsl"
+#define REALS vec4
+#define INTS ivec4
+#include "polar.glsl"
 
 layout(local_size_x = LOCAL_SIZE) in;
 layout(std430, binding = 0) writeonly buffer Target { STORED b_target[]; };
@@ -39,20 +42,19 @@ void main() {
     float down = ((float(at.y) + 0.5) * u_pixel.y - fixation.y) * u_box.y;
     vec4 r = sqrt(right * right + down * down);
 #ifdef CORTICAL
-    vec4 ring = log(1.0 + r / u_radii.x) * u_radii.z - 0.5;
+    vec4 ring = exact_log(1.0 + r / u_radii.x) * u_radii.z - 0.5;
 #else
-    vec4 ring = log(max(r, 1e-30) / u_radii.x) * u_radii.z - 0.5;
+    vec4 ring = exact_log(max(r, 1e-30) / u_radii.x) * u_radii.z - 0.5;
 #endif
     ring = clamp(ring, 0.0, float(u_map_size.y - 1));
-    // At the fixation itself any angle does, but atan(0, 0) is undefined.
-    vec4 turn = atan(vec4(down), mix(right, vec4(1.0), equal(r, vec4(0.0)))) * 0.15915494309189535;
-    vec4 wedge = (turn + vec4(lessThan(turn, vec4(0.0)))) * float(u_map_size.x) - 0.5;
+    vec4 wedge = turns(vec4(down), right) * float(u_map_size.x) - 0.5;
     vec4 ring_below = floor(ring), wedge_below = floor(wedge);
     vec4 across = ring - ring_below, along = wedge - wedge_below;
     ivec4 inner = ivec4(ring_below), outer = min(inner + 1, u_map_size.y - 1) * u_map_size.x;
     inner *= u_map_size.x;
-    ivec4 before = ivec4(wedge_below), after = before + 1;
+    ivec4 before = ivec4(wedge_below), after = before + 1;  // below the first one is the last
     before += ivec4(lessThan(before, ivec4(0))) * u_map_size.x;
+    after += ivec4(lessThan(after, ivec4(0))) * u_map_size.x;
     after -= ivec4(equal(after, ivec4(u_map_size.x))) * u_map_size.x;
     ivec4 inner_before = inner + before, inner_after = inner + after;
     ivec4 outer_before = outer + before, outer_after = outer + after;
