@@ -79,6 +79,7 @@ def test_calls_keep_the_bound() -> None:
     """But for the fixed allowance, and for graphs that are kept."""
     for path in bench_memory.result_files():
         rows = json.loads(path.read_text("utf-8"))["rows"]
+        assert {row.get("graph") for row in rows} == {None, *bench_memory.GRAPHS}
         for row in (row for row in rows if row.get("graph") != "kept"):
             allowed = bench_memory.ALLOWANCE[row["backend"]]
             assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + allowed, row
