@@ -415,6 +415,14 @@ def test_a_bank_reads_patches(photo: torch.Tensor) -> None:
     assert int(saliency.counts.sum()) == 120
 
 
+def test_a_bank_of_shares_that_differ_keeps_each_parts_levels() -> None:
+    images, relevance = torch.rand(3, 3, 128, 128), torch.rand(3, 32, 32) * torch.tensor([4.0, 1.0, 1.0])[:, None, None]
+    packed = lod.allocate.TokenBank(lod.allocate.TokenDAG(273, 4), 100)(images, relevance)
+    for image, tokens in enumerate(packed.unpack()):
+        expected = lod.allocate.TokenDAG(tokens.budget, 4)(images[image], relevance[image])
+        assert torch.equal(tokens.sites, expected.sites)
+
+
 class Blend(lod.allocate.Allocator):
     """Tokens that are means of all patches."""
 

@@ -183,4 +183,5 @@ def _some(scene: Scene, which: torch.Tensor) -> Scene:
         image=part(image),
         query=part(scene.query),
         labels=part(scene.labels),
+        chain=[],  # the levels of these images, not of all
     )
