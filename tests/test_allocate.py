@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import noise
+from relevance import KINDS, maps
 from scripts import succeed
 from test_gpu_allocate import CASES as CASES_BESIDE
 from test_gpu_allocate import agree, choices, needed
@@ -40,29 +41,6 @@ MONOTONE = ["AdaptiveStratified", "GridTopK", "HeatDiffusion", "PyramidTopK", "S
 """Raising a cell's relevance never loses its token."""
 COVERS = ["FoveatedPyramid", "TokenDAG"]
 """Every pixel is in a token."""
-
-
-def maps(kind: str, batch: int, rows: int, columns: int) -> torch.Tensor:
-    values = torch.rand(batch, rows, columns)
-    if kind == "ties":
-        values = (values * 3).round()
-    elif kind == "zeros":
-        values = torch.zeros_like(values)
-    elif kind == "one hot":
-        values = torch.zeros_like(values)
-        values[:, rows // 2, columns // 3] = 1
-    elif kind == "infinities":
-        values[:, 0, 0] = math.inf
-        values[:, -1, -1] = -math.inf
-    elif kind == "many infinities":
-        values[values > 0.7] = math.inf
-    elif kind == "nothing finite":
-        values = torch.full_like(values, -math.inf)
-    elif kind == "equal":
-        values = torch.full_like(values, 2.5)
-    elif kind == "negative":
-        values = values - 2
-    return values
 
 
 def chosen(
@@ -95,11 +73,6 @@ def chosen(
         arguments = {need: value if need == "fixation" else value[order] for need, value in arguments.items()}
     with torch.no_grad():
         return allocator(**arguments)
-
-
-KINDS = [
-    "noise", "ties", "zeros", "one hot", "infinities", "many infinities", "nothing finite", "equal", "negative",
-]  # fmt: skip
 
 
 MOST = 1024

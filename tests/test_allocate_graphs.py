@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import sys
 import traceback
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_emulator import COMPILER, EmulatedDevice
+from relevance import KINDS, maps
 from test_gpu_allocate import GRAPHS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +36,8 @@ FINEST = [
 ]
 """Those whose sites are all of level 0."""
 PATCH, ROWS, COLUMNS = 4, 11, 14
+CLOSE = {torch.float32: 1e-5, torch.uint8: 1.0, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""How far pixels of each dtype may be from those that another way made: the last bit, of range 1 or 255."""
 _WAITS = "local_scalar_dense", "nonzero", "unique", "lift_fresh", "masked_select", "equal"
 """Operations that wait for a GPU, or bring it something."""
 
@@ -80,6 +84,10 @@ def given(name: str, budget: int = 37, batch: int = 2) -> tuple[Any, dict[str, A
     size = ROWS * PATCH - 1, COLUMNS * PATCH - 2
     more = {"query": torch.randn(batch, allocator.query_width or 8)} if "query" in allocator.needs else {}
     return allocator, {"image": torch.rand(batch, 3, *size), "relevance": torch.rand(batch, ROWS, COLUMNS), **more}
+
+
+def of_dtype(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (image * 255).round().byte() if dtype == torch.uint8 else image.to(dtype)
 
 
 @torch.no_grad()
@@ -170,12 +178,16 @@ def test_amounts_keep_their_gradients(capture: Callable[[bool], None]) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("kind", "dtype"), [*zip(KINDS, itertools.cycle(CLOSE))], ids=str)
 @pytest.mark.parametrize("name", lod.allocate.names())
-def test_kernels_choose_what_plain_torch_does(name: str, capture: Callable[[bool], None]) -> None:
-    """With all that is done otherwise on a GPU."""
+def test_kernels_choose_what_plain_torch_does(
+    name: str, kind: str, dtype: torch.dtype, capture: Callable[[bool], None]
+) -> None:
+    """With all that is done otherwise on a GPU: of ties and infinities too, and of pictures of any dtype."""
     if name in ("Wavelet", "HybridAtlas"):
         pytest.importorskip({"Wavelet": "ptwt", "HybridAtlas": "skimage"}[name])
     allocator, what = given(name)
+    what |= {"relevance": maps(kind, 2, ROWS, COLUMNS), "image": of_dtype(what["image"], dtype)}
     found = allocator(**what)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "on_host", lambda value: True)
@@ -183,7 +195,8 @@ def test_kernels_choose_what_plain_torch_does(name: str, capture: Callable[[bool
         expected = allocator(**what)
     assert torch.allclose(found.sites, expected.sites, atol=1e-6)
     assert torch.allclose(found.scores, expected.scores, atol=1e-6)
-    assert torch.allclose(found.patches, expected.patches, atol=1e-5)
+    assert found.patches.dtype == expected.patches.dtype
+    assert torch.allclose(found.patches.float(), expected.patches.float(), atol=CLOSE[dtype])
 
 
 @torch.no_grad()
@@ -222,8 +235,7 @@ def test_patches_are_read_by_one_launch(
     """Or two, where there are levels to be made, after those that choose."""
     monkeypatch.setattr(checks, "on_host", lambda value: False)
     allocator, what = given(name)
-    image = what["image"]
-    what["image"] = (image * 255).round().byte() if dtype == torch.uint8 else image.to(dtype)
+    what["image"] = of_dtype(what["image"], dtype)
     device.usable.cache_clear()
     tokens = allocator(**what)
     launched = [call[1].name for call in emulated.named("launch")]
@@ -236,8 +248,7 @@ def test_patches_are_read_by_one_launch(
     emulated.calls.clear()
     expected = lod.gather_patches(what["image"], tokens.sites, PATCH, backend="torch")
     if name != "SoftVortex":  # whose tokens are blends
-        close = {torch.uint8: 1, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
-        assert float((tokens.patches.float() - expected.float()).abs().max()) <= close
+        assert float((tokens.patches.float() - expected.float()).abs().max()) <= CLOSE[dtype]
     one = allocator(**{key: value[0] for key, value in what.items()})
     assert torch.equal(one.patches, tokens.patches[0])
 

@@ -423,6 +423,37 @@ def test_a_bank_of_shares_that_differ_keeps_each_parts_levels() -> None:
         assert torch.equal(tokens.sites, expected.sites)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", lod.allocate.names())
+def test_a_banks_images_get_what_they_would_alone(name: str, photo: torch.Tensor) -> None:
+    """Of shares that differ, but for two: those are chosen together, and each looks at its own."""
+    images = torch.stack([photo[:, i * 9 : i * 9 + 90, i * 20 : i * 20 + 133] for i in range(4)])
+    relevance = torch.rand(4, 10, 15).round(decimals=1) * torch.tensor([1.0, 2.0, 5.0, 2.0])[:, None, None]
+    relevance[3] = relevance[1].flip(-1)  # as much as that
+    own = {
+        "fixation": torch.tensor([[0.2, 0.3], [0.5, 0.5], [0.9, 0.4], [0.1, 0.8]]),
+        "labels": torch.arange(150).reshape(10, 15) // torch.tensor([40, 25, 7, 60])[:, None, None],
+        "query": torch.rand(4, lod.allocate.make(name, 1).query_width or 8),
+    }
+    allocator = lod.allocate.make(name, 90, 9)
+    own = {key: value for key, value in own.items() if key in allocator.needs + allocator.takes}
+    bank = lod.allocate.TokenBank(allocator, 100)
+    if name == "PseudoLogPolar":  # which learned where so many sites are
+        with pytest.raises(InputError, match="with another allocator"):
+            bank(images, relevance, **own)
+        return
+    packed = bank(images, relevance, **own)
+    counts = packed.counts.tolist()
+    assert counts[1] == counts[3] and len({*counts}) == 3
+    for image, tokens in enumerate(packed.unpack()):
+        allocator.budget = tokens.budget
+        alone = allocator(images[image], relevance[image], **{key: value[image] for key, value in own.items()})
+        assert torch.equal(tokens.sites, alone.sites)
+        assert torch.allclose(tokens.scores, alone.scores, atol=1e-6)
+        assert tokens.patches is not None and alone.patches is not None
+        assert torch.allclose(tokens.patches.float(), alone.patches.float(), atol=1)
+
+
 class Blend(lod.allocate.Allocator):
     """Tokens that are means of all patches."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from relevance import KINDS, maps
 
 import gpu_lod as lod
 
@@ -25,6 +26,10 @@ def needed(name: str) -> None:
 
 GRAPHS = lod.allocate.names()
 """Those that a CUDA graph can hold: all of them."""
+
+
+ORDERED = "GridTopK", "PyramidTopK", "Random"
+"""Those that compare relevance, and compute nothing of it."""
 
 
 def moved(allocator: Any) -> Any:
@@ -115,16 +120,20 @@ def test_a_plan_is_a_cuda_graph(name: str, alone: bool) -> None:
         assert torch.allclose(found.patches, expected.patches, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", lod.allocate.names())
-def test_exactly_k_without_ties_or_relevance(name: str) -> None:
-    """All equal, all zero, one hot: what a stable sort has to order."""
+def test_exactly_k_of_any_relevance(name: str, kind: str) -> None:
+    """Ties, zeros, infinities: what a stable sort has to order. Where no sum is rounded, as on the CPU."""
     needed(name)
-    for relevance in (torch.ones(2, 9, 9), torch.zeros(2, 9, 9), torch.eye(9).expand(2, 9, 9)):
-        allocator = moved(lod.allocate.make(name, 30, 4))
-        image = torch.rand(2, 3, 36, 36, device="cuda")
-        more = {"query": torch.randn(2, allocator.query_width or 8).cuda()} if "query" in allocator.needs else {}
-        with torch.no_grad():
-            tokens = allocator(image, relevance.cuda(), **more)
-        assert tokens.sites.shape == (2, 30, 3) and torch.isfinite(tokens.sites).all()
-        if not allocator.blends:
-            assert all(len(sites.unique(dim=0)) == 30 for sites in tokens.sites)
+    torch.manual_seed(0)
+    relevance, image = maps(kind, 2, 9, 9), torch.rand(2, 3, 36, 36)
+    allocator = lod.allocate.make(name, 30, 4)
+    more = {"query": torch.randn(2, allocator.query_width or 8)} if "query" in allocator.needs else {}
+    expected = allocator(image, relevance, **more)
+    tokens = moved(allocator)(image.cuda(), relevance.cuda(), **{key: value.cuda() for key, value in more.items()})
+    assert tokens.sites.shape == (2, 30, 3) and torch.isfinite(tokens.sites).all()
+    if not allocator.blends:
+        assert all(len(sites.unique(dim=0)) == 30 for sites in tokens.sites)
+    if name in ORDERED:
+        assert torch.equal(tokens.sites.cpu(), expected.sites) and torch.equal(tokens.scores.cpu(), expected.scores)
