@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpu_lod import allocate as allocators
+from gpu_lod.allocate.base import label_maps
 from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.rebuild import Rebuilt, psnr, rebuild
 from gpu_lod.saliency import unit
@@ -107,8 +108,10 @@ def run_all(
     skipped.
 
     Raises:
-        InputError: all of them were.
+        InputError: all of them were, or the labels are of no size that the image's could have.
     """
+    if inputs.get("labels") is not None:  # else the one that looks at them would be skipped
+        label_maps(inputs["labels"], False, 1, (image.shape[-2], image.shape[-1]), patch)
     results: list[Allocation | Skipped] = []
     for name in allocators.names():
         progress(name)

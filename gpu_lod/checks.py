@@ -300,13 +300,13 @@ def _site_values(sites: torch.Tensor) -> float:
     return result
 
 
-def mean_source(src: Any, verb: str, *, max_channels: int | None = 4) -> torch.Tensor:
+def mean_source(src: Any, verb: str, *, name: str = "src", max_channels: int | None = 4) -> torch.Tensor:
     """The image, or level 0 of the mean pyramid, that a sampler reads."""
-    if not isinstance(src, Pyramid):
-        return image(src, "src", max_channels=max_channels)
-    if src.reduce != "mean":
-        raise InputError(f"src is a {src.reduce} pyramid; {verb} samples mean ones: pass mipmap(image).")
-    return image(src.levels[0], "src", max_channels=max_channels)
+    if isinstance(src, Pyramid):
+        if src.reduce != "mean":
+            raise InputError(f"{name} is a {src.reduce} pyramid; {verb} samples mean ones: pass mipmap(image).")
+        src = src.levels[0]
+    return image(src, name, max_channels=max_channels)
 
 
 def hiz_pyramid(value: Any, reduce: str, verb: str) -> None:

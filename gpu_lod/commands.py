@@ -36,7 +36,7 @@ app = typer.Typer(
 
 Picture = Annotated[Path, typer.Argument(metavar="IMAGE", help="PNG, JPEG, TIFF or WebP.", show_default=False)]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="File or folder to write. (default: out/<name>.<command>.png)")
+    Path | None, typer.Option("-o", "--output", help="File or folder to write. (default: `out/<name>.<command>.png`)")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Device = Annotated[

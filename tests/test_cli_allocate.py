@@ -246,6 +246,14 @@ def test_none_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         allocation.run_all(torch.rand(3, 16, 24), 4, 4, {})
 
 
+def test_labels_that_fit_no_picture_are_no_reason_to_skip(registry: None) -> None:
+    inputs = {"query": torch.ones(2), "labels": torch.ones(7, 9, dtype=torch.int64), "fixation": None}
+    with pytest.raises(
+        InputError, match=r"\(7, 9\); expected integers, \(26, 37\) one a pixel, or \(7, 10\) one a patch"
+    ):
+        allocation.run_all(torch.rand(3, 26, 37), 9, 4, inputs)
+
+
 def test_blends_of_counts_are_compared_in_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
     class Blended(allocators.GridTopK):
         blends: ClassVar[bool] = True

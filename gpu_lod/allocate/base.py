@@ -396,7 +396,8 @@ class Allocator(ABC):
             top = image.levels[0] if isinstance(image, Pyramid) else image
             checks.same_device(top, grid, "relevance")
         query = None if query is None else self._query(query, batched, batch).to(grid.device)
-        labels = None if labels is None else self._labels(labels, batched, batch, size).to(grid.device)
+        if labels is not None:
+            labels = label_maps(labels, batched, batch, size, self.patch).to(grid.device)
         return Scene(size, self.patch, grid, points, image, query, labels), batched
 
     def _frame(self, image: Any, relevance: Any) -> tuple[bool, int, tuple[int, int]]:
@@ -405,12 +406,12 @@ class Allocator(ABC):
             values = checks.dense(relevance, "relevance")
             if values.ndim not in (2, 3) or not values.numel():
                 raise InputError(
-                    f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg]: give each patch a "
-                    "number."
+                    f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg], with no side of 0: "
+                    "give each patch a number."
                 )
             size = values.shape[-2] * self.patch, values.shape[-1] * self.patch
             return values.ndim == 3, values.shape[0] if values.ndim == 3 else 1, size
-        top = checks.mean_source(image, type(self).__name__)
+        top = checks.mean_source(image, type(self).__name__, name="image")
         return top.ndim == 4, top.shape[0] if top.ndim == 4 else 1, (top.shape[-2], top.shape[-1])
 
     def _map(self, relevance: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
@@ -444,19 +445,6 @@ class Allocator(ABC):
             raise InputError("query holds NaN or infinities; expected finite numbers in fp32.")
         return values.expand(batch, *lengths)
 
-    def _labels(self, labels: Any, batched: bool, batch: int, size: tuple[int, int]) -> torch.Tensor:
-        values = checks.dense(labels, "labels")
-        cells = cells_of(size, self.patch)
-        shape = tuple(values.shape)
-        kind = values.dtype
-        if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
-            first, all_alike = ((batch,), ", or one such map for all images") if batched else ((), "")
-            raise InputError(
-                f"labels are {kind} {shape}; expected integers, {(*first, *size)} one a pixel, or {(*first, *cells)} "
-                f"one a patch{all_alike}."
-            )
-        return values.long().expand(batch, *shape[-2:])
-
     def _pooled(self, values: torch.Tensor) -> torch.Tensor:
         """[B, H, W] to [B, Hg, Wg]. Where both infinities meet, the mean is the higher one."""
         found = pooled(values, self.patch, self.pool)
@@ -469,6 +457,21 @@ class Allocator(ABC):
                 f"the budget is {self.budget}, and there are {there} {what}. Use a larger image, smaller patches, or a "
                 "smaller budget."
             )
+
+
+def label_maps(labels: Any, batched: bool, batch: int, size: tuple[int, int], patch: int) -> torch.Tensor:
+    """int64 [B, H, W] or [B, Hg, Wg], of labels as an allocator takes them."""
+    values = checks.dense(labels, "labels")
+    cells = cells_of(size, patch)
+    shape = tuple(values.shape)
+    kind = values.dtype
+    if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
+        first, all_alike = ((batch,), ", or one such map for all images") if batched else ((), "")
+        raise InputError(
+            f"labels are {kind} {shape}; expected integers, {(*first, *size)} one a pixel, or {(*first, *cells)} "
+            f"one a patch{all_alike}."
+        )
+    return values.long().expand(batch, *shape[-2:])
 
 
 def unit(values: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class TokenDAG(Allocator):
         Units: the picture's squared (uint8 over 255), times pixels, over all channels: exactly the sum of squares that
         is lost if the node's pixels are replaced by their means over blocks of 2^l x 2^l. Level 0 loses nothing.
         """
-        top = checks.mean_source(image, type(self).__name__)
+        top = checks.mean_source(image, type(self).__name__, name="image")
         grid = cells_of((top.shape[-2], top.shape[-1]), self.patch)
         scene, batched = self._scene(image, torch.ones(*top.shape[:-3], *grid, device=top.device), None, None, None)
         errors = _bounds(losses(scene), scene)
