@@ -48,9 +48,10 @@ def foveate(
         With anisotropy a > 1 the footprint is 2^level pixels along the radius and 2^level / a across it, as crowding
         zones of the visual field are. torch, and GL on software renderers, take the mean of N = ceil(a) trilinear
         samples along the radius, as the extension describes it: sample i of 1..N lies 2^level (i / (N + 1) - 1/2)
-        pixels out, and is read at level max(0, level - log2(N)). Texture units, on GL and CUDA, filter in their own
-        way, and so differ where there is detail. There gradients are those of the samples' mean: its exact adjoint,
-        and so that of the forward only as nearly as the two agree.
+        pixels out, and is read at level max(0, level - log2(N)). A pixel on the fixation has no radius: where its
+        distance is a rounding error, backends may take any. Texture units, on GL and CUDA, filter in their own way,
+        and so differ where there is detail. There gradients are those of the samples' mean: its exact adjoint, and so
+        that of the forward only as nearly as the two agree.
 
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
