@@ -53,6 +53,9 @@ def foveate(
         and so differ where there is detail. There gradients are those of the samples' mean: its exact adjoint, and so
         that of the forward only as nearly as the two agree.
 
+    Precision: places are fp32. In white noise of 1537 x 1021 results are within 1.5e-5 of the range of exact ones, and
+        within 6e-5 with anisotropy, whose samples lie between pixels.
+
     Args:
         fixation: (x, y), a tensor [2] for the whole batch, or [B, 2].
         e0: eccentricity at which resolution has halved.
