@@ -40,18 +40,18 @@ def test_a_constant_stays_constant(name: str, backend: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize(
-    ("verb", "fewest"),
+    ("verb", "expected"),
     [
         (lambda x, p, f, s: lod.gather_patches(p, s, 8, backend="gl"), 1),
         (lambda x, p, f, s: lod.log_polar(p, f, 16, 32, backend="gl"), 1),
-        (lambda x, p, f, s: lod.foveate(p, f, backend="gl"), 2),
+        (lambda x, p, f, s: lod.foveate(p, f, backend="gl"), 3),
         (lambda x, p, f, s: lod.inverse_log_polar(x, f, (40, 48), backend="gl"), 1),
         (lambda x, p, f, s: lod.mipmap(x, 5, generator="compute"), 4),
         (lambda x, p, f, s: lod.mipmap(x, generator="single-pass"), 1),
         (lambda x, p, f, s: lod.gaussian(x, 4, backend="gl"), 3),
         (lambda x, p, f, s: lod.laplacian(x, 4, backend="gl"), 6),
-        (lambda x, p, f, s: lod.oriented_energy(x, 2, backend="gl"), 2),
-        (lambda x, p, f, s: lod.feature_maps(x, f, backend="gl"), 3),
+        (lambda x, p, f, s: lod.oriented_energy(x, 2, backend="gl"), 3),
+        (lambda x, p, f, s: lod.feature_maps(x, f, backend="gl"), 15),  # 11 of them are luma and levels
         (lambda x, p, f, s: lod.foveate(p, f, anisotropy=3, backend="gl"), 1),
         (lambda x, p, f, s: lod.hiz(x, generator="compute"), 6),
         (lambda x, p, f, s: lod.hiz(x, generator="single-pass"), 1),
@@ -67,12 +67,13 @@ def test_a_constant_stays_constant(name: str, backend: str, dtype: torch.dtype) 
     ],
 )  # fmt: skip
 def test_a_batch_takes_no_more_dispatches(
-    verb: Callable[..., Any], fewest: int, monkeypatch: pytest.MonkeyPatch
+    ctx: lod.Context, verb: Callable[..., Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Software renderers take the most: pictures are foveated in blocks, and what is left of them, there alone."""
     counts = dispatches(verb, (1, 8), monkeypatch)
-    assert counts[0] == counts[1] >= fewest
-    if fewest == 1:
-        assert counts == [1, 1]
+    assert counts[0] == counts[1] <= expected
+    if expected == 1 or ctx.software:
+        assert counts[0] == expected
 
 
 @pytest.mark.parametrize("side", [64, 200])
