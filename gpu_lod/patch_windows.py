@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,9 +85,10 @@ def read(chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dty
     # Where windows overlap, gradients are to be rounded once.
     as_stored = exact and not needs_grad(*chain)
     result = None
-    for run in runs:
+    for alike in [[run] for run in runs] if samples is None else samples.together(runs):
+        run = _Run(alike[0].level, alike[0].kind, alike[0].begin, alike[-1].end)
         some = sites if order is None else sites.of(slice(run.begin, run.end))
-        values = samples.of(run) if samples is not None and (run.kind != _SLICES or graph) else None
+        values = samples.of(alike) if samples is not None and (run.kind != _SLICES or graph) else None
         if run.kind == _SLICES:
             level = chain[run.level]
             dtype = level.dtype if as_stored else work
@@ -154,21 +155,45 @@ class _Samples:
         )
         return columns, rows
 
-    def of(self, run: _Run) -> torch.Tensor:
-        """[n, C, P, P] of a run's level, and between levels of the next one."""
-        if run.kind == _BEYOND:
-            return self._apart(run)
-        values = self._read(run, 0)
+    def together(self, runs: list[_Run]) -> list[list[_Run]]:
+        """Neighbours whose windows are of the same sizes: a CPU reads them with fewer calls, in less time."""
+        chain = self._chain
+        if chain[0].device.type != "cpu" or self._graph or needs_grad(*chain) or any(map(checks.transformed, chain)):
+            return [[run] for run in runs]
+        return [list(alike) for _, alike in groupby(runs, key=self._alike)]
+
+    def _alike(self, run: _Run) -> tuple[Any, ...]:
+        if run.kind != _BETWEEN:
+            return run
+        return self._window(run, 0), self._window(run, 1)
+
+    def of(self, runs: list[_Run]) -> torch.Tensor:
+        """[n, C, P, P] of the level of each run, and between levels of the next one."""
+        first, end = runs[0], runs[-1].end
+        if first.kind == _BEYOND:
+            return self._apart(first)
+        values = self._read(runs, 0)
         # At a whole level, too, the next one is a gradient in the level.
-        if run.kind == _BETWEEN or (self._graph and run.level + 1 < len(self._chain)):
-            values = torch.lerp(values, self._read(run, 1), self._share[run.begin : run.end])
+        if first.kind == _BETWEEN or (self._graph and first.level + 1 < len(self._chain)):
+            values = torch.lerp(values, self._read(runs, 1), self._share[first.begin : end])
         return values
 
-    def _read(self, run: _Run, further: int) -> torch.Tensor:
-        which = slice(run.begin, run.end)
-        level, image = self._chain[run.level + further], self._sites.image[which]
-        seen = _windows(level, image, self._begin[further, which], self._window(run, further), self._work)
-        return grid_sample(seen, self._grid[further, which])
+    def _read(self, runs: list[_Run], further: int) -> torch.Tensor:
+        begin, end, shape = runs[0].begin, runs[-1].end, self._window(runs[0], further)
+        levels = [self._chain[run.level + further] for run in runs]
+        image, at = self._sites.image, self._begin[further]
+        if len(runs) == 1:
+            seen = _windows(levels[0], image[begin:end], at[begin:end], shape, self._work)
+        else:
+            seen = levels[0].new_empty((end - begin, levels[0].shape[1], shape[1], shape[0]), dtype=self._work)
+            for level, run in zip(levels, runs, strict=True):
+                every, index = _in_memory(level, image[run.begin : run.end], at[run.begin : run.end], shape)
+                out = seen[run.begin - begin : run.end - begin]
+                if level.dtype == self._work:
+                    torch.index_select(every, 0, index, out=out)
+                else:
+                    out.copy_(every.index_select(0, index))
+        return grid_sample(seen, self._grid[further, begin:end])
 
     def _apart(self, run: _Run) -> torch.Tensor:
         """Samples further apart than texels: the four about each by themselves."""
@@ -211,13 +236,8 @@ def _windows(
         if level.device.type != "cpu":
             every = level.unfold(2, rows, 1).unfold(3, columns, 1)
             return [every[image, :, begin[:, 1], begin[:, 0]].to(dtype)]
-        # Of one dimension with a window at every number of the memory, a CPU takes windows whole: in half the time.
-        steps = level.stride(0), level.stride(2), level.stride(3)
-        ends = whole[0] - 1, whole[2] - rows, whole[3] - columns
-        reach = sum(step * end for step, end in zip(steps, ends, strict=True))
-        every = level.as_strided((reach + 1, whole[1], rows, columns), (1, *level.stride()[1:]))
-        x, y = begin.unbind(1)
-        return [every.index_select(0, image * steps[0] + y * steps[1] + x * steps[2]).to(dtype)]
+        every, index = _in_memory(level, image, begin, shape)
+        return [every.index_select(0, index).to(dtype)]
 
     def adjoint(gradient: torch.Tensor) -> list[torch.Tensor]:
         count, channels, height, width = whole
@@ -231,3 +251,16 @@ def _windows(
         return level[texels(whole[1])].to(dtype)
     (result,) = linear(copied, adjoint, level)
     return result
+
+
+def _in_memory(
+    level: torch.Tensor, image: torch.Tensor, begin: torch.Tensor, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A view of a level of one dimension more, with a window at every number of its memory, and which of them are asked
+    for: a CPU takes windows whole, in half the time."""
+    steps = level.stride(0), level.stride(2), level.stride(3)
+    ends = level.shape[0] - 1, level.shape[2] - shape[1], level.shape[3] - shape[0]
+    reach = sum(step * end for step, end in zip(steps, ends, strict=True))
+    every = level.as_strided((reach + 1, level.shape[1], shape[1], shape[0]), (1, *level.stride()[1:]))
+    x, y = begin.unbind(1)
+    return every, image * steps[0] + y * steps[1] + x * steps[2]
