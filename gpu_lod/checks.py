@@ -27,7 +27,7 @@ T = TypeVar("T")
 def tensor(value: Any, name: str) -> torch.Tensor:
     """A torch tensor; from another library's array (CuPy, numpy, anything with DLPack) without a copy."""
     if isinstance(value, torch.Tensor):
-        return value
+        return negated(value)
     if isinstance(value, Pyramid):
         raise InputError(f"{name} is a Pyramid; expected a tensor. Pass one of its levels, such as pyramid.levels[0].")
     if not hasattr(value, "__dlpack__"):
@@ -45,6 +45,13 @@ def tensor(value: Any, name: str) -> torch.Tensor:
             "writable copy, in the machine's byte order and without negative strides."
         ) from None
     return result
+
+
+def negated(value: torch.Tensor) -> torch.Tensor:
+    """The tensor, without a negation that torch has put off: shaders and kernels read memory as it is."""
+    if torch.compiler.is_compiling() or type(value) not in _PLAIN or not value.is_neg():
+        return value
+    return value.resolve_neg()
 
 
 def _refuse_masks(value: Any, name: str) -> None:
@@ -249,7 +256,7 @@ def _numbers(value: Any, name: str) -> torch.Tensor:
             what = "nested tensor" if value.is_nested else _kind(value)
             raise InputError(f"{name} is a {what}; expected {expected}, with data.")
         if value.dtype == torch.float32:
-            return value
+            return negated(value)
     _refuse_masks(value, name)
     try:
         # On the CPU whatever the default device, but where it is if it is an array.

@@ -81,6 +81,8 @@ class Pyramid:
                     + ("up, as gaussian() makes them." if self.reduce in BURT else "down, as mipmap() makes them.")
                 )
         if not torch.compiler.is_compiling():
+            if any(level.is_neg() for level in self.levels):  # which shaders and kernels would not see
+                object.__setattr__(self, "levels", tuple(level.resolve_neg() for level in self.levels))
             object.__setattr__(self, "_versions", tuple(map(_version, self.levels)))
 
     @classmethod
