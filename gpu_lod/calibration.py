@@ -2,7 +2,8 @@
 
 Times of this machine come from `gpu-lod calibrate`; without them speak those that come with the package (seeds). A way
 is taken only where it clearly beats torch: the middle halves of their times do not overlap, and the medians are at
-least 5% apart. What was never measured near a size runs on torch.
+least 5% apart. Between two sizes that were measured it is taken if it is at both; and where dtypes or channels were not
+measured, if it takes at most half as long in those most like them. What was never measured near a size runs on torch.
 """
 
 from __future__ import annotations
@@ -112,9 +113,15 @@ def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[
         alike = [t for t in seeds if t.machine.tensors == host[0] and t.machine.software == software]
     same = [t for t in alike if t.machine.host == host]  # under another driver
     return [
-        [(table, entry) for table in group if (entry := table.nearest(question))]
+        [(table, entry) for table in group if _agree(entries := table.around(question)) for entry in entries]
         for group in (own, matching(seeds), same, alike)
     ]
+
+
+def _agree(entries: Sequence[Entry]) -> bool:
+    """Whether some way clearly beats torch by all measurements, or none by any."""
+    clear = [{way for way in entry.ways if _beats(entry, way)} for entry in entries]
+    return not any(clear) or bool(set.intersection(*clear))
 
 
 def _clear(found: Found, ways: Sequence[str]) -> list[str]:
@@ -132,7 +139,7 @@ def _beats(entry: Entry, way: str) -> bool:
     torchs, other = entry.ways.get("torch"), entry.ways.get(way)
     if torchs is None or other is None:
         return False
-    return other.high < torchs.low and other.median_ms * MARGIN <= torchs.median_ms
+    return other.high * entry.gain < torchs.low and other.median_ms * max(MARGIN, entry.gain) <= torchs.median_ms
 
 
 def _ratio(entry: Entry, way: str) -> float:
@@ -162,11 +169,15 @@ def _verdict(way: str, found: Found) -> Verdict:
         renderer = table.machine.renderer.partition("(")[0].strip()
         if table.machine.tensors == "cuda" or not renderer:
             renderer = table.machine.name
-        several = f"{len(found)} machines" if len(found) > 1 else "a machine"
-        where = f", on the one where {'it' if way != 'torch' else 'OpenGL'} does worst" if len(found) > 1 else ""
+        machines = len({id(table) for table, _ in found})
+        several = f"{machines} machines" if machines > 1 else "a machine"
+        where = f", on the one where {'it' if way != 'torch' else 'OpenGL'} does worst" if machines > 1 else ""
         reason += f" on {several} like this one ({renderer}, seeds{where})"
+    beside = [other.at for of, other in found if of is table and other is not entry]
+    if beside:
+        reason += f"; {'faster' if way != 'torch' else 'no other way is'} at {beside[0]} too, and this lies between"
     if way == "torch" and against and figures[against] < figures[way]:
-        reason += "; that is no clear gain"
+        reason += "; that is no clear gain" + (" for a job of another kind" if entry.gain > 1 else "")
     return Verdict(way, reason, figures)
 
 

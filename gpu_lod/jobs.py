@@ -95,9 +95,14 @@ def _common(side: int, batch: int) -> Iterator[Job]:
 
 
 def _rare(side: int, batch: int) -> Iterator[Job]:
-    """Other dtypes, and sides that are no multiples of 4, which take other shaders."""
+    """Other dtypes and channels, and sides that are no multiples of 4, which take other shaders."""
     shape, ragged = (batch, 3, side, side), (batch, 3, side, side + 1)
     yield from _samplers(shape, torch.float16)
+    for channels in (1, 4):
+        yield from _samplers((batch, channels, side, side), torch.float32)
+    for dtype in (torch.uint8, torch.float16):
+        yield _job(inverse_log_polar, shape, dtype, _polar, "from a map of 256 x 512")
+        yield _job(oriented_energy, shape, dtype, _five_levels, "5 levels")
     yield _job(mipmap, shape, torch.float16, _image, "")
     yield _job(foveate, ragged, torch.uint8, _seen, "")
     yield _job(region_max, (batch, 1, side, side), torch.float32, _boxes_once, f"4096 boxes, {NO_TEXTURE}")
@@ -168,7 +173,7 @@ def _features(dtype: torch.dtype, image: torch.Tensor) -> Arguments:
 
 def _polar(image: torch.Tensor) -> Arguments:
     points, size = _points(image), image.shape[-2:]
-    polar = torch.rand(*image.shape[:2], 256, 512, device=image.device)
+    polar = torch.nn.functional.interpolate(image.float(), (256, 512)).to(image.dtype)
     return lambda: (polar, next(points), size)
 
 

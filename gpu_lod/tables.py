@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,13 @@ OCTAVES = 1.0
 BATCH_OCTAVES = 1.5
 """The same in octaves of the batch. A single image speaks for single images alone: torch then shares out its rows
 among the cores, else its images."""
+GAP = 6.0
+"""Octaves of work, at most, from one measurement to the next larger one where both together speak for what lies
+between."""
+ALIKE = {"bfloat16": ("float16", "float32"), "float16": ("float32",)}
+"""Whose times speak for a dtype that has none."""
+ANOTHER_KIND = 2.0
+"""How many times faster than torch a way was, at least, that is taken for a job of such a dtype or other channels."""
 
 
 class Question(NamedTuple):
@@ -71,6 +78,8 @@ class Entry:
     date: str
     ways: dict[str, Timed]
     """By "torch", and by backend and generator: "gl", "gl compute"."""
+    gain: float = 1.0
+    """How many times faster than torch a way has to be; no matter of the measurement, but of what it speaks for."""
 
 
 Host = tuple[str, str, int]
@@ -114,8 +123,37 @@ class Table:
     path: Path | None = None
     """Of the user's file; None for a seed that comes with the package."""
 
+    def around(self, question: Question) -> tuple[Entry, ...]:
+        """What speaks for a job: the measurement that is near enough, or the next smaller and the next larger one.
+        Where there are none, those of the dtype or the channels most like its own."""
+        for kind, gain in self._kinds(question):
+            near = self.nearest(kind)
+            found = self._between(kind) if near is None else (near,)
+            if found:
+                return found if gain == 1 else tuple(replace(entry, gain=gain) for entry in found)
+        return ()
+
+    def _kinds(self, question: Question) -> Iterator[tuple[Question, float]]:
+        """The question, and of other kinds of jobs what stands for it, with how much has to be gained there."""
+        dtypes = question.dtype, *ALIKE.get(question.dtype, ())
+        measured = {entry.question.channels for entry in self.entries if entry.question[:2] == question[:2]}
+        others = measured - {0, question.channels} if question.channels else set()
+        for channels in (question.channels, *sorted(others, key=lambda count: (abs(count - question.channels), count))):
+            for dtype in dtypes:
+                kind = question._replace(channels=channels, dtype=dtype)
+                yield kind, 1.0 if kind == question else ANOTHER_KIND
+
+    def _between(self, question: Question) -> tuple[Entry, ...]:
+        """The next smaller and the next larger job that were measured, if there are both."""
+        able = [e for e in self.entries if e.question.series == question.series and _as_many(e.question, question)]
+        low = max((e for e in able if e.question.work < question.work), key=lambda e: e.question.work, default=None)
+        high = min((e for e in able if e.question.work > question.work), key=lambda e: e.question.work, default=None)
+        if low is None or high is None or math.log2(high.question.work / low.question.work) > GAP:
+            return ()
+        return low, high
+
     def nearest(self, question: Question) -> Entry | None:
-        """The measurement that speaks for a job, if one is near enough."""
+        """The measurement of a job of that kind that is near enough."""
         found = [(far, entry) for entry in self.entries if (far := _apart(entry.question, question)) is not None]
         return min(found, key=lambda pair: (*pair[0], pair[1].question))[1] if found else None
 
@@ -150,8 +188,14 @@ def _apart(measured: Question, asked: Question) -> tuple[float, float] | None:
     if measured.series != asked.series:
         return None
     work, batch = abs(math.log2(measured.work / asked.work)), abs(math.log2(measured.batch / asked.batch))
-    single = measured.batch == 1 or asked.batch == 1
-    return None if work > OCTAVES or batch > (0 if single else BATCH_OCTAVES) else (work, batch)
+    return (work, batch) if work <= OCTAVES and _as_many(measured, asked) else None
+
+
+def _as_many(measured: Question, asked: Question) -> bool:
+    """Whether batches are near enough to each other."""
+    if measured.batch == 1 or asked.batch == 1:
+        return measured.batch == asked.batch
+    return abs(math.log2(measured.batch / asked.batch)) <= BATCH_OCTAVES
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

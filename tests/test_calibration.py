@@ -112,6 +112,58 @@ def test_single_images_and_batches_do_not_speak_for_each_other() -> None:
     assert found == {1: GAIN, 2: None, 3: batch, 16: batch, 22: batch, 23: None}
 
 
+def test_between_two_sizes_the_way_that_is_fastest_at_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(GAIN, question=JOB._replace(work=2**16), at="a small job")
+    for high, way in ((GAIN, "gl compute"), (LOSS, "torch")):
+        seeded(monkeypatch, Table(MACHINE, (small, high)))
+        verdict = decide(question=JOB._replace(work=2**18))
+        assert verdict.way == way
+        assert ("; faster at a job too, and this lies between" in verdict.reason) == (high is GAIN)
+        assert ("has not been measured" in verdict.reason) == (high is LOSS), "sizes that disagree say nothing"
+    lost = replace(LOSS, question=small.question)
+    seeded(monkeypatch, Table(MACHINE, (lost, LOSS)))
+    verdict = decide(question=JOB._replace(work=2**18))
+    assert verdict.way == "torch" and "no other way is at a job too" in verdict.reason and "seeds" in verdict.reason
+    assert "machines" not in verdict.reason
+    far = replace(GAIN, question=JOB._replace(work=2**13))
+    for entries, batch in (((far, GAIN), 1), ((GAIN,), 1), ((small, GAIN), 4)):
+        assert Table(MACHINE, entries).around(JOB._replace(work=2**18, batch=batch)) == ()
+
+
+def test_other_channels_and_dtypes_speak_where_none_of_the_own_kind_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    three, half = JOB._replace(verb="foveate", state=""), JOB._replace(verb="foveate", state="", dtype="float16")
+    clear, little = ({"torch": (10, 0), "gl": (time, 0)} for time in (4.9, 5.1))
+
+    def way(question: Question, *measured: tuple[Question, dict[str, Any]]) -> str:
+        seeded(monkeypatch, Table(MACHINE, tuple(entry(job, **ways) for job, ways in measured)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(calibration, "cpu", lambda: "a CPU")
+            verdict = calibration.decide(question, ("torch", "gl"), HERE, 2, MACHINE.gl)
+        assert verdict is not None
+        if "kind" in verdict.reason and measured[0][1] is little:
+            assert verdict.reason.endswith("no clear gain for a job of another kind")
+        return verdict.way
+
+    for own in (three._replace(channels=1), three._replace(channels=4), half):
+        assert way(own, (three, clear)) == "gl"
+        assert way(own, (three, little)) == "torch", "twice as fast is asked for"
+        assert way(own, (three, clear), (own, {"torch": (10, 0), "gl": (20, 0)})) == "torch"
+        assert way(own, (three, {"torch": (10, 0), "gl": (20, 0)}), (own, little)) == "gl"
+        small, large = (three._replace(work=three.work * share // 8) for share in (1, 64))
+        assert way(own, (small, clear), (large, clear)) == "gl"
+        assert way(own, (small, clear), (large, little)) == "torch"
+    bfloat16 = three._replace(dtype="bfloat16")
+    assert (
+        way(bfloat16, (half, clear), (three, little)) == "gl"
+        and way(bfloat16, (half, little), (three, clear)) == "torch"
+    )
+    assert way(bfloat16, (three, clear)) == "gl"
+    assert way(three._replace(channels=2), (three, clear), (three._replace(channels=4), little)) == "gl"
+    for other in (three._replace(dtype="uint8"), three._replace(verb="hiz"), three._replace(channels=0)):
+        assert way(other, (three, clear)) == "torch"
+    assert way(three, (half, clear)) == "torch", "the smaller dtype does not speak for the larger one"
+
+
 @pytest.mark.parametrize(
     ("torchs", "other", "taken"),
     [
