@@ -86,22 +86,23 @@ make_venv() {
 
 pip_install() { "${PIP[@]}" install -qq -c $CONSTRAINTS "$@"; } # -qq: errors only
 
-# Without a GPU, PyTorch's default wheel brings gigabytes of CUDA libraries that nothing can use.
+# Without a GPU, PyTorch's default wheel brings gigabytes of CUDA libraries that nothing can use. torchvision, which timm
+# asks for, loads with the torch of its own index only.
 install_torch() {
-    local index=${TORCH_INDEX_URL-} torch
-    torch=$(grep -E '^torch==[^;]*$' $CONSTRAINTS)
+    local index=${TORCH_INDEX_URL-} packages
+    mapfile -t packages < <(grep -E '^torch(vision)?==[^;]*$' $CONSTRAINTS)
     if [ -z "${TORCH_INDEX_URL+set}" ] && [ ! -e /proc/driver/nvidia/version ] && ! command -v nvidia-smi >/dev/null; then
         index=https://download.pytorch.org/whl/cpu
         timeout 10 $VENV/bin/python -c \
             'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' "$index" 2>/dev/null || index=
     fi
     if [ -n "$index" ]; then
-        say "installing $torch from $index"
-        pip_install --no-deps --index-url "$index" "$torch" && return
+        say "installing ${packages[*]} from $index"
+        pip_install --no-deps --index-url "$index" "${packages[@]}" && return
         say "that failed; trying pip's own index"
     fi
-    say "installing $torch"
-    pip_install --no-deps "$torch"
+    say "installing ${packages[*]}"
+    pip_install --no-deps "${packages[@]}"
 }
 
 # The wheel is built from a copy: a stale build/ in the checkout can then not slip old files into it.

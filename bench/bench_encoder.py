@@ -81,13 +81,17 @@ def tables(path: Path) -> str:
     for name, row in times.items():
         ratio = f"{times[FULL]['median_ms'] / row['median_ms']:.1f}x" if name not in (FULL, OWN, ADAPTER) else ""
         lines.append([name, f"{row['median_ms']:.0f} ± {row['iqr_ms'] / 2:.0f}", ratio])
-    added = times[ADAPTER]["median_ms"] / times[OWN]["median_ms"] - 1
+    own, adapter = times[OWN], times[ADAPTER]
+    added = adapter["median_ms"] / own["median_ms"] - 1
+    beside = f"{abs(added):.1%} {'more' if added > 0 else 'less'} than"
+    if abs(adapter["median_ms"] - own["median_ms"]) <= max(adapter["iqr_ms"], own["iqr_ms"]) / 2:
+        beside = "as long, within the spread, as"
     return "\n\n".join(
         [
             f"### {data['device']}, {data['date']}",
             f"Milliseconds, median ± half the interquartile range ([file](../bench/results/encoder/{path.name}), torch "
             f"{data['versions']['torch']}, transformers {data['versions']['transformers']}). The adapter takes "
-            f"{abs(added):.1%} {'more' if added > 0 else 'less'} than the model's own forward on the same 529 tokens.",
+            f"{beside} the model's own forward on the same 529 tokens.",
             "\n".join("| " + " | ".join(line) + " |" for line in lines),
         ]
     )

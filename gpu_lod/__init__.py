@@ -66,7 +66,15 @@ __all__ = [
 ]
 
 
+_LATER = "allocate", "vlm"
+"""These load with their first use."""
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LATER, "errors"])
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("allocate", "vlm"):  # load with their first use
+    if name in _LATER:
         return importlib.import_module(f"gpu_lod.{name}")
     raise AttributeError(f"module 'gpu_lod' has no attribute {name!r}")

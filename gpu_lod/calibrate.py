@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +17,12 @@ from gpu_lod.dispatch import explain, ways
 from gpu_lod.errors import GpuLodError, InputError, OutOfMemoryError
 from gpu_lod.jobs import Job, jobs
 from gpu_lod.tables import Entry, Machine, Timed
-from gpu_lod.timing import BLOCK, PAUSE, race
+from gpu_lod.timing import BLOCK, PAUSE, at_work, race
 
 HOPELESS = 3.0
 """A way whose first calls take so many times torch's is measured no further."""
 MOST = 40
 """Calls of a way."""
-BUSY = 0.5
-"""Load a core, from which on the machine has other things to do."""
 
 
 @dataclass
@@ -85,9 +82,7 @@ def calibrate(
         devices = ["cpu", *([torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else [])]
     todo = [(job, torch.device(device)) for job in jobs(verbs, quick=quick) for device in devices]
     todo = [(job, device) for job, device in todo if device.type in job.tensors]
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > BUSY * cores:
-        report.busy = f"a load of {load:.1f} on {cores} cores"
+    report.busy = at_work()
     try:
         with tables.measuring(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             end = time.monotonic() + 60 * minutes

@@ -31,7 +31,7 @@ def main() -> None:
 def _report(error: Exception) -> int:
     """Say it in one line; returns the exit code."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _EXTRA:
-        text = "the command line needs extra packages: pip install 'gpu-lod[cli]'"
+        text = "the command line needs extra packages; in the checkout: pip install '.[cli]'"
     elif isinstance(error, GpuLodError):
         from gpu_lod.commands import as_options
 

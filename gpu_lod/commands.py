@@ -21,6 +21,7 @@ from gpu_lod.context import context_for
 from gpu_lod.patch_grid import pooled
 from gpu_lod.pyramid import burt_sizes
 from gpu_lod.saliency import PATCH, colour, luma, saliency
+from gpu_lod.timing import at_work
 
 KEPT = 0.2
 """Share of the patches that `cull` keeps where no threshold is given."""
@@ -159,7 +160,7 @@ def calibrate(
 def demo(
     image: Annotated[
         Path | None,
-        typer.Argument(metavar="[IMAGE]", help="A picture of yours; without one, a portrait and a printed page."),
+        typer.Argument(metavar="IMAGE", help="A picture of yours; without one, a portrait and a printed page."),
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to.")] = Path("out/demo"),
     fixation: Annotated[str | None, typer.Option(metavar="X,Y", help="As for log-polar.", show_default=False)] = None,
@@ -173,12 +174,13 @@ def demo(
     from gpu_lod import demo as show
 
     chosen = show.pictures(image, None if fixation is None else _fixation(fixation))
+    busy = at_work()
     with _on(device), printing.busy("starting") as say:
         rows, written = show.run(chosen, output, say)
     if as_json:
         typer.echo(written[-1].read_text(), nl=False)
     else:
-        printing.show_rows(rows)
+        printing.show_rows(rows, busy)
         _wrote(written)
     wrong = [row for row in rows if not row.ok]
     if wrong:
@@ -598,15 +600,17 @@ def allocate(
 ) -> None:
     """Draw the tokens that an allocator spends on a picture, beside the picture rebuilt from them alone.
 
-    With all, a contact sheet of every allocator: each is given what it takes of fixation, labels and query
-    (FrequencyAware one of four numbers), and those that miss something are skipped. --sites and --rebuilt then write a
-    file each, the name before the extension.
+    The drawing is out/NAME.allocate.ALLOCATOR.png if no -o says otherwise.
+
+    With all, a contact sheet of every allocator, out/NAME.allocate.png: each is given what it takes of fixation, labels
+    and query (FrequencyAware one of four numbers), and those that miss something are skipped. --sites and --rebuilt
+    then write a file each, the name before the extension.
     """
     from gpu_lod import allocation, checks, token_files
 
     every = name == "all"
     checks.choice(name, "--with", [*lod.allocate.names(), "all"])
-    path = _path(image, "allocate", output)
+    path = _path(image, "allocate" if every else f"allocate.{name}", output)
     names = lod.allocate.names() if every else [name]
     if rebuilt is not None:
         images.file_format(rebuilt)

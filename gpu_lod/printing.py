@@ -216,7 +216,11 @@ def show_findings(findings: list[Finding]) -> None:
             console.print(Text(f"\n{finding.name}:\n  → ").append(finding.fix, style="bold"), soft_wrap=True)
 
 
-def show_rows(rows: list[Row]) -> None:
+def show_rows(rows: list[Row], busy: str) -> None:
+    """
+    Args:
+        busy: what the machine was at when the measuring began, if that was much.
+    """
     table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("picture", "verb", "generator", "size"):
         table.add_column(name, no_wrap=True)
@@ -243,12 +247,19 @@ def show_rows(rows: list[Row]) -> None:
         )  # fmt: skip
     console = _console()
     console.print(table)
-    gains = sum(row.ratio >= 1 for row in rows)
+    steady = [row for row in rows if row.steady]
+    gains = sum(row.ratio >= 1 for row in steady)
+    unsteady = f", unsteady in {len(rows) - len(steady)}" if len(steady) < len(rows) else ""
     console.print(
-        f"ratio: best torch ms / GL ms. GL is faster in {gains} of {len(rows)} rows, slower in {len(rows) - gains}."
+        f"ratio: best torch ms / GL ms. GL is faster in {gains} of {len(rows)} rows, slower in {len(steady) - gains}"
+        f"{unsteady}."
     )
-    if not all(row.steady for row in rows):
+    if unsteady:
         console.print("?: unsteady, the middle half of the times spans more than half the median; measure again.")
+    if busy:
+        console.print(
+            f"The machine had other things to do ({busy}), so these ratios say little: measure when it has not."
+        )
 
 
 def show_energies(energies: Sequence[torch.Tensor], shares: list[list[float]]) -> None:

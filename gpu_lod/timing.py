@@ -9,6 +9,7 @@ milliseconds: a core that has slept is slow at first.
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import time
@@ -22,8 +23,16 @@ PAUSE = 0.02
 WARM = 0.005
 """Seconds of calls that are not counted, at least one."""
 BLOCK = 4
+BUSY = 0.5
+"""Load a core, from which on the machine has other things to do."""
 LONG_MS = 300.0
 """From here on a call is too long for its neighbours to be seen in it, and none is spent uncounted."""
+
+
+def at_work() -> str:
+    """What the machine is at, if that is much: times that begin now say little. Else nothing."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"a load of {load:.1f} on {cores} cores" if load > BUSY * cores else ""
 
 
 @dataclass(frozen=True)

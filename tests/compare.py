@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 TOLERANCES: dict[str, dict[torch.dtype, float]] = {
@@ -53,3 +55,14 @@ def assert_matches(
             f"{where}: {int(bad.sum())} of {bad.numel()} differ, at most by {float(difference.nan_to_num(1e9).max())}"
             f" (tolerance {tolerance}); first at {index}: {float(value[index])}, expected {float(expected[index])}"
         )
+
+
+def energies_match(
+    found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], where: str = "", scale: float = 1.0
+) -> None:
+    """Fail unless energies are within tolerance, in units of the largest one of a level; of 1% of what values in [0, 1]
+    may have, where all are smaller."""
+    assert len(found) == len(truth)
+    for level, expected in zip(found, truth, strict=True):
+        largest = max(float(expected.abs().max()), 0.01 * scale)
+        assert_matches((level.double() / largest).to(level.dtype), expected / largest, "energy", where=where)

@@ -30,8 +30,9 @@ from images import noise
 from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
-from gpu_lod import calibration, dispatch, shaders, tables
+from gpu_lod import calibration, dispatch, printing, shaders, tables, timing
 from gpu_lod.calibrate import Report, _measure, calibrate
+from gpu_lod.demo.rows import Row
 from gpu_lod.dispatch import NO_TEXTURE
 from gpu_lod.errors import (
     CalibrationWarning,
@@ -876,6 +877,20 @@ def test_no_job_answers_what_another_one_does() -> None:
             assert question not in asked_before, (job.at, asked_before[question])
             asked_before[question] = job.at
     assert len(asked_before) == 4 * 5
+
+
+@pytest.mark.parametrize(("load", "cores", "words"), [(2.2, 2, "a load of 2.2 on 2 cores"), (2.2, 8, ""), (0.9, 2, "")])
+def test_a_machine_that_is_at_work_is_told(
+    load: float, cores: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert timing.at_work() == words
+    steady, other = (Row("a", "hiz", "compute", "8 x 8", 1, iqr, 2, 0, "torch", 0, 0) for iqr in (0.1, 0.9))
+    printing.show_rows([steady, steady, other], timing.at_work())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "GL is faster in 2 of 3 rows, slower in 0, unsteady in 1." in printed
+    assert (f"other things to do ({words})" in printed) == bool(words)
 
 
 def test_pauses_do_not_take_the_time_of_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,7 +377,7 @@ def test_without_the_cli_extra(tmp_path: Path) -> None:
     code = "import sys; sys.modules['typer'] = None; sys.argv[1:] = ['info']; from gpu_lod.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "gpu-lod: the command line needs extra packages: pip install 'gpu-lod[cli]'\n"
+    assert result.stderr == "gpu-lod: the command line needs extra packages; in the checkout: pip install '.[cli]'\n"
 
 
 # -- what the pictures are made of ------------------------------------------------------------------------------------

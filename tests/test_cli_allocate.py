@@ -47,7 +47,7 @@ def test_one_allocator(tmp_path: Path, picture: Path) -> None:
     image = load(picture)
     tokens = lod.allocate.FoveatedPyramid(20, 4)(image, fixation=(0.2, 0.7))
     rebuilt = lod.rebuild(tokens, (26, 37))
-    assert found["output"] == ["out/cat.allocate.png", "a/s.json", "r.png"]
+    assert found["output"] == ["out/cat.allocate.FoveatedPyramid.png", "a/s.json", "r.png"]
     [one] = found["allocators"]
     assert one["name"] == "FoveatedPyramid" and one["untrained"] is False
     assert one["coverage"] == 1 and one["psnr"] == pytest.approx(float(psnr(rebuilt.image, image)))
@@ -60,7 +60,7 @@ def test_one_allocator(tmp_path: Path, picture: Path) -> None:
     assert (written["allocator"], written["image"], written["size"]) == ("FoveatedPyramid", "cat.png", [26, 37])
     assert (written["budget"], written["patch"]) == (20, 4) and "y down" in written["convention"]
     assert torch.equal(load(tmp_path / "r.png"), rebuilt.image)
-    with Image.open(tmp_path / "out" / "cat.allocate.png") as sheet:
+    with Image.open(tmp_path / "out" / "cat.allocate.FoveatedPyramid.png") as sheet:
         assert sheet.mode == "RGB" and min(sheet.size) > 900
 
 
@@ -71,7 +71,7 @@ def test_the_table(tmp_path: Path, picture: Path) -> None:
     row = next(line for line in text.splitlines() if "GridTopK" in line).split()
     noise = float(psnr(rebuilt.image, load(picture)))
     assert row == ["GridTopK", "35", "35", f"{100 * float(rebuilt.coverage):.1f}%", f"{noise:.2f}"]
-    assert "level 0" in text and "level 1" not in text and text.endswith("wrote out/cat.allocate.png\n")
+    assert "level 0" in text and "level 1" not in text and text.endswith("wrote out/cat.allocate.GridTopK.png\n")
 
 
 def test_an_exact_picture_has_no_psnr_in_json(tmp_path: Path, picture: Path) -> None:
@@ -549,4 +549,4 @@ def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Pa
     code += "; from gpu_lod.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    assert result.stderr == "gpu-lod: the command line needs extra packages: pip install 'gpu-lod[cli]'\n"
+    assert result.stderr == "gpu-lod: the command line needs extra packages; in the checkout: pip install '.[cli]'\n"

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches, energies_match
 from images import DTYPES, SIZES, grey_levels, noise
-from oracle import extreme_chain, gaussian_chain, mean_chain
+from oracle import extreme_chain, gaussian_chain, laplacian_chain, mean_chain, oriented_energy
 from oracle import foveate as foveate_oracle
 from oracle import gather_patches as patch_oracle
+from oracle import inverse_log_polar as inverse_oracle
 from oracle import log_polar as polar_oracle
 from scripts import HERE, succeed
+from test_feature_maps import check as check_features
+from test_feature_maps import truth as feature_oracle
 
 import gpu_lod as lod
 from gpu_lod import errors, subgroups
@@ -281,34 +284,35 @@ def test_gather_patches(gl: lod.Context, dtype: torch.dtype, border: Any) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_features(gl: lod.Context, dtype: torch.dtype) -> None:
     for height, width in [(1, 1), (2, 5), (37, 53), (64, 96)]:
-        image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
-        scale = 255.0**2 if dtype == torch.uint8 else 1.0
-        one, two = (lod.oriented_energy(image, backend=backend) for backend in ("gl", "torch"))
-        for a, b in zip(one, two, strict=True):
-            assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-4 * scale)
-        before, semantic = image.flip(0), noise(2, 16, height, width).to(CUDA)
-        for into, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
-            one, two = (
-                lod.feature_maps(image, (0.4, 0.6), before, semantic, into, backend=backend)
-                for backend in ("gl", "torch")
-            )
-            assert one.device == torch.device(CUDA)
-            assert torch.allclose(one.float(), two.float(), rtol=1e-2, atol=tolerance)
+        image, size = noise(2, 3, height, width, dtype=dtype), f"{height} x {width}"
+        found = on_host(lod.oriented_energy(image.to(CUDA), backend="gl"))
+        energies_match(found, oriented_energy(image), size, 255.0**2 if dtype == torch.uint8 else 1.0)
+        before, semantic = image.flip(0), noise(2, 16, height, width)
+        expected = feature_oracle(image, (0.4, 0.6), before, semantic)
+        given = before.to(CUDA), semantic.to(CUDA)
+        for into in (torch.float32, torch.float16):
+            maps = lod.feature_maps(image.to(CUDA), (0.4, 0.6), *given, into, backend="gl")
+            assert maps.device == torch.device(CUDA) and maps.dtype == into
+            check_features(maps.cpu(), expected, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_burt_pyramids_and_the_inverse(gl: lod.Context, dtype: torch.dtype) -> None:
+    unit = 255.0 if dtype == torch.uint8 else 1.0
     for height, width in [(1, 1), (2, 5), (37, 53), (101, 77)]:
-        image = noise(2, 3, height, width, dtype=dtype).to(CUDA)
-        for level, truth in zip(on_host(lod.gaussian(image, backend="gl")), gaussian_chain(image.cpu()), strict=True):
-            assert_matches(level, truth, "binomial", where=f"{height} x {width}")
-        back = lod.collapse(lod.laplacian(image, backend="gl"), "gl")
+        image, size = noise(2, 3, height, width, dtype=dtype), f"{height} x {width}"
+        levels, bands = (verb(image.to(CUDA), backend="gl") for verb in (lod.gaussian, lod.laplacian))
+        for level, truth in zip(on_host(levels), gaussian_chain(image), strict=True):
+            assert_matches(level, truth, "binomial", where=size)
+        for band, truth in zip(on_host(bands), laplacian_chain(image), strict=True):
+            assert_matches(band / unit, truth / unit, "binomial", where=f"bands of {size}")
+        back = lod.collapse(bands, "gl").cpu()
         worst = {torch.float32: 1e-6, torch.uint8: 255e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         assert float((back.double() - image.double()).abs().max()) <= worst
-    polar, fixation = noise(2, 3, 24, 40, dtype=dtype).to(CUDA), torch.rand(2, 2)
-    found = lod.inverse_log_polar(polar, fixation, (37, 53), border="clamp", backend="gl")
-    expected = lod.inverse_log_polar(polar, fixation, (37, 53), border="clamp", backend="torch")
-    assert float((found.float() - expected.float()).abs().max()) <= (1 if dtype == torch.uint8 else 1e-2)
+    polar, fixation = noise(2, 3, 24, 40, dtype=dtype), torch.rand(2, 2)
+    found = lod.inverse_log_polar(polar.to(CUDA), fixation, (37, 53), border="clamp", backend="gl")
+    truth, spread = inverse_oracle(polar, fixation, (37, 53), border="clamp")
+    assert_matches(found.cpu(), truth, "trilinear", slack=2 * HARDWARE_WEIGHT_ERROR * spread)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

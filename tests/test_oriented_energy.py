@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_matches
+from compare import energies_match
 from hypothesis import given
 from hypothesis import strategies as st
 from images import DTYPES, SIZES, noise
@@ -43,14 +43,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 each_way = pytest.mark.parametrize("way", [*BACKENDS, "bands", "products", "device"], indirect=True)
 
 
-def check(found: tuple[torch.Tensor, ...], truth: list[torch.Tensor], where: str = "", scale: float = 1.0) -> None:
-    """In units of the largest energy; of 1% of what values in [0, 1] may have, where all are smaller."""
-    assert len(found) == len(truth)
-    for level, expected in zip(found, truth, strict=True):
-        largest = max(float(expected.abs().max()), 0.01 * scale)
-        assert_matches((level.double() / largest).to(level.dtype), expected / largest, "energy", where=where)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_way
 def test_parity(way: Any, dtype: torch.dtype) -> None:
@@ -62,26 +54,26 @@ def test_parity(way: Any, dtype: torch.dtype) -> None:
             for level, expected in zip(found, truth, strict=True):
                 assert level.dtype == (torch.float32 if dtype == torch.uint8 else dtype)
                 assert level.shape == expected.shape == (*shape[:-2], 4, *level.shape[-2:])
-            check(found, truth, f"{shape}", 255.0**2 if dtype == torch.uint8 else 1.0)
+            energies_match(found, truth, f"{shape}", 255.0**2 if dtype == torch.uint8 else 1.0)
 
 
 @pytest.mark.parametrize("orientations", [1, 2, 3, 5, 6, 9])
 @each_way
 def test_any_number_of_orientations(way: Any, orientations: int) -> None:
     image = noise(2, 3, 27, 40)
-    check(lod.oriented_energy(image, 3, orientations, way), oriented_energy(image, 3, orientations))
+    energies_match(lod.oriented_energy(image, 3, orientations, way), oriented_energy(image, 3, orientations))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_real_pictures(backend: Any, photo: torch.Tensor, page: torch.Tensor) -> None:
     for image in (photo, page):
-        check(lod.oriented_energy(image, 4, backend=backend), oriented_energy(image, 4))
+        energies_match(lod.oriented_energy(image, 4, backend=backend), oriented_energy(image, 4))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31))
 def test_any_size(height: int, width: int, seed: int) -> None:
     image = torch.rand(1, height, width, generator=torch.Generator().manual_seed(seed))
-    check(lod.oriented_energy(image, backend="gl"), oriented_energy(image))
+    energies_match(lod.oriented_energy(image, backend="gl"), oriented_energy(image))
 
 
 @pytest.mark.parametrize("tile", ["_TILE", "_TILE_SOFTWARE"])
@@ -91,7 +83,7 @@ def test_both_tilings_give_the_same(tile: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "_TILE_SOFTWARE", getattr(module, tile))
     for height, width in SIZES:
         image = noise(2, 3, height, width)
-        check(lod.oriented_energy(image, backend="gl"), oriented_energy(image), f"{height} x {width}")
+        energies_match(lod.oriented_energy(image, backend="gl"), oriented_energy(image), f"{height} x {width}")
 
 
 @pytest.mark.parametrize("way", ["bands", "products", "device bands"], indirect=True)
@@ -102,7 +94,7 @@ def test_the_reference_works_in_bands(way: Any) -> None:
         truth = oriented_energy(image, 1)
         for values in (image, image.clone().requires_grad_()):  # with a graph parts are joined
             found = lod.oriented_energy(values, 1, backend=way)
-            check(tuple(level.detach() for level in found), truth, f"{shape}")
+            energies_match(tuple(level.detach() for level in found), truth, f"{shape}")
 
 
 @pytest.mark.parametrize("way", ["device"], indirect=True)

@@ -210,4 +210,4 @@ def test_command_without_its_extra_says_so_in_one_line(
     assert done.returncode != 0
     lines = (done.stdout + done.stderr).strip().splitlines()
     assert len(lines) == 1, lines
-    assert "gpu-lod[cli]" in lines[0]
+    assert "'.[cli]'" in lines[0]

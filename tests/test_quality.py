@@ -609,7 +609,7 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
     assert run.main(["--quick", "--only", "ocr", "--out", str(tmp_path)]) == 1
-    assert "pip install 'gpu-lod[quality]'" in " ".join(capsys.readouterr().out.split())
+    assert "in the checkout: pip install '.[quality]'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_process_that_is_gone_is_said_with_a_way_out(

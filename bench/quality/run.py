@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Journal(work / "units.jsonl") as journal:
             data = measure(names, tasks, journal, plan, options.jobs, console)
     except ImportError as error:
-        console.print(f"{error}: pip install 'gpu-lod[quality]'", style="red", highlight=False, markup=False)
+        console.print(f"{error}: in the checkout: pip install '.[quality]'", style="red", highlight=False, markup=False)
         return 1
     except workers.WorkerError as error:
         console.print(str(error), style="red", highlight=False, markup=False)

@@ -138,7 +138,7 @@ class HybridAtlas(Allocator):
             from skimage.segmentation import slic
         except ImportError as error:
             raise UnsupportedError(
-                f"superpixels need scikit-image ({error}): pip install 'gpu-lod[allocate]'. Or pass labels=."
+                f"superpixels need scikit-image ({error}); in the checkout: pip install '.[allocate]'. Or pass labels=."
             ) from None
         pictures = seen[:, : 3 if colour else 1].permute(0, 2, 3, 1).detach().double().cpu().numpy()
         make = partial(slic, n_segments=self.segments, compactness=compactness, start_label=1)

@@ -102,7 +102,7 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
         import pywt
         from ptwt.conv_transform_2 import wavedec2
     except ImportError as error:
-        raise UnsupportedError(f"wavelets need ptwt ({error}). Install it: pip install 'gpu-lod[allocate]'") from None
+        raise UnsupportedError(f"wavelets need ptwt ({error}); in the checkout: pip install '.[allocate]'") from None
     if wavelet not in pywt.wavelist(kind="discrete"):
         raise InputError(f"wavelet is {wavelet!r}; expected a discrete one of PyWavelets, such as 'haar' or 'db2'.")
     multiple = 2**levels

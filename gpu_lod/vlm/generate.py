@@ -50,7 +50,7 @@ def inputs_for(
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         raise UnsupportedError(
             "the models of this transformers take no features of vision towers (mm_encoder_outputs); 5.18 is the first "
-            "whose do. Run: pip install 'gpu-lod[vlm]'"
+            "whose do. Run in the checkout: pip install '.[vlm]'"
         )
     merged, config = encoded.merged, model.config
     deep = [features if features.ndim == 3 else features[None] for features in encoded.deepstack]

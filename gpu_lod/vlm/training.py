@@ -189,7 +189,7 @@ def _writer(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UnsupportedError(
-            f"log=True needs TensorBoard ({error}): pip install 'gpu-lod[train]'. Or leave log off."
+            f"log=True needs TensorBoard ({error}); in the checkout: pip install '.[train]'. Or leave log off."
         ) from None
     # What was logged after the checkpoint is done again.
     return SummaryWriter(str(folder), purge_step=step)
