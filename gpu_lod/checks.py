@@ -32,7 +32,7 @@ def tensor(value: Any, name: str) -> torch.Tensor:
         raise InputError(f"{name} is a Pyramid; expected a tensor. Pass one of its levels, such as pyramid.levels[0].")
     if not hasattr(value, "__dlpack__"):
         hint = "Make a list a tensor with torch.tensor(values)."
-        if type(value).__module__.startswith("PIL."):
+        if not torch.compiler.is_compiling() and type(value).__module__.startswith("PIL."):
             hint = "Make a picture of Pillow one: torch.from_numpy(numpy.array(picture)).movedim(-1, -3)."
         raise InputError(
             f"{name} is {_kind(value)}; expected a torch tensor, a CuPy or numpy array, or another array that speaks "

@@ -414,7 +414,7 @@ def test_wavelets_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="budget is 22, and there are 21 patches of 3 levels"):
         lod.allocate.Wavelet(22, 8)(image)
     monkeypatch.setitem(sys.modules, "pywt", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'gpu-lod\[allocate\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[allocate\]'"):
         lod.allocate.Wavelet(4, 8)(image)
 
 
@@ -591,7 +591,7 @@ def test_masks_that_are_none(masks: Any, hint: str) -> None:
 
 def test_no_superpixels_without_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "skimage.segmentation", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'gpu-lod\[allocate\]'. Or pass labels="):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[allocate\]'. Or pass labels="):
         lod.allocate.HybridAtlas(4, 8)(torch.rand(1, 3, 32, 32))
     labels = torch.zeros(1, 4, 4, dtype=torch.long)
     assert lod.allocate.HybridAtlas(4, 8)(torch.rand(1, 3, 32, 32), labels=labels).budget == 4

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from images import noise
+from PIL import Image
 
 import gpu_lod as lod
 from gpu_lod.errors import CudaUnavailableError, InputError
@@ -64,6 +65,14 @@ def test_what_torch_refuses_is_an_input_error() -> None:
 
     with pytest.raises(InputError, match="not today"):
         lod.mipmap(Broken(torch.zeros(3, 16, 16)))  # type: ignore[arg-type]
+
+
+def test_a_picture_of_pillow_is_told_how_to_become_a_tensor() -> None:
+    picture = Image.new("RGB", (5, 4))
+    with pytest.raises(InputError, match=r"Pillow one: torch.from_numpy\(numpy.array\(picture\)\)"):
+        lod.mipmap(picture)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"torch.tensor\(values\)"):
+        lod.mipmap([[[0.5]]])  # type: ignore[arg-type]
 
 
 def test_to_cupy_wants_a_cuda_tensor() -> None:

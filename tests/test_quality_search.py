@@ -17,8 +17,8 @@ import gpu_lod as lod
 from gpu_lod.feature_maps import feature_maps
 from gpu_lod.vlm import ContextualizedRelevance
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'gpu-lod[quality]'")
-pytest.importorskip("skimage", reason="the photographs come with scikit-image: pip install 'gpu-lod[quality]'")
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install '.[quality]'")
+pytest.importorskip("skimage", reason="the photographs come with scikit-image: pip install '.[quality]'")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))

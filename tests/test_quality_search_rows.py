@@ -12,8 +12,8 @@ import torch
 
 import gpu_lod as lod
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install 'gpu-lod[quality]'")
-pytest.importorskip("skimage", reason="the photographs come with scikit-image: pip install 'gpu-lod[quality]'")
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install '.[quality]'")
+pytest.importorskip("skimage", reason="the photographs come with scikit-image: pip install '.[quality]'")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 

@@ -303,5 +303,5 @@ def test_what_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LimitError, match="positions for 20"):
         lod.vlm.inputs_for(model, ids, encoded)
     monkeypatch.setattr(type(model), "forward", lambda self, input_ids: None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'gpu-lod\[vlm\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[vlm\]'"):
         lod.vlm.inputs_for(model, ids, encoded)

@@ -198,6 +198,6 @@ def datasets() -> Any:
         import datasets
     except ImportError:
         raise UnsupportedError(
-            "the data set needs the library `datasets`, which is not installed. Run: pip install 'gpu-lod[vqa]'"
+            "the data set needs the library `datasets`, which is missing. Run in the checkout: pip install '.[vqa]'"
         ) from None
     return datasets
