@@ -460,7 +460,14 @@ class Allocator(ABC):
 
 
 def label_maps(labels: Any, batched: bool, batch: int, size: tuple[int, int], patch: int) -> torch.Tensor:
-    """int64 [B, H, W] or [B, Hg, Wg], of labels as an allocator takes them."""
+    """int64 [B, H, W] or [B, Hg, Wg], of labels as an allocator takes them.
+
+    Args:
+        size: (H, W) of the pictures in pixels.
+
+    Raises:
+        InputError: labels of another shape, or that are no integers.
+    """
     values = checks.dense(labels, "labels")
     cells = cells_of(size, patch)
     shape = tuple(values.shape)
