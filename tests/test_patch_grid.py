@@ -61,7 +61,7 @@ SHAPES = (
 def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells_module, "_BAND", band)
     monkeypatch.setattr(cells_module, "_POOLED", band)
-    monkeypatch.setattr(cells_module, "AT_ONCE", 4 * band)
+    monkeypatch.setattr(cells_module, "_AT_ONCE", 4 * band)
     for shape in SHAPES:
         image = noise(*shape, dtype=dtype)
         whole = the_map(image)
