@@ -8,9 +8,11 @@
 #   LIBS     folder of .deb files, for libraries that the machine lacks, such as libegl1 and libglvnd0
 #   OUT      where the results go, at most 8 files (default: out/gpu-check)
 #   MINUTES  how long all of it may take, 9.5 for example (default: 9)
-#   STAGES   which to run, of doctor bench tests bridge shared-memory allocators (default: all); they share the time
+#   STAGES   which to run, of doctor bench tests bridge shared-memory allocators calibrate (default: all); they share the
+#            time
 #   TESTS    which tests to run, as pytest's -k takes it (default: all)
 #   WORKERS  processes that run them beside one another (default: 1, as some measure, or fill, the GPU's whole memory)
+#   GO_ON    bench.json of an earlier run, of the same commit and machine: what it left out is measured, and added to it
 #   GPU_LOD_COMMIT  what the results name as measured, where the checkout has no history (default: what git says)
 #
 # Exit status: 0 if all is well; 1 if there is no GPU, the tests or the doctor fail, or a benchmark could not run.
@@ -24,8 +26,8 @@ fi
 total=$((BASH_REMATCH[1] * 60 + ${BASH_REMATCH[3]:-0} * 6))
 
 # Of the time, in percent, for each stage at the most. What one leaves the next may have: together they are more than all.
-declare -A percent=([doctor]=10 [bench]=52 [tests]=28 [bridge]=15 [shared-memory]=8 [allocators]=16)
-read -ra wanted <<<"${STAGES:-doctor bench tests bridge shared-memory allocators}"
+declare -A percent=([doctor]=10 [bench]=52 [tests]=28 [bridge]=15 [shared-memory]=8 [allocators]=16 [calibrate]=12)
+read -ra wanted <<<"${STAGES:-doctor bench tests bridge shared-memory allocators calibrate}"
 whole=0
 for name in "${wanted[@]}"; do
     if [ -z "${percent[$name]:-}" ]; then
@@ -40,9 +42,10 @@ python=${PYTHON:-python3}
 out=$(realpath -m "${OUT:-out/gpu-check}")
 wheels=${WHEELS:+$(realpath -m "$WHEELS")}
 libs=${LIBS:+$(realpath -m "$LIBS")}
+go_on=${GO_ON:+$(realpath -m "$GO_ON")}
 
 GRACE=5 # seconds between the polite signal and the other one
-FILES=(doctor.json gpu-tests.log gpu-tests.xml bench.json allocators.json bridge.json shared-memory.json summary.txt)
+FILES=(doctor.json gpu-tests.log bench.json allocators.json bridge.json shared-memory.json calibrated.json summary.txt)
 GLVND=(/etc/glvnd/egl_vendor.d /usr/share/glvnd/egl_vendor.d) # where it looks by itself
 NVIDIA=/usr/local/nvidia                                      # where containers mount the driver
 
@@ -64,6 +67,9 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" "$work"/{packages,wheels,libs,here} || exit 1
+if [ -f "$go_on" ]; then # it may be the file that the new one is written over
+    cp "$go_on" "$work/earlier.json" && go_on=$work/earlier.json
+fi
 (cd "$out" && rm -f "${FILES[@]}" ./*.part)
 summary=$out/summary.txt
 
@@ -80,6 +86,8 @@ allow() {
     limit=$((total * percent[$1] / whole))
     ((limit <= left)) || limit=$left
 }
+
+minutes() { echo "$(($1 / 60)).$(printf '%02d' $(($1 % 60 * 100 / 60)))"; } # of seconds
 
 # record NAME VERDICT SECONDS LOG: a line for the end, and the end of the log for the summary.
 record() {
@@ -265,7 +273,7 @@ fi
 if allow bench; then
     seconds=$((limit > 65 ? limit - 45 : 20))
     stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.py" --device cuda \
-        --minutes "$((seconds / 60)).$(printf '%02d' $((seconds % 60 * 100 / 60)))" --out "$out/bench.json"
+        --minutes "$(minutes $seconds)" --out "$out/bench.json" ${go_on:+--go-on "$go_on"}
 fi
 
 # Only the files that have such tests: the others may need packages that are not here. This environment's own pytest
@@ -301,7 +309,7 @@ if allow tests; then
         stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
         bash -c "$some_passed" "$out/gpu-tests.log" "$python" -m pytest -m gpu -v --durations=10 "${aside[@]}" \
         -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
-        --junitxml "$out/gpu-tests.xml" ${TESTS:+-k "$TESTS"} "${files[@]:-$checkout/tests}"
+        ${TESTS:+-k "$TESTS"} "${files[@]:-$checkout/tests}"
 fi
 
 GRACE=5
@@ -318,6 +326,13 @@ fi
 if allow allocators; then
     stage allocators "$work/allocators.log" "$work/allocators.log" "$python" "$checkout/bench/bench_allocate.py" \
         --device cuda --out "$out/allocators.json" --seconds $((limit * 6 / 10 + 1))
+fi
+
+# The table that it keeps is what bench/results/calibrated/ takes.
+if allow calibrate; then
+    stage calibrate "$work/calibrate.log" "$work/calibrate.log" "$python" -m gpu_lod.cli calibrate --tensors cuda \
+        --minutes "$(minutes $((limit * 8 / 10 + 1)))"
+    for table in "$GPU_LOD_CACHE"/calibration/*.json; do mv "$table" "$out/calibrated.json"; done
 fi
 
 {

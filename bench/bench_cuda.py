@@ -4,7 +4,7 @@ Rows come in the order of their importance and are saved one by one, so that a r
 crash, leaves the ones that matter most. What fails is in the file and the rest goes on: in a process of its own where a
 side has left the device unusable, or hangs.
 
-python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
+python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE] [--go-on FILE]
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ START_SECONDS = 15.0
 TRIES = 3
 """Sides that a job may lose the device to, each left out of the next try, before it is given up."""
 HELD = ", GL memory"
+FURTHER = ", what may follow its row "
 
 
 @dataclass
@@ -97,6 +98,8 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    coming: list[str] = field(default_factory=list)
+    """Jobs that are not done yet: the file of a run that is killed names them as left out."""
     compile_seconds: float = 0.0
     """Left for compiling."""
     limits: Limits = field(default_factory=Limits)
@@ -520,8 +523,9 @@ def measure(
     first = names.index(rest.job) if rest else 0
     for number in range(first, len(jobs)):
         name, rows = jobs[number]
+        run.coming = names[number:]
         if run.budget.left() < ENOUGH_SECONDS:
-            run.left_out += names[number:]
+            run.left_out, run.coming = [*run.left_out, *run.coming], []
             say(f"out of time: {len(run.left_out)} jobs left out")
             break
         say(f"{name} ({run.budget.left():.0f} s left)")
@@ -536,8 +540,9 @@ def measure(
             elif number + 1 < len(jobs):
                 left = Rest(names[number + 1], {})
             else:
+                run.coming = []
                 return None
-            run.left_out = names[names.index(left.job) :]
+            run.left_out, run.coming = [*run.left_out, *names[names.index(left.job) :]], []
             return left
 
         def bark(left_by: Callable[[object], Rest | None] = left_by) -> None:
@@ -564,6 +569,7 @@ def measure(
         say(f"{run.failures[-1]['name']} has lost the device: {run.failures[-1]['error']}")
         save()
         return left
+    run.coming = []
     save()
     return None
 
@@ -586,7 +592,7 @@ def _rows(run: Run, name: str, rows: Callable[[], Iterable[Row]], save: Callable
         run.rows.append(row)
         save()
         if run.budget.left() < 0:
-            run.left_out.append(f"{name}, what may follow its row {row.note or row.part!r}")
+            run.left_out.append(f"{name}{FURTHER}{row.note or row.part!r}")
             return
         run.begin_row()
 
@@ -638,7 +644,7 @@ def result(run: Run, about: dict[str, Any], bandwidth: float) -> dict[str, Any]:
         "tensors": "cuda",
         **about,
         "copy_gb_per_s": round(bandwidth / 1e9, 2),
-        "left_out": run.left_out,
+        "left_out": [*run.left_out, *run.coming],
         "failures": run.failures,
         "absent": dict(sorted(ABSENT.items())),
         "rows": _together(run.kept, [row.as_dict(bandwidth) for row in run.rows]),
@@ -653,6 +659,20 @@ def _together(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[di
 
     again = [job_of(row) for row in rows]
     return [*(row for row in kept if job_of(row) not in again), *rows]
+
+
+def left_of(jobs: Jobs, left_out: list[str]) -> Jobs:
+    """Those that a file names as left out, be it only some of their rows."""
+    return [one for one in jobs if any(text == one[0] or text.startswith(f"{one[0]}{FURTHER}") for text in left_out)]
+
+
+def differs(before: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
+    """Why the rows of a file and those of a run are not of one kind, or None."""
+    facts = ("device", "gl_renderer", "driver", "cuda_driver", "cpu", "python", "versions", "commit")
+    there = [
+        f"{fact} {before.get(fact)}, not {about.get(fact)}" for fact in facts if before.get(fact) != about.get(fact)
+    ]
+    return f"it is of {'; of '.join(there)}" if there else None
 
 
 def problem_of(data: dict[str, Any]) -> str | None:
@@ -673,17 +693,23 @@ def run_all(
     say: Callable[[str], object],
     rest: Rest | None = None,
     again: Callable[[list[str]], object] | None = None,
+    earlier: Path | None = None,
 ) -> tuple[Path, str | None]:
     """Measure on torch's current CUDA device; returns the file and what is wrong with it.
 
     Args:
         rest: what the process before this one has left; its file is at `out`.
         again: replaces the process by one that is given these arguments.
+        earlier: the file of a run that ended by its time, whose rows are kept: what it has left out is measured.
+
+    Raises:
+        SystemExit: `earlier` is of another commit, device or library.
     """
     again = again or replace_process
     budget = Budget(minutes)
     device = torch.device("cuda", torch.cuda.current_device())
-    before: dict[str, Any] = json.loads(out.read_text()) if rest and out else {}
+    source = out if rest else earlier
+    before: dict[str, Any] = json.loads(source.read_text()) if source else {}
     ctx, problem = None, ""
     try:
         ctx = lod.Context(device)
@@ -693,16 +719,20 @@ def run_all(
     run.kept, run.failures = before.get("rows", []), before.get("failures", [])
     run.compile_seconds = COMPILE_SHARE * 60 * minutes
     if ctx is None:
-        if not rest:
+        if not before:
             run.fail("OpenGL", problem)
         say(f"OpenGL did not open: {problem}")
     for library in ("cupy", "cvcuda"):
         if optional(library) is None:
             say(f"without {library}: {ABSENT[library]}")
     about = cuda_facts(device, ctx, problem)
-    bandwidth = before["copy_gb_per_s"] * 1e9 if rest else device_bandwidth(device, run.watch)
     path = out or RESULTS / f"{slug(about['device'])}.json"
+    if earlier and (why := differs(before, about)):
+        raise SystemExit(f"{earlier} cannot be gone on with, for {why}; nothing was measured")
+    bandwidth = before["copy_gb_per_s"] * 1e9 if before else device_bandwidth(device, run.watch)
     jobs = plan(run, MAIN[:1], REST[3:4]) if quick else plan(run, MAIN, REST)
+    if before:
+        jobs = left_of(jobs, before["left_out"])
 
     def save() -> None:
         write(result(run, about, bandwidth), path)

@@ -1,7 +1,7 @@
 """Run the benchmarks and write bench/results/<device>.json, a plot beside it, and the table on the terminal.
 
 python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers,features,parts] [--out FILE]
-python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE]
+python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE] [--go-on FILE]
 """
 
 from __future__ import annotations
@@ -137,10 +137,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"comma-separated (default: {VERBS}); CPU tensors only")
     parser.add_argument("--minutes", type=float, help="how long it may take (default: 5); CUDA tensors only")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<device>.json)")
+    parser.add_argument(
+        "--go-on",
+        type=Path,
+        metavar="FILE",
+        help="measure what this file left out, and keep its rows; CUDA tensors only",
+    )
     parser.add_argument("--rest", help=argparse.SUPPRESS)  # what a process that lost the device leaves to the next
     options = parser.parse_args(arguments)
     if options.device == "cuda" and options.only is not None:
         parser.error("--only is for --device cpu; CUDA rows come in the order of their importance: use --minutes")
+    if options.device == "cpu" and options.go_on is not None:
+        parser.error("--go-on is for --device cuda; use --only")
+    if options.go_on is not None and not options.go_on.is_file():
+        parser.error(f"--go-on: there is no file {options.go_on}")
     if options.device == "cpu" and options.minutes is not None:
         parser.error("--minutes is for --device cuda; use --only or --quick")
     options.only = options.only or VERBS
@@ -162,7 +172,7 @@ def cuda(options: argparse.Namespace) -> int:
     # Plain lines, for this runs where the output is a log.
     rest = bench_cuda.Rest.of(options.rest) if options.rest else None
     path, problem = bench_cuda.run_all(
-        options.minutes, options.out, options.quick, lambda text: print(text, flush=True), rest
+        options.minutes, options.out, options.quick, lambda text: print(text, flush=True), rest, earlier=options.go_on
     )
     try:
         show(path, Console(width=None if sys.stdout.isatty() else 200))

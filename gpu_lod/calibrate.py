@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from gpu_lod import calibration, tables
+from gpu_lod.bridge.cuda import check_available
 from gpu_lod.context import Context
 from gpu_lod.dispatch import explain, ways
 from gpu_lod.errors import GpuLodError, InputError, OutOfMemoryError
@@ -71,6 +72,7 @@ def calibrate(
     Raises:
         InputError: unknown verbs, no time, $GPU_LOD_CACHE is "off".
         CalibrationBusyError: another process does this now.
+        CudaUnavailableError: there is no such CUDA device.
         FileError: the times cannot be kept.
     """
     report = Report() if report is None else report
@@ -80,7 +82,7 @@ def calibrate(
         raise InputError(tables.NOTHING_KEPT)
     if devices is None:
         devices = ["cpu", *([torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else [])]
-    todo = [(job, torch.device(device)) for job in jobs(verbs, quick=quick) for device in devices]
+    todo = [(job, device) for job in jobs(verbs, quick=quick) for device in map(_device, devices)]
     todo = [(job, device) for job, device in todo if device.type in job.tensors]
     report.busy = at_work()
     try:
@@ -107,6 +109,15 @@ def calibrate(
             report.paths = [tables.store(machine, entries) for machine, entries in report.entries.items()]
             calibration.reload()
     return report
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """With its number, which tables and contexts ask for."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        check_available(device.index or 0)
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
 
 
 def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> tuple[Machine, Entry]:

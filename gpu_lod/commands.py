@@ -110,6 +110,9 @@ def calibrate(
     minutes: Annotated[float, typer.Option(min=0.01, help="How long it may take, roughly.")] = 1.0,
     quick: Annotated[bool, typer.Option("--quick", help="Few jobs, and short.")] = False,
     verbs: Annotated[str | None, typer.Option(metavar="A,B", help="Only these verbs.", show_default=False)] = None,
+    tensors: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Only tensors there (default: both).", show_default=False)
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the times in force, and measure nothing.")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Remove what was calibrated, and measure nothing.")] = False,
     as_json: AsJson = False,
@@ -131,7 +134,9 @@ def calibrate(
     report, problem = Report(), None
     try:
         with printing.progress() as progress:
-            measure(minutes, verbs.split(",") if verbs else None, quick=quick, progress=progress, report=report)
+            wanted = verbs.split(",") if verbs else None
+            where = [tensors] if tensors else None
+            measure(minutes, wanted, quick=quick, devices=where, progress=progress, report=report)
     except (KeyboardInterrupt, lod.GpuLodError) as error:  # what was measured is printed all the same
         problem = error
     measured = [tables.Table(machine, tuple(entries)) for machine, entries in report.entries.items()]

@@ -431,6 +431,21 @@ def test_a_side_that_loses_the_device_is_left_out_by_a_fresh_process(after: int)
     assert found["left_out"] == [] and len(found["failures"]) == 1
 
 
+def as_if_on_cuda(monkeypatch: pytest.MonkeyPatch, plan: Callable[..., Any], watch: HostStopwatch) -> None:
+    """`run_all` does these jobs on the host, without OpenGL."""
+
+    def no_context(device: object) -> None:
+        raise lod.GpuLodError("no EGL here")
+
+    for name, value in {
+        "CudaStopwatch": lambda device: watch, "device_bandwidth": lambda *_: 1e12, "plan": plan,
+        "cuda_facts": lambda *_: about_cuda(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(bench_cuda, name, value)
+    monkeypatch.setattr(lod, "Context", no_context)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
 def test_a_run_that_loses_the_device_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command that a process is replaced by to the file of both."""
     watch = LosingStopwatch()
@@ -448,19 +463,11 @@ def test_a_run_that_loses_the_device_goes_on_where_it_was(tmp_path: Path, monkey
         sides.add("cuda kernels", lambda: loses)
         yield row_of("mipmap", sides=sides.race(seconds=0.01), extra={"dropped": sides.dropped})
 
-    def no_context(device: object) -> None:
-        raise lod.GpuLodError("no EGL here")
-
     def plan(run: bench_cuda.Run, *_: object) -> Any:
         return [("a", lambda: iter([row_of("hiz")])), ("b", partial(rows, run)), ("c", lambda: iter([row_of("cull")]))]
 
-    for name, value in {
-        "CudaStopwatch": lambda device: watch, "device_bandwidth": lambda *_: 1e12, "plan": plan,
-        "cuda_facts": lambda *_: about_cuda(), "START_SECONDS": 1.0,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(bench_cuda, name, value)
-    monkeypatch.setattr(lod, "Context", no_context)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    as_if_on_cuda(monkeypatch, plan, watch)
+    monkeypatch.setattr(bench_cuda, "START_SECONDS", 1.0)
     out, commands, said = tmp_path / "bench.json", list[list[str]](), list[str]()
     bench_cuda.run_all(2, out, True, said.append, again=commands.append)
     left = json.loads(out.read_text())
@@ -480,6 +487,63 @@ def test_a_run_that_loses_the_device_goes_on_where_it_was(tmp_path: Path, monkey
     assert order == ["rows", "loses", "rows"] and found["left_out"] == []
     assert [one["name"] for one in found["failures"]] == ["OpenGL", "side 'cuda kernels' of b"]
     assert problem is not None and "2 failures" in problem, "a run that lost a device is no success"
+
+
+def test_a_run_that_ended_by_its_time_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, done = [0.0], list[str]()
+
+    def rows(name: str) -> Iterator[Row]:
+        for note in ("first", "second", "third"):
+            now[0] += 25
+            done.append(f"{name}, {note}")
+            yield row_of("mipmap", note=done[-1])
+
+    as_if_on_cuda(monkeypatch, lambda *_: [(name, partial(rows, name)) for name in "abc"], HostStopwatch())
+    monkeypatch.setattr(bench_cuda, "Budget", lambda minutes: cuda_timer.Budget(minutes, lambda: now[0]))
+    first, whole, speeds = tmp_path / "first.json", tmp_path / "whole.json", iter([1e12])
+    monkeypatch.setattr(bench_cuda, "device_bandwidth", lambda *_: next(speeds))
+    bench_cuda.run_all(110 / 60, first, True, lambda text: None)
+    before = json.loads(first.read_text())
+    assert done == ["a, first", "a, second", "a, third", "b, first", "b, second"]
+    assert before["left_out"] == ["b, what may follow its row 'b, second'", "c"]
+
+    options = run.parse(["--device", "cuda", "--quick", "--minutes", "10", "--out", str(whole), "--go-on", str(first)])
+    done.clear()
+    bench_cuda.run_all(options.minutes, options.out, options.quick, lambda text: None, earlier=options.go_on)
+    found = json.loads(whole.read_text())
+    assert [row["note"] for row in found["rows"]] == [
+        f"{name}, {n}" for name in "abc" for n in ("first", "second", "third")
+    ]
+    assert done[0] == "b, first" and len(done) == 6, "of a job that was broken off all rows are measured again"
+    assert found["left_out"] == [] and json.loads(first.read_text()) == before
+    assert bench_cuda.problem_of(found) is None and found["copy_gb_per_s"] == before["copy_gb_per_s"] == 1000
+
+    monkeypatch.setattr(bench_cuda, "cuda_facts", lambda *_: about_cuda() | {"commit": "another"})
+    with pytest.raises(SystemExit, match=r"for it is of commit .*, not another; nothing was measured"):
+        bench_cuda.run_all(1, whole, True, lambda text: None, earlier=first)
+    assert json.loads(whole.read_text()) == found
+
+
+def test_the_file_of_a_run_that_was_killed_says_what_was_to_come() -> None:
+    run, files = run_on_host(ctx=None), list[list[str]]()
+    jobs = [(name, lambda: iter([row_of("mipmap"), row_of("hiz")])) for name in "ab"]
+    bench_cuda.measure(run, jobs, lambda: files.append(bench_cuda.result(run, about_cuda(), 1e9)["left_out"]))
+    assert files == [["a", "b"], ["a", "b"], ["b"], ["b"], []]
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        ("--go-on {here}", "--go-on is for --device cuda"),
+        ("--device cuda --go-on {here}/none.json", "there is no file"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(
+    words: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run.parse(words.format(here=tmp_path).split())
+    assert why in capsys.readouterr().err
 
 
 def test_a_job_that_loses_the_device_otherwise_is_not_tried_again() -> None:

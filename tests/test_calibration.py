@@ -36,6 +36,7 @@ from gpu_lod.demo.rows import Row
 from gpu_lod.dispatch import NO_TEXTURE
 from gpu_lod.errors import (
     CalibrationWarning,
+    CudaUnavailableError,
     FileError,
     GpuLodError,
     GpuLodWarning,
@@ -820,6 +821,27 @@ def test_time_is_needed(minutes: float, cache: Path) -> None:
 def test_unknown_verbs(cache: Path) -> None:
     with pytest.raises(InputError, match=r"no mipmaps to measure; expected collapse, "):
         calibrate(1, ["mipmaps"])
+
+
+def test_cuda_tensors_are_not_asked_for_where_there_are_none(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CudaUnavailableError, match="no CUDA"):
+        calibrate(1, devices=["cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    asked: list[torch.device] = []
+
+    def measure(job: Any, device: torch.device, *_: Any, **__: Any) -> Any:
+        asked.append(device)
+        raise GpuLodError("measured enough")
+
+    monkeypatch.setattr(sys.modules["gpu_lod.calibrate"], "_measure", measure)
+    calibrate(1, ["hiz"], quick=True, devices=["cuda"])
+    calibrate(1, ["hiz"], quick=True, devices=["cuda:0"])
+    assert {*asked} == {torch.device("cuda", 0), torch.device("cuda", 1)}
+    with pytest.raises(CudaUnavailableError, match="there is no CUDA device 2"):
+        calibrate(1, devices=["cuda:2"])
 
 
 def test_the_kernels_are_a_way_for_cuda_tensors_alone() -> None:

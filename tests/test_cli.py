@@ -260,7 +260,8 @@ def test_calibrate(tmp_path: Path) -> None:
     tables = json.loads(done(tmp_path, "calibrate", "--show", "--json", env=env))
     assert [table["path"] for table in tables][:2] == [str(path), None]
     assert [entry["verb"] for entry in tables[0]["entries"]] == ["hiz", "region_max"]
-    again = json.loads(done(tmp_path, "calibrate", "--quick", "--minutes", "0.5", "--verbs", "cull", "--json", env=env))
+    words = ("--quick", "--minutes", "0.5", "--verbs", "cull", "--tensors", "cpu", "--json")
+    again = json.loads(done(tmp_path, "calibrate", *words, env=env))
     assert again["written"] == [str(path)] and again["left_out"] == []
     assert [entry["verb"] for entry in json.loads(path.read_text())["entries"]] == ["cull", "hiz", "region_max"]
     assert done(tmp_path, "calibrate", "--reset", env=env) == f"removed {path}\n"
@@ -358,6 +359,7 @@ def test_calibrate_where_nothing_can_be_kept(tmp_path: Path) -> None:
         ("calibrate --minutes 0", 2, "--minutes"),
         ("calibrate --verbs mipmaps --json", 2, "expected collapse"),
         ("calibrate --minutes nan", 2, "--minutes"),
+        ("calibrate --tensors gpu", 2, "--tensors"),
         env={"GPU_LOD_CACHE": str(tmp_path)},
     )
 

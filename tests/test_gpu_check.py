@@ -20,20 +20,21 @@ SCRIPT = CHECKOUT / ".ci" / "gpu-check.sh"
 ALLOWED = {
     "doctor.json",
     "gpu-tests.log",
-    "gpu-tests.xml",
     "bench.json",
     "allocators.json",
     "bridge.json",
     "shared-memory.json",
+    "calibrated.json",
     "summary.txt",
 }
-STAGES = ("setup", "doctor", "bench", "tests", "bridge", "shared-memory", "allocators")
+STAGES = ("setup", "doctor", "bench", "tests", "bridge", "shared-memory", "allocators", "calibrate")
 
 # Stands for python3. Each stage leaves its environment and arguments in $SEEN, and does what $STAGE says, if anything.
 FAKE = """#!/usr/bin/env bash
 case "$*" in
     *cuda.is_available*) exit 0 ;;
-    *gpu_lod.cli*) stage=doctor ;;
+    *"gpu_lod.cli doctor"*) stage=doctor ;;
+    *"gpu_lod.cli calibrate"*) stage=calibrate ;;
     *"-m pytest"*) stage=tests ;;
     *bench_bridge.py*) stage=bridge ;;
     *bench_shared_memory.py*) stage=shared_memory ;;
@@ -43,6 +44,7 @@ case "$*" in
 esac
 env -0 >"$SEEN/$stage.env"
 printf '%s\\n' "$@" >"$SEEN/$stage.args"
+words=("$@")
 pwd >"$SEEN/$stage.cwd"
 [[ ${{LOOK_IN:-}} != *$stage* ]] || {python} -c 'import gpu_lod.bridge, gpu_lod.shaders, json
 from importlib.metadata import version
@@ -50,6 +52,7 @@ print(json.dumps([gpu_lod.__file__, gpu_lod.bridge.__file__, gpu_lod.shaders.__f
     >"$SEEN/$stage.package"
 case "$stage" in
     doctor) echo '{{"ok": true, "findings": [{{"name": "a", "status": "warn", "found": "b", "fix": "c"}}]}}' ;;
+    calibrate) mkdir -p "$GPU_LOD_CACHE/calibration" && echo '{{"format": 1}}' >"$GPU_LOD_CACHE/calibration/a.json" ;;
     tests) echo "== 3 passed in 0.01s ==" ;;
     *) echo "$stage done" ;;
 esac
@@ -125,11 +128,11 @@ def test_minutes_that_are_no_number_are_refused(check: Callable[..., subprocess.
 
 
 def test_make_hands_its_variables_on() -> None:
-    given = ["WHEELS=w", "LIBS=l", "MINUTES=3", "STAGES=doctor tests", "TESTS=not hiz", "WORKERS=8"]
+    given = ["WHEELS=w", "LIBS=l", "MINUTES=3", "STAGES=doctor tests", "TESTS=not hiz", "WORKERS=8", "GO_ON=b.json"]
     command = ["make", "-n", "-C", str(CHECKOUT), "gpu-check", *given]
     mine = {key: value for key, value in os.environ.items() if key not in ("OUT", "MAKEFLAGS", "MAKELEVEL")}
     line = subprocess.run(command, env=mine, capture_output=True, text=True, check=True).stdout
-    passed = "OUT='out/gpu-check' MINUTES='3' STAGES='doctor tests' TESTS='not hiz' WORKERS='8' .ci/gpu"
+    passed = "OUT='out/gpu-check' MINUTES='3' STAGES='doctor tests' TESTS='not hiz' WORKERS='8' GO_ON='b.json' .ci/gpu"
     assert f"WHEELS='w' LIBS='l' {passed}" in line
     assert os.access(SCRIPT, os.X_OK)
 
@@ -146,14 +149,15 @@ def test_stages_that_are_none_are_refused(check: Callable[..., subprocess.Comple
 def test_every_stage_runs_the_copy_of_the_package(
     check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
 ) -> None:
-    old = tmp_path / "out" / "gpu-tests.xml"
+    old = tmp_path / "out" / "bench.json.part"
     old.parent.mkdir()
     old.write_text("an earlier run's")
     done = check(LOOK_IN="tests bench")
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(verdicts(done).values()) == {"ok"}
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files <= ALLOWED and len(ALLOWED) == 8
+    assert files == ALLOWED and len(ALLOWED) == 8
+    assert json.loads((tmp_path / "out" / "calibrated.json").read_text()) == {"format": 1}
     assert not old.exists(), "what no stage wrote this time"
     assert "warn: a: b; c" in done.stdout, "what the doctor finds wrong is shown"
     for stage in ("tests", "bench"):
@@ -165,7 +169,7 @@ def test_every_stage_runs_the_copy_of_the_package(
         ]
         assert f'version = "{version}"' in (CHECKOUT / "pyproject.toml").read_text()
         assert not Path(package).exists(), "the copy is gone in the end"
-    for stage in ("doctor", "tests", "bridge", "shared_memory", "allocators", "bench"):
+    for stage in ("doctor", "tests", "bridge", "shared_memory", "allocators", "calibrate", "bench"):
         where = (seen / f"{stage}.cwd").read_text().strip()
         assert not Path(where).is_relative_to(CHECKOUT), "the checkout would shadow the copy"
     assert environment(seen, "tests")["GPU_LOD_TEST_INSTALLED"] == "1"
@@ -196,9 +200,11 @@ def test_stages_are_told_where_to_write_and_how_long_they_have(
     assert 20 < int(bridge[bridge.index("--seconds") + 1]) < 81, "well below its limit"
     allocators = (seen / "allocators.args").read_text().split()
     assert 40 < int(allocators[allocators.index("--seconds") + 1]) < 60, "a job that has begun may end"
+    calibrate = (seen / "calibrate.args").read_text().split()
+    assert calibrate[calibrate.index("--tensors") + 1] == "cuda"
+    assert 0.7 < float(calibrate[calibrate.index("--minutes") + 1]) < 1, "four fifths of its part"
     tests = (seen / "tests.args").read_text().split()
     assert tests[tests.index("-m", 2) + 1] == "gpu"
-    assert f"{out}/gpu-tests.xml" in tests
     marked = [word for word in tests if word.endswith(".py")]
     assert all("mark.g" + "pu" in Path(file).read_text() for file in marked)  # in two words, lest this file be one
     assert str(Path(__file__)) not in marked
@@ -222,6 +228,19 @@ def test_stages_that_are_wanted_share_the_time(
     assert "-k" not in (seen / "tests.args").read_text().splitlines()
 
 
+def test_a_run_of_the_benchmarks_is_gone_on_with(
+    check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
+) -> None:
+    """The earlier file may be where the new one goes."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "bench.json").write_text('{"earlier": 1}')
+    done = check(STAGES="bench", GO_ON="out/bench.json", bench='cp "${words[-1]}" "$SEEN/earlier"')
+    assert done.returncode == 0, done.stdout
+    assert json.loads((seen / "earlier").read_text()) == {"earlier": 1}
+    check(STAGES="bench")
+    assert "--go-on" not in (seen / "bench.args").read_text().splitlines()
+
+
 def test_the_tests_are_collected_and_skipped_ones_are_no_success(
     check: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -241,7 +260,7 @@ def test_the_tests_are_collected_and_skipped_ones_are_no_success(
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["doctor", "tests", "bridge", "shared_memory", "allocators", "bench"])
+@pytest.mark.parametrize("stage", ["doctor", "tests", "bridge", "shared_memory", "allocators", "calibrate", "bench"])
 def test_a_failure_is_told_and_later_stages_run(
     stage: str, check: Callable[..., subprocess.CompletedProcess[str]], seen: Path, tmp_path: Path
 ) -> None:
@@ -252,7 +271,7 @@ def test_a_failure_is_told_and_later_stages_run(
     assert set(found.values()) == {"ok"}
     assert (seen / "allocators.args").exists()
     assert "the reason" in done.stdout and "the reason" in (tmp_path / "out" / "summary.txt").read_text()
-    assert "1 of 7 stages failed" in done.stdout
+    assert "1 of 8 stages failed" in done.stdout
 
 
 def test_a_stage_that_hangs_is_stopped(check: Callable[..., subprocess.CompletedProcess[str]], seen: Path) -> None:
