@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpu_lod import checks, precision
-from gpu_lod.dispatch import needs_grad
+from gpu_lod.dispatch import needs_grad, writable
 
 Adjoint = Callable[..., Sequence[torch.Tensor | None]]
 """From the gradients in all results, None where nothing asks for one, to those in all inputs; made of what torch can
@@ -33,7 +33,7 @@ class _ByAdjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(forward: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
-        return tuple(forward(*inputs))
+        return writable(forward(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

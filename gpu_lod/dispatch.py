@@ -433,6 +433,12 @@ def pull(
     )
 
 
+def writable(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a custom function returns: torch lets nobody write to a view that one has made, as levels of one buffer are,
+    and these are views to torch no more."""
+    return tuple(tensor.data if tensor._is_view() else tensor for tensor in results)
+
+
 class _WithReferenceGradient(torch.autograd.Function):
     """Forward on GL or CUDA; the backward of the plain-torch reference, which for linear verbs is the exact adjoint."""
 
@@ -440,7 +446,7 @@ class _WithReferenceGradient(torch.autograd.Function):
     def forward(ctx: Any, forward: Any, reference: Any, *inputs: torch.Tensor) -> Any:
         ctx.reference = reference
         ctx.save_for_backward(*inputs)
-        return tuple(forward(*inputs))
+        return writable(forward(*inputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -333,6 +333,49 @@ def test_a_result_changed_before_the_backward() -> None:
         chain[2].sum().backward()
 
 
+@pytest.mark.parametrize(("name", "backend"), LINEAR_CASES)
+def test_results_are_written_to_in_place(name: str, backend: Any) -> None:
+    """As `relu(inplace=True)` does, also where they are views of one buffer."""
+    xs = tuple(x.requires_grad_() for x in LINEAR[name].inputs())
+    for number, expected in enumerate(LINEAR[name].run(*xs, backend=backend)):
+        if not expected.requires_grad:  # level 0 is the image
+            continue
+        (expected * 3).square().sum().backward()
+        apart = [x.grad for x in xs]
+        for x in xs:
+            x.grad = None
+        result = LINEAR[name].run(*xs, backend=backend)[number]
+        if result is not xs[0]:
+            result.mul_(3).square().sum().backward()
+            assert [x.grad is None for x in xs] == [one is None for one in apart]
+            assert all(torch.equal(x.grad, one) for x, one in zip(xs, apart, strict=True) if x.grad is not None)
+        for x in xs:
+            x.grad = None
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "gl"])
+@pytest.mark.parametrize("shape", [(3, 9, 12), (1, 3, 9, 12), (2, 3, 64, 64)])
+def test_results_of_one_picture_are_written_to_in_place(shape: tuple[int, ...], backend: Any) -> None:
+    x = noise(*shape).requires_grad_()
+    for verb in (
+        lambda x: lod.mipmap(x, backend=backend)[-1],
+        lambda x: lod.mipmap(x, mean=(0.5,) * 3, std=(0.2,) * 3, backend=backend)[-1],
+        lambda x: lod.gaussian(x, backend=backend)[-1],
+        lambda x: lod.laplacian(x, 2, backend=backend)[0],
+        lambda x: lod.collapse(lod.laplacian(x, 2, backend=backend), backend=backend),
+        lambda x: lod.oriented_energy(x, 2, backend=backend)[0],
+        lambda x: lod.log_polar(x, (0.3, 0.7), 7, 9, backend=backend),
+        lambda x: lod.foveate(x, (0.3, 0.7), backend=backend),
+        lambda x: lod.foveate(x, (0.3, 0.7), anisotropy=2, backend=backend),
+        lambda x: lod.gather_patches(x, torch.tensor([[0.3, 0.7, 1]]).expand(*shape[:-3], 1, 3), 4, backend=backend),
+        lambda x: lod.feature_maps(x, backend=backend),
+    ):
+        expected = torch.autograd.grad((verb(x) * 3).square().sum(), x)[0]
+        result = verb(x)
+        result.mul_(3)
+        torch.testing.assert_close(torch.autograd.grad(result.square().sum(), x)[0], expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["hiz", "oriented_energy"])
 def test_a_programs_own_hooks_come_first(name: str) -> None:
     """Checkpoints are such, and would keep what a verb hid from them."""
