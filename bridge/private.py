@@ -52,9 +52,15 @@ class Private(Lease[PrivateBuffer]):
 
     def write(self, values: torch.Tensor) -> Private:
         """Copy a tensor to the start of the buffer, after the GL commands given so far. Returns itself."""
-        values = values.detach().cpu().contiguous()
+        values = values.detach().cpu()
+        alike = 1
+        if self._gl.noted is not None and values.ndim > 1 and values.stride(0) == 0:
+            # One row for all images. What torch made of it would not follow the row, as what is read from it does.
+            alike, values = len(values), values[0]
+        values = values.contiguous()
         self._gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
-        self._gl.BufferSubData(G.COPY_WRITE_BUFFER, 0, values.nbytes, ctypes.c_void_p(values.data_ptr()))
+        for offset in range(0, alike * values.nbytes, max(values.nbytes, 1)):
+            self._gl.BufferSubData(G.COPY_WRITE_BUFFER, offset, values.nbytes, ctypes.c_void_p(values.data_ptr()))
         return self
 
     def clear(self) -> Private:

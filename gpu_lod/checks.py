@@ -159,6 +159,8 @@ def number(value: Any, name: str) -> float:
     try:
         if isinstance(value, torch.Tensor) and (not _ordinary(value) or value.is_meta or value.is_complex()):
             raise TypeError
+        if isinstance(value, (str, bytes, bytearray)):  # which float() would read
+            raise TypeError
         result = float(value)
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{name} is {_kind(value)}; expected a number.") from None

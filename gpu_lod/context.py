@@ -28,6 +28,7 @@ from gpu_lod.errors import (
     GpuLodError,
     InputError,
     OutOfMemoryError,
+    UnsupportedError,
 )
 from gpu_lod.glstate import preserved, preserved_for_moderngl
 from gpu_lod.pinning import pinning
@@ -74,6 +75,17 @@ class Context(Sharing):
         InputError: no such device.
         ForkedContextError: OpenGL was opened before this process forked.
     """
+
+    def __deepcopy__(self, memo: object) -> Context:
+        """Itself: what a copy of a module holds works on the same device."""
+        return self
+
+    __copy__ = functools.partialmethod(__deepcopy__, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a Context belongs to its process and cannot be pickled: call gpu_lod.Context() in the one that uses it."
+        )
 
     is_default: bool
     extensions: frozenset[str]

@@ -37,6 +37,9 @@ class Culled:
     """How many texels, of all levels, were compared with the threshold."""
 
 
+torch.serialization.add_safe_globals([Culled])  # torch.load's weights_only
+
+
 @operators.verb
 def cull(hz: Pyramid, threshold: float | torch.Tensor, backend: Backend = "auto") -> Culled:
     """Keep the level-0 texels that reach a threshold; a coarse texel below it prunes everything under it unseen.

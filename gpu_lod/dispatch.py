@@ -52,6 +52,8 @@ class Choice:
         return f"{name}: {self.reason}"
 
 
+torch.serialization.add_safe_globals([Choice])  # torch.load's weights_only
+
 _choosers: dict[Callable[..., Any], Callable[..., Choice]] = {}
 _with_kernels: list[str] = []
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from gpu_lod.bridge import Private
 from gpu_lod.context import Context
 from gpu_lod.copies import put
-from gpu_lod.errors import LimitError
+from gpu_lod.errors import LimitError, UnsupportedError
 from gpu_lod.gaussian import reduce_level
 from gpu_lod.oriented_energy import energy_planes
 from gpu_lod.program import LOCAL_SIZE, Program
@@ -55,6 +56,12 @@ class FeatureTexture:
     context: Context
     batch: int
     dtype: torch.dtype
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a FeatureTexture is OpenGL's and cannot be copied or pickled: make it where it is to be sampled, or pass "
+            "the tensor that feature_maps gives without as_texture."
+        )
 
     @property
     def glo(self) -> int:

@@ -24,6 +24,8 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture_chain import Source
 from gpu_lod.transfer import Planes, bind_table, chunks, layer_groups, make_words, new_planes, texture_to_planes
 
+LEAST = torch.finfo(torch.float32).tiny
+"""Of radii and eccentricities: shaders flush what is less to zero, and would divide by it."""
 _SPACINGS = ("log", "cortical")
 _BORDERS = ("clamp", "zero")
 _GENERATORS = ("auto", "compute", "fragment")
@@ -232,6 +234,8 @@ def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacin
         e0 = checks.number(e0, "e0")
         if e0 <= 0 or r_max <= 0:
             raise InputError(f"e0 is {e0} and r_max {r_max}; both must be positive.")
+        if e0 < LEAST:
+            raise InputError(f"e0 is {e0:g}; expected at least {LEAST:g}, the least that fp32 holds.")
         start, scale = 0.0, e0
     else:
         start, scale = 0.01 if r_min is None else checks.number(r_min, "r_min"), None
@@ -239,6 +243,8 @@ def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacin
             raise InputError(
                 f"r_min is {start} and r_max {r_max}; expected 0 < r_min < r_max, in units of the longer side."
             )
+        if start < LEAST:
+            raise InputError(f"r_min is {start:g}; expected at least {LEAST:g}, the least that fp32 holds.")
     law = Law(rings, wedges, start, r_max, scale)
     return Rule(law, (), ()) if torch.compiler.is_compiling() else _make_rule(law)
 

@@ -13,7 +13,7 @@ from gpu_lod import checks, recording
 from gpu_lod.bridge.pool import storage_start
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
-from gpu_lod.errors import InputError, PyramidChangedError
+from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels import device
 from gpu_lod.kernels.graphs import captured
 from gpu_lod.pyramid import Pyramid
@@ -170,6 +170,12 @@ class Plan:
             leaves[place] = tensor
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         return self._function(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a Plan holds commands and memory of this process and cannot be copied or pickled: plan the function where "
+            "it is to run."
+        )
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", repr(self._function))

@@ -32,6 +32,9 @@ class Rebuilt(NamedTuple):
         return self.covered.double().mean((-2, -1)).float()
 
 
+torch.serialization.add_safe_globals([Rebuilt])  # torch.load's weights_only
+
+
 def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None = None) -> Rebuilt:
     """Paint tokens where they came from, coarse ones first and finer ones over them.
 

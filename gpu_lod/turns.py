@@ -60,8 +60,14 @@ class Turns:
         """Take the lock and make the context current on this thread; reentrant."""
         self._check_usable()
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):
+            owner = self._owner
+            if owner is not None and owner not in (thread.ident for thread in threading.enumerate()):
+                raise ContextBusyError(
+                    f"thread {owner} has ended inside a `with context:` block, and holds this context for good: leave "
+                    "the block on the thread that entered it. backend='torch' needs no context."
+                )
             raise ContextBusyError(
-                f"thread {self._owner} has held this context for more than {LOCK_TIMEOUT:g} s. A `with context:` block "
+                f"thread {owner} has held this context for more than {LOCK_TIMEOUT:g} s. A `with context:` block "
                 "pins it to its thread: do not wait for another thread's verbs inside one."
             )
         try:
@@ -106,6 +112,13 @@ class Turns:
 
     def __exit__(self, *_: object) -> None:
         with Shield():
+            if self not in pinned_stack():
+                raise ContextNotCurrentError(
+                    f"this context is not pinned to this thread, but to {self._owner}: leave a `with context:` block "
+                    "on the thread that entered it, also that of a generator which another thread closes."
+                    if self._owner
+                    else "this context is not pinned: nobody is in a `with context:` block of it."
+                )
             pinned_stack().remove(self)
             self._release()
 

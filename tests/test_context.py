@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import ctypes
 import gc
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import moderngl
@@ -29,6 +32,7 @@ from gpu_lod.errors import (
     ContextNotCurrentError,
     GLUnavailableError,
     InputError,
+    UnsupportedError,
 )
 
 
@@ -132,6 +136,54 @@ def test_a_pinned_context_makes_others_wait_and_then_says_so(ctx: lod.Context, m
         with ctx, pytest.raises(ContextBusyError, match="pins"):
             pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)
         assert len(pool.submit(lod.mipmap, image, generator="compute").result(timeout=30)) == 4
+
+
+def test_a_block_is_left_on_the_thread_that_entered_it(ctx: lod.Context) -> None:
+    def pinned() -> Iterator[None]:
+        with ctx:
+            yield
+
+    block = pinned()
+    next(block)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ContextNotCurrentError, match=f"but to {threading.get_ident()}: leave"):
+            pool.submit(block.close).result(timeout=30)
+        ctx.__exit__()
+        assert len(pool.submit(lod.mipmap, noise(1, 8, 8), backend="gl").result(timeout=30)) == 4
+    with pytest.raises(ContextNotCurrentError, match="nobody is in"):
+        ctx.__exit__()
+
+
+def test_a_thread_that_ended_inside_a_block_is_told_of() -> None:
+    """In a process of its own: the context is lost to it."""
+    succeed("""
+        import threading
+        import torch
+        import gpu_lod as lod
+        from gpu_lod import turns
+
+        turns.LOCK_TIMEOUT = 0.05
+        thread = threading.Thread(target=lod.Context().__enter__)
+        thread.start()
+        thread.join()
+        try:
+            lod.mipmap(torch.rand(1, 8, 8), backend="gl")
+        except lod.GpuLodError as error:
+            assert f"thread {thread.ident} has ended inside" in str(error), error
+        else:
+            raise AssertionError("taken from a thread that is gone")
+    """)
+
+
+def test_contexts_are_copied_by_reference_and_never_pickled(ctx: lod.Context) -> None:
+    """As by a module that holds one."""
+    assert copy.deepcopy({"context": ctx})["context"] is ctx and copy.copy(ctx) is ctx
+    with pytest.raises(UnsupportedError, match="belongs to its process"):
+        pickle.dumps(ctx)
+    maps = lod.feature_maps(noise(3, 16, 16), as_texture=True)
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="pass the tensor"):
+            copying(maps)
 
 
 def test_a_signal_while_a_block_begins_pins_nothing(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from hypothesis import given
@@ -181,3 +183,12 @@ def test_the_default_device_changes_nothing(ctx: lod.Context) -> None:
         again = lod.log_polar(pyramid, (0.5, 0.5), 7, 9, backend="gl")
     assert torch.equal(found.pruned, expected.pruned) and torch.equal(found.mask, expected.mask)
     assert torch.equal(again, polar)
+
+
+def test_what_was_culled_is_saved_and_loaded() -> None:
+    found, file = lod.cull(lod.hiz(noise(1, 9, 12)), 0.8), io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded.mask, found.mask) and torch.equal(loaded.pruned, found.pruned)
+    assert loaded.tested == found.tested

@@ -493,6 +493,8 @@ def test_no_anisotropy_of_a_gpu_without_the_extension(ctx: lod.Context, monkeypa
         ({"e0": -1}, "e0"),
         ({"e0": float("inf")}, "finite"),
         ({"e0": "wide"}, "number"),
+        ({"e0": b"1"}, "number"),
+        ({"anisotropy": "3"}, "number"),
         ({"bias": float("nan")}, "finite"),
         ({"anisotropy": 0.5}, "1 .none. to 16"),
         ({"anisotropy": 17}, "1 .none. to 16"),

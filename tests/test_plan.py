@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ from scripts import succeed
 
 import gpu_lod as lod
 from gpu_lod.copies import put
-from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError
+from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.transfer import new_planes
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
@@ -422,6 +424,32 @@ def test_more_that_cannot_be_repeated(function: Callable[..., torch.Tensor], sha
     actual = planned(image).clone()
     torch.manual_seed(5)
     assert torch.equal(actual, function(image))
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"),
+    [
+        (lambda x, f: lod.log_polar(lod.mipmap(x, backend="gl").upload(), f, 9, 8, backend="gl"), (2,)),
+        (lambda x, f: lod.log_polar(lod.mipmap(x, backend="gl").upload(), f, 9, 8, backend="gl"), (1, 2)),
+        (lambda x, f: lod.inverse_log_polar(x, f, (9, 8), backend="gl"), (2,)),
+        (lambda x, f: lod.feature_maps(x, f, backend="gl"), (2,)),
+        (lambda x, b: lod.region_max(lod.hiz(x, backend="gl"), b, backend="gl"), (5, 4)),
+        (lambda x, s: lod.gather_patches(lod.mipmap(x, backend="gl").upload(), s, 4, backend="gl"), (5, 3)),
+    ],
+)
+def test_one_place_for_all_images_of_a_batch(function: Callable[..., torch.Tensor], rows: tuple[int, ...]) -> None:
+    """Each image's is read from the same memory, by every call anew."""
+    planned = lod.plan(function, noise(3, 3, 13, 17), torch.rand(rows).sort().values)
+    assert planned.replays, planned.reason
+    for _ in range(2):
+        image, places = torch.rand(3, 3, 13, 17), torch.rand(rows).sort().values
+        assert torch.equal(planned(image, places), function(image, places))
+
+
+@pytest.mark.parametrize("copying", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_plans_are_not_copied(copying: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedError, match="plan the function where"):
+        copying(lod.plan(lod.mipmap, noise(1, 8, 8)))
 
 
 def test_state_that_moves_on_in_gl_memory(ctx: lod.Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Sequence
@@ -207,3 +208,12 @@ def test_bad_input_says_what_came() -> None:
     for tokens, size, fill, message in cases:
         with pytest.raises(InputError, match=message):
             lod.rebuild(tokens, size, fill)
+
+
+def test_a_rebuilt_picture_is_saved_and_loaded() -> None:
+    found, file = lod.rebuild(lod.allocate.make("Random", 4, 4)(torch.rand(1, 3, 16, 16)), (16, 16)), io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is type(found) and torch.equal(loaded.image, found.image)
+    assert torch.equal(loaded.coverage, found.coverage)
