@@ -10,7 +10,7 @@ from gpu_lod import checks, dispatch, operators
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.mipmap import choose_generator, empty, make
 from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.pyramid import Pyramid, level_sizes
+from gpu_lod.pyramid import Pyramid, depth, level_sizes
 
 _REDUCES = ("max", "min")
 _GENERATORS = ("auto", "compute", "registers", "single-pass", "fragment", "sampler")
@@ -54,7 +54,7 @@ def hiz(
     """
     relevance = checks.tensor(relevance, "relevance")
     chosen = _choose(relevance, reduce, generator, backend)
-    return make(relevance, max(relevance.shape[-2:]).bit_length(), reduce, chosen)
+    return make(relevance, depth(*relevance.shape[-2:]), reduce, chosen)
 
 
 def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto", backend: Backend = "auto") -> Choice:

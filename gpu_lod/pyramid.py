@@ -28,15 +28,29 @@ OWN_LEVEL_0 = ("laplacian",)
 """Kinds whose level 0 is not the source itself."""
 
 
+def halvings(height: int, width: int) -> int:
+    """How often sides are halved, rounding up, until both are 1. By comparisons: of sides that compiled code does not
+    know these ask for the powers of two alone, and other sides of as many levels run the same code."""
+    count = 0
+    while height > 1 << count or width > 1 << count:
+        count += 1
+    return count
+
+
+def depth(height: int, width: int) -> int:
+    """Levels down to 1 x 1, by OpenGL's rule."""
+    return halvings(height + 1, width + 1)
+
+
 def level_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:
     """(h, w) of each level, OpenGL's rule: max(1, n >> l). None: down to 1 x 1."""
-    count = max(height, width).bit_length() if levels is None else levels
+    count = depth(height, width) if levels is None else levels
     return [(max(1, height >> level), max(1, width >> level)) for level in range(count)]
 
 
 def burt_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:
     """(h, w) of each level of a Gaussian or Laplacian pyramid: ceil(n / 2^l). None: down to 1 x 1."""
-    count = (max(height, width) - 1).bit_length() + 1 if levels is None else levels
+    count = halvings(height, width) + 1 if levels is None else levels
     return [(-(-height >> level), -(-width >> level)) for level in range(count)]
 
 

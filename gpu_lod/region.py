@@ -11,7 +11,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError
-from gpu_lod.pyramid import Pyramid
+from gpu_lod.pyramid import Pyramid, depth
 from gpu_lod.transfer import bind_table, chunks, make_words, new_planes
 
 Bound = Literal["max", "min"]
@@ -78,7 +78,7 @@ def _region(hz: Pyramid, boxes: torch.Tensor, backend: Backend, reduce: Bound) -
 def _choose(hz: Pyramid, boxes: Any, backend: Backend = "auto", reduce: Bound = "max") -> Choice:
     dispatch.check_backend(backend)
     checks.hiz_pyramid(hz, reduce, f"region_{reduce}")
-    if len(hz) != max(hz.size).bit_length():
+    if len(hz) != depth(*hz.size):
         raise InputError(
             f"the pyramid has {len(hz)} levels and ends at {hz.levels[-1].shape[-1]} x {hz.levels[-1].shape[-2]}; "
             "expected all of them down to 1 x 1, as hiz() makes them."

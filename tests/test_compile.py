@@ -149,6 +149,32 @@ def test_auto_is_asked_when_the_graph_runs(name: str) -> None:
         assert torch.equal(one, two)
 
 
+CHAINS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mipmap": lambda x: lod.mipmap(x)[-1],
+    "mipmap, some levels": lambda x: lod.mipmap(x, 4)[-1],
+    "gaussian": lambda x: lod.gaussian(x)[-1],
+    "laplacian and back": lambda x: lod.collapse(lod.laplacian(x, 3)),
+    "oriented_energy": lambda x: lod.oriented_energy(x, 3)[-1],
+    "log_polar": lambda x: lod.log_polar(lod.mipmap(x), (0.4, 0.6), 8, 8),
+    "foveate": lambda x: lod.foveate(lod.mipmap(x), (0.4, 0.6)),
+    "region_max": lambda x: lod.region_max(lod.hiz(x), torch.tensor([[0.1, 0.2, 0.6, 0.7]])),
+}
+
+
+@pytest.mark.parametrize("verb", CHAINS)
+def test_sizes_of_as_many_levels_share_a_graph(verb: str) -> None:
+    """Else a program of ten sizes compiles ten times, and torch gives up at the ninth."""
+    run, counter = compiled(CHAINS[verb], dynamic=True)
+    sizes = [(33, 40), (41, 60), (63, 38), (34, 35), (57, 50), (62, 61)]
+    for height, width in sizes:
+        image = noise(1, 1 if verb == "region_max" else 3, height, width)
+        assert torch.equal(run(image), CHAINS[verb](image))
+    assert counter.frame_count <= 2, "the first of a level of one pixel may differ"
+    before = counter.frame_count
+    image = noise(1, 1 if verb == "region_max" else 3, 100, 70)
+    assert torch.equal(run(image), CHAINS[verb](image)) and counter.frame_count == before + 1
+
+
 def chain(image: torch.Tensor, fixation: Any, backend: Any = "auto") -> Any:
     pyramid = lod.mipmap(image, backend=backend)
     return lod.log_polar(pyramid, fixation, 16, 32, backend=backend), pyramid[2] * 2, pyramid
