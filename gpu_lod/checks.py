@@ -187,6 +187,7 @@ def flag(value: Any, name: str) -> bool:
 def numbers(value: Any, name: str, count: int) -> tuple[float, ...]:
     """One finite number a channel."""
     values = dense(value, name).tolist() if isinstance(value, torch.Tensor) else value
+    values = values.tolist() if isinstance(values, np.ndarray) else values
     if not isinstance(values, (tuple, list)) or len(values) != count:
         raise InputError(f"{name} is {shown(value)}; expected {count} numbers, one a channel.")
     return tuple(number(one, name) for one in values)

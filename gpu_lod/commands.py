@@ -617,6 +617,11 @@ def allocate(
     checks.choice(name, "--with", [*lod.allocate.names(), "all"])
     path = _path(image, "allocate" if every else f"allocate.{name}", output)
     names = lod.allocate.names() if every else [name]
+    _not_read(path, "--output", labels, query)
+    for file, option in ((rebuilt, "--rebuilt"), (sites, "--sites")):
+        for one in names if file is not None else []:
+            assert file is not None
+            _not_read(_of(file, one, every), option, image, labels, query)
     if rebuilt is not None:
         images.file_format(rebuilt)
         if path.resolve() in [_of(rebuilt, one, every).resolve() for one in names]:
@@ -740,7 +745,14 @@ def _path(image: Path, verb: str, output: Path | None) -> Path:
     if path.is_dir() or not path.suffix:
         path = path / f"{image.stem}.{verb}.png"
     images.file_format(path)
+    _not_read(path, "--output", image)
     return path
+
+
+def _not_read(path: Path, option: str, *read: Path | None) -> None:
+    """Raises BadParameter where a file that is read would be written over."""
+    if path.resolve() in [file.resolve() for file in read if file is not None]:
+        raise typer.BadParameter(f"{path} is read, and would be written over; name another.", param_hint=f"'{option}'")
 
 
 def _of(file: Path, name: str, every: bool) -> Path:

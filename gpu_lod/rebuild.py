@@ -68,7 +68,8 @@ def _rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[flo
     if fill is None:
         rest = values.mean((1, 3, 4))
     else:
-        one_each = checks.numbers(fill, "fill", channels) if isinstance(fill, Sequence) else checks.number(fill, "fill")
+        several = isinstance(fill, Sequence) or getattr(fill, "ndim", 0) > 0
+        one_each = checks.numbers(fill, "fill", channels) if several else checks.number(fill, "fill")
         rest = values.new_tensor(one_each).expand(batch, channels)
     winners, covered = _winners(sites, patch, (height, width))
     painted = torch.cat(list(_painted(values, sites, winners))).view(batch, height, width, channels)

@@ -34,7 +34,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     """Sites [K, 3] and scores [K] of unbatched tokens, with what is known about them. Makes the parent folder.
 
     JSON has no infinity and no NaN: null stands for them. Features [K, D] are written too if there are any, which JSON
-    does not hold.
+    does not hold, and weights [K, Hg Wg], which JSON leaves out. `safetensors.torch.load_file` reads the tensors.
 
     Args:
         about: allocator, image, size and so on, by name; strings or what JSON holds. safetensors keeps it as metadata,
@@ -45,6 +45,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         FileError: an unknown extension, patches or features in JSON, or the file cannot be written.
         InputError: tokens of a batch, patches where the tokens have none, or what JSON does not hold.
     """
+    path = Path(path)
     check_sites_path(path, patches)
     if tokens.sites.ndim != 2:
         raise InputError(
@@ -54,6 +55,8 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         raise InputError("these tokens hold no patches to write. Allocate with image=, or leave patches out.")
     if not isinstance(about, dict) or not all(isinstance(key, str) for key in about):
         raise InputError(f"about is {about!r}; expected a dict whose keys are strings.")
+    if own := {"sites", "scores", "budget", "patch", "convention"} & set(about):
+        raise InputError(f"about holds {', '.join(sorted(own))}, which the tokens say; leave them out.")
     if tokens.features is not None and path.suffix.lower() == ".json":
         raise FileError(f"{path}: JSON holds no features. Write .safetensors, or tokens whose features are None.")
     about = about | {"budget": tokens.budget, "patch": tokens.patch, "convention": CONVENTION}
@@ -65,8 +68,11 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         tensors = {"sites": tokens.sites, "scores": tokens.scores}
         if patches and tokens.patches is not None:
             tensors["patches"] = tokens.patches
-        if tokens.features is not None:
-            tensors["features"] = tokens.features
+        tensors |= {
+            name: values
+            for name, values in (("features", tokens.features), ("weights", tokens.weights))
+            if values is not None
+        }
         metadata = {key: value if isinstance(value, str) else _json(value) for key, value in about.items()}
         # Names of files need not be UTF-8, which metadata is: as in JSON, what is not is escaped.
         metadata = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class TokenSet:
     features: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        checks.integer(self.patch, "patch", at_least=1)
         for name in _TENSORS:
             value = getattr(self, name)
             if not isinstance(value, torch.Tensor) and (value is not None or name in ("sites", "scores")):
@@ -61,6 +62,9 @@ class TokenSet:
                 f"patches are {tuple(self.patches.shape)}; expected {(*lead, 'C', self.patch, self.patch)}, a patch of "
                 "each site. Read them with gather_patches, or leave them None."
             )
+        if self.weights is not None and tuple(self.weights.shape[:-1]) != lead:
+            expected = ", ".join(map(str, (*lead, "Hg Wg")))
+            raise InputError(f"weights are {tuple(self.weights.shape)}; expected [{expected}], those of each site.")
         if self.features is not None:
             shape, kind = tuple(self.features.shape), self.features.dtype
             if shape[:-1] != lead or not shape[-1] or not kind.is_floating_point:
@@ -85,8 +89,13 @@ class TokenSet:
         return self._each(torch.Tensor.detach)
 
     def to(self, device: torch.device | str | int) -> TokenSet:
-        """The same on a device."""
-        return self._each(lambda value: value.to(device))
+        """The same on a device.
+
+        Raises:
+            InputError: no device, as a dtype, in which sites would be others.
+        """
+        where = device_of(device)
+        return self._each(lambda value: value.to(where))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenSet:
         there = {name: getattr(self, name) for name in _TENSORS}
@@ -121,6 +130,17 @@ class TokenSet:
         return f"<TokenSet of {self.budget} sites {tuple(self.sites.shape)}, {what}>"
 
 
+def device_of(device: torch.device | str | int) -> torch.device:
+    """For tokens: what is none would be a dtype."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(
+            f"device is {device!r}; expected a torch device. Sites keep their dtype: convert patches or features "
+            "alone, by dataclasses.replace(tokens, patches=tokens.patches.half())."
+        ) from None
+
+
 def blended(weights: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """`TokenSet.blend`, unchecked."""
     if dispatch.needs_grad(weights, features):
@@ -129,13 +149,17 @@ def blended(weights: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         return weights.to(features.dtype) @ features
 
 
-def _flatten(tokens: TokenSet) -> tuple[list[object], int]:
-    return [getattr(tokens, name) for name in _TENSORS], tokens.patch
+def _flatten(tokens: TokenSet) -> tuple[list[object], tuple[int, str]]:
+    """What is there: functions of tensors are mapped over it, and None is none."""
+    there = [name for name in _TENSORS if getattr(tokens, name) is not None]
+    return [getattr(tokens, name) for name in there], (tokens.patch, " ".join(there))
 
 
-def _unflatten(values: object, patch: int) -> TokenSet:
+def _unflatten(values: Iterable[object], context: tuple[int, str]) -> TokenSet:
+    patch, there = context
+    fields = dict.fromkeys(_TENSORS) | dict(zip(there.split(), values, strict=True)) | {"patch": patch}
     tokens = object.__new__(TokenSet)  # tree_map may put anything here
-    for name, value in zip((*_TENSORS, "patch"), (*values, patch), strict=True):  # type: ignore[misc]
+    for name, value in fields.items():
         object.__setattr__(tokens, name, value)
     return tokens
 

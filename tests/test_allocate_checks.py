@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from images import noise
+from torch.utils import _pytree
 
 import gpu_lod as lod
 from gpu_lod import allocate, allocation, token_files
 from gpu_lod.allocate import coverage_loss, dead_bin_loss, repulsion_loss, soft_top_k, tree_cut
-from gpu_lod.errors import InputError
+from gpu_lod.errors import InputError, UnsupportedError
 
 IMAGE, RELEVANCE = noise(2, 3, 56, 56), noise(2, 4, 4)
 NAN, INF = math.nan, math.inf
@@ -48,6 +51,74 @@ def refuse(hint: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
 )
 def test_features_that_cannot_be_blended(features: Any, hint: str) -> None:
     refuse(hint, allocate.SoftVortex(3)(IMAGE).blend, features)
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, np.array])
+@pytest.mark.parametrize("name", ["GridTopK", "FoveatedPyramid", "SoftVortex"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_means_may_be_arrays(name: str, dtype: torch.dtype, kind: Any) -> None:
+    image = (IMAGE * 255).byte() if dtype == torch.uint8 else IMAGE
+    allocator = allocate.make(name, 6)
+    found = allocator(image, mean=kind((0.5, 0.4, 0.3)), std=kind((0.2, 0.2, 0.1))).patches
+    expected = allocator(image, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1)).patches
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["GridTopK", "TokenDAG", "LogPolar", "PseudoLogPolar"])
+@pytest.mark.parametrize("given", ["image", "relevance", "both"])
+def test_vmap_is_refused(name: str, given: str) -> None:
+    allocator = allocate.make(name, 4)
+    image = None if given == "relevance" and name != "TokenDAG" else IMAGE
+    relevance = None if given == "image" else RELEVANCE
+    over = tuple(None if value is None else 0 for value in (image, relevance))
+    with pytest.raises(UnsupportedError, match="pass all images as one batch"):
+        torch.func.vmap(lambda one, its: allocator(one, its).sites, over)(image, relevance)
+
+
+@pytest.mark.parametrize("device", [torch.bfloat16, None, "nonsense"])
+def test_tokens_go_to_devices_alone(device: Any) -> None:
+    tokens = allocate.GridTopK(4)(IMAGE)
+    refuse("expected a torch device", tokens.to, device)
+    refuse("expected a torch device", allocate.TokenBank(allocate.GridTopK(4), 8)(IMAGE).to, device)
+    assert tokens.to("cpu").sites is tokens.sites
+
+
+def test_token_sets_that_do_not_fit_themselves() -> None:
+    tokens = allocate.GridTopK(4)(IMAGE)
+    refuse(r"weights are \(2, 5, 16\); expected \[2, 4, Hg Wg\]", replace, tokens, weights=torch.ones(2, 5, 16))
+    refuse("patch is '14'", replace, tokens, patch="14")
+
+
+def test_tokens_are_trees_of_what_is_there() -> None:
+    """Functions of tensors are mapped over them, and vmap over their images."""
+    tokens = allocate.GridTopK(4)(IMAGE)
+    assert torch.equal(_pytree.tree_map(lambda x: x * 2, tokens).patches, tokens.patches * 2)
+    assert torch.equal(torch.func.vmap(lambda one: one.sites * 2)(tokens), tokens.sites * 2)
+    packed = allocate.TokenBank(allocate.SoftVortex(4), 8)(IMAGE).detach()
+    file = io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    for other in (packed.clone(), packed.to("cpu"), torch.load(file, weights_only=True)):
+        assert torch.equal(other.weights, packed.weights) and torch.equal(other.offsets, packed.offsets)
+        assert (other.patch, other.longest) == (packed.patch, packed.longest)
+
+
+def test_a_bank_normalises() -> None:
+    image, how = (IMAGE * 255).byte(), {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
+    for allocator in (allocate.GridTopK(), allocate.FoveatedPyramid()):
+        first, _ = allocate.TokenBank(allocator, 14)(image, **how).unpack()
+        assert torch.equal(first.patches, lod.gather_patches(image[0], first.sites, 14, **how))
+    (first, _), single = (
+        allocate.TokenBank(allocate.SoftVortex(7), 14, 7)(image, **how).unpack(),
+        allocate.SoftVortex(7)(image, **how),
+    )
+    torch.testing.assert_close(first.patches, single.patches[0])
+
+
+def test_allocators_say_what_they_are() -> None:
+    assert repr(allocate.GridTopK(9, 4)) == "GridTopK(budget=9, patch=4, pool='mean')"
+    assert "budget=9, patch=14" in repr(allocate.SoftVortex(9))
+    refuse("no choose", allocate.register, allocate.Allocator)
 
 
 def test_blends_are_learned_from_features_of_inference_mode() -> None:

@@ -106,6 +106,14 @@ def test_features_are_written_beside_patches(tmp_path: Path) -> None:
     assert not (tmp_path / "t.json").exists()
 
 
+def test_weights_are_written(tmp_path: Path) -> None:
+    tokens = lod.allocate.SoftVortex(4, 4)(torch.rand(3, 16, 24)).detach()
+    token_files.write_sites(str(tmp_path / "t.safetensors"), tokens, {})  # type: ignore[arg-type]
+    with safe_open(tmp_path / "t.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("weights"), tokens.weights)
+    token_files.write_sites(tmp_path / "t.json", tokens, {})
+
+
 @pytest.mark.parametrize("name", ["t.json", "t.safetensors"])
 def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
     tokens = lod.allocate.GridTopK(4, 4)(relevance=torch.rand(4, 6))
@@ -118,6 +126,7 @@ def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
         (tokens, {"what": {(1, 2): 3}}, False, "what JSON does not .*tuple"),
         (tokens, {"what": circle}, False, "what JSON does not"),
         (tokens, {1: "a"}, False, "keys are strings"),
+        (tokens, {"sites": [], "patch": 3}, False, "about holds patch, sites, which the tokens say"),
         (tokens, None, False, "about is None"),
     ):
         with pytest.raises((FileError, InputError), match=message):
@@ -537,6 +546,10 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
         ("allocate cat.png --patches", 2, "--sites names"),
         ("allocate cat.png --rebuilt r.gif", 1, "the choices are .png"),
         ("allocate cat.png -o x.png --rebuilt ./x.png", 2, "x.png is the drawing's file"),
+        ("allocate cat.png -o ./cat.png", 2, "cat.png is read, and would be written over"),
+        ("allocate cat.png --rebuilt cat.png", 2, "cat.png is read, and would be written over"),
+        ("allocate cat.png --with all --rebuilt cat.png --labels cat.Voronoi.png", 2, "cat.Voronoi.png is read"),
+        ("mipmap cat.png -o cat.png", 2, "cat.png is read, and would be written over"),
         ("allocate cat.png --with all -o r.Voronoi.png --rebuilt r.png", 2, "r.Voronoi.png is the drawing's file"),
     )
     assert not (tmp_path / "out").exists()

@@ -127,6 +127,14 @@ def test_patches_are_read_at_the_sites(photo: torch.Tensor) -> None:
 # -- the second glance -------------------------------------------------------------------------------------------------
 
 
+def test_patches_are_normalised(photo: torch.Tensor) -> None:
+    image = torch.nn.functional.interpolate(photo[None].float(), (112, 112))[0].byte()
+    how = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
+    look = Glances(GridTopK(10), GridTopK(6), threshold=-1)
+    for tokens in (look.first(image, **how), look(image, **how).tokens, *glances(GridTopK(5), image, **how)):
+        assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14, **how))
+
+
 def test_entropy() -> None:
     even, one = torch.full((1, 50), 0.3), torch.zeros(1, 50)
     one[0, 7] = 2

@@ -110,6 +110,15 @@ def test_gradients_reach_every_parameter() -> None:
     assert maps.grad is not None and query.grad is not None and query.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_layers_of_another_dtype(kind: torch.dtype) -> None:
+    scorer, maps, query = ContextualizedRelevance(8), torch.rand(2, 40, 28, 28), torch.rand(2, 8)
+    expected = scorer(maps, query)
+    found = scorer.to(kind)(maps.to(kind), query.to(kind))
+    assert found.dtype == kind
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+
+
 def test_units_of_the_maps_do_not_matter_to_two_heads() -> None:
     """They are standardised over the grid of each picture."""
     scorer = ContextualizedRelevance(8)
@@ -134,6 +143,11 @@ def test_units_of_the_maps_do_not_matter_to_two_heads() -> None:
 def test_bad_input(source: torch.Tensor, query: torch.Tensor, gestalt: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         ContextualizedRelevance(8)(source, query, gestalt)
+
+
+def test_nothing_is_asked_by_nan() -> None:
+    with pytest.raises(InputError, match="query holds NaN"):
+        ContextualizedRelevance(8)(torch.rand(40, 28, 28), torch.full((8,), float("nan")))
 
 
 def test_a_gestalt_that_is_missing_or_of_another_width() -> None:

@@ -137,3 +137,13 @@ def test_float8_is_as_good_as_its_values() -> None:
 def test_bad_input(call: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         call()
+
+
+def test_bad_features_are_refused() -> None:
+    chosen = straight_through_top_k(torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), 2)
+    assert chosen.take(torch.rand(2, 3, 5)).shape == (2, 2, 5)
+    for shape in ((2, 2, 5), (1, 3, 5), (3, 3, 5), (2, 3)):
+        with pytest.raises(InputError, match=r"expected \[2, N, D\], N of 3 or more"):
+            chosen.take(torch.rand(shape))
+    with pytest.raises(InputError, match="positive number"):
+        GumbelTopK(5, temperature=-1)

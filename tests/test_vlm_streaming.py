@@ -221,6 +221,31 @@ def test_slow_change_adds_up() -> None:
     assert refreshed == [True, False, False, True, False, False, True, False, False]
 
 
+def test_a_broken_frame_is_not_kept(photo: torch.Tensor) -> None:
+    """NaN is no small change, nor is the difference of infinities."""
+    frame, relevance = photo.float() / 255, torch.rand(8, 8)
+    frame = torch.nn.functional.interpolate(frame[None], (112, 112))[0]
+    for broken in (math.nan, math.inf):
+        memory = TokenMemory(8)
+        memory.update(frame, relevance)
+        for _ in range(2):
+            memory.update(torch.full_like(frame, broken), relevance)
+        assert bool(memory.update(frame, relevance).refreshed.all())
+        again = memory.update(frame, relevance)
+        assert not bool(again.refreshed.any())
+        assert torch.equal(again.tokens.patches, lod.gather_patches(frame, again.tokens.sites, 14))
+
+
+def test_patches_are_normalised() -> None:
+    frame, how = (torch.rand(2, 3, 56, 56) * 255).byte(), {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
+    memory = TokenMemory(5, **how)
+    for _ in range(2):
+        tokens = memory.update(frame).tokens
+        frame = frame.flip(-1)
+    expected = lod.gather_patches(frame.flip(-1), tokens.sites, 14, **how)
+    assert tokens.patches.dtype == torch.float32 and torch.equal(tokens.patches, expected)
+
+
 def test_a_decoder_may_reuse_its_memory() -> None:
     memory, frame = TokenMemory(4), BLANK.clone()
     memory.update(frame)

@@ -126,7 +126,17 @@ def test_what_is_no_checkpoint_of_this_run(tmp_path: Path) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 3)
     with pytest.raises(CheckpointError, match="no scheduler"):
         Trainer(trainer.module, trainer.optimizer, tmp_path, {"lr": 0.001}, schedule)
-    trainer.path.write_bytes(trainer.path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="the optimizer Adam, not SGD"):
+        Trainer(trainer.module, torch.optim.SGD(trainer.module.parameters(), momentum=0.9), tmp_path, {"lr": 0.001})
+    whole = trainer.path.read_bytes()
+    for key in ("scheduler", "losses", "random"):
+        state = torch.load(trainer.path, weights_only=True)
+        del state[key]
+        torch.save(state, trainer.path)
+        with pytest.raises(CheckpointError, match=f"cannot be read.*{key}"):
+            little(tmp_path)
+        trainer.path.write_bytes(whole)
+    trainer.path.write_bytes(whole[:100])
     with pytest.raises(CheckpointError, match="cannot be read"):
         little(tmp_path)
 
@@ -136,10 +146,19 @@ def test_bad_input(tmp_path: Path) -> None:
         little(tmp_path, {"lr": torch.rand(1)})
     trainer = little(tmp_path)
     trainer.fit(loss_of(trainer), 2)
-    for value in (torch.tensor(float("nan")), torch.ones(2)):
-        with pytest.raises(InputError, match="the loss of step 2 is"):
+    weight = trainer.module.weight
+    for value, hint in (
+        (weight.sum() * float("nan"), "is nan"),
+        (weight[0], "is tensor"),
+        (torch.tensor(1.0), "has no gradients"),
+        (1.0, "is a float"),
+    ):
+        with pytest.raises(InputError, match=f"the loss of step 2 {hint}"):
             trainer.fit(lambda step, value=value: value, 4)
     assert little(tmp_path).step == 2
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be made a folder"):
+        little(tmp_path / "file")
 
 
 def test_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

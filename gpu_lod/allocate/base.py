@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -237,6 +238,7 @@ class Allocator(ABC):
         Raises:
             InputError: something that the allocator needs is missing, is not taken, or does not fit; NaN in the
                 relevance; a budget larger than the number of sites there are.
+            UnsupportedError: inside `torch.func.vmap`.
         """
         heap.keep_freed()
         scene, batched = self._scene(image, relevance, query, fixation, labels)
@@ -248,6 +250,12 @@ class Allocator(ABC):
         if scene.image is not None and not self.blends:
             patches = self._read(scene, sites, mean, std)
         return TokenSet(sites, scores, patches, self.patch, weights)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        return f"budget={self.budget}, patch={self.patch}, pool={self.pool!r}"
 
     def work(self, scene: Scene) -> int:
         """Numbers that it goes through for each image of a scene, where they are many; 0 where they are few."""
@@ -338,7 +346,7 @@ class Allocator(ABC):
             finest: all sites are of level 0.
         """
         top = image.levels[0] if isinstance(image, Pyramid) else image
-        if not top.is_floating_point() and not (how.get("mean") or how.get("std")):
+        if not top.is_floating_point() and how.get("mean") is None and how.get("std") is None:
             sites = sites.detach()  # counts have no gradients
         if not self._by_kernel(image, sites):
             return gather_patches(image, sites, self.patch, **how)
@@ -359,6 +367,9 @@ class Allocator(ABC):
 
     def _scene(self, image: Any, relevance: Any, query: Any, fixation: Any, labels: Any) -> tuple[Scene, bool]:
         given = {"image": image, "query": query, "fixation": fixation, "labels": labels}
+        levels = image.levels if isinstance(image, Pyramid) else (image,)
+        for value in (*levels, relevance, query, fixation, labels):
+            checks.no_vmap(value, type(self).__name__, "pass all images as one batch.")
         for need in self.needs:
             if need != "relevance" and given[need] is None:
                 raise InputError(f"{type(self).__name__} needs {need}; pass {need}=.")
@@ -582,6 +593,8 @@ def register(allocator: A) -> A:
     """
     if not (isinstance(allocator, type) and issubclass(allocator, Allocator)):
         raise InputError(f"{allocator!r} is no class of allocators; derive it from gpu_lod.allocate.Allocator.")
+    if inspect.isabstract(allocator):
+        raise InputError(f"{allocator.__name__} has no choose() of its own; give it one.")
     there = _registry.get(allocator.__name__, allocator)
     if (there.__module__, there.__qualname__) != (allocator.__module__, allocator.__qualname__):
         # The same one again is a notebook's cell that is run anew.

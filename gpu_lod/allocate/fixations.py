@@ -31,7 +31,7 @@ def find_fixations(
         along each side. Then relevance within the radius is inhibited (inhibition of return): multiplied by
         1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak is never within
         the radius of the first while there are others. With less of it, what is far above the rest may be looked at
-        again.
+        again. No gradients.
 
     Raises:
         InputError: no map, NaN, a count not from 1 to 1024, a radius below 0, or an inhibition outside [0, 1].

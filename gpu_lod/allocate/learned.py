@@ -23,6 +23,9 @@ class Learned(nn.Module, Allocator):
         nn.Module.__init__(self)
         Allocator.__init__(self, budget, patch, pool)
 
+    def extra_repr(self) -> str:
+        return Allocator.extra_repr(self)  # torch's module has one that says nothing
+
     def forward(self, *args: Any, **kwargs: Any) -> TokenSet:
         return Allocator.__call__(self, *args, **kwargs)
 

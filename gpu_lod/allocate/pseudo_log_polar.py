@@ -41,7 +41,7 @@ class PseudoLogPolar(Learned):
         fovea: share of the centres that start in it.
         sigma: of the fovea, in units of the longer side.
         temperatures: T in training and in running (`train()` and `eval()`).
-        Without a fixation, the peak of relevance is one (`find_fixations`).
+        Without a fixation, the peak of relevance is one (`find_fixations`), through which there are no gradients.
 
     Source: Vogel (1979) for the angles of the fovea; soft assignment as in Agustsson et al., "Soft-to-Hard Vector
         Quantization" (2017).

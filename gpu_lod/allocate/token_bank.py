@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from gpu_lod import checks, precision
 from gpu_lod.allocate.base import Allocator, Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.token_set import TokenSet
+from gpu_lod.token_set import TokenSet, device_of
+
+_TENSORS = ("sites", "scores", "patches", "offsets", "weights")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedTokens:
     """The tokens of a batch, as many of each image as it was given: image after image, each by relevance, high first.
+    It is a pytree.
 
     Shape: sites [T, 3], scores [T], patches [T, C, P, P] or None where no image was given, weights [T, Hg Wg] or None
         (see `TokenSet`), T the sum over all images; offsets [B + 1], int32: image b has tokens offsets[b] to
@@ -52,9 +57,41 @@ class PackedTokens:
         parts = zip(self.sites.split(sizes), self.scores.split(sizes), patches, weights, strict=True)
         return [TokenSet(sites, scores, pixels, self.patch, shares) for sites, scores, pixels, shares in parts]
 
+    def clone(self) -> PackedTokens:
+        """The same in memory of its own."""
+        return self._each(torch.Tensor.clone)
+
+    def detach(self) -> PackedTokens:
+        """The same tensors without their gradients."""
+        return self._each(torch.Tensor.detach)
+
+    def to(self, device: torch.device | str | int) -> PackedTokens:
+        """The same on a device."""
+        where = device_of(device)
+        return self._each(lambda value: value.to(where))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedTokens:
+        changed: PackedTokens = _pytree.tree_map(change, self)
+        return changed
+
     def __repr__(self) -> str:
         what = "no patches" if self.patches is None else f"patches {tuple(self.patches.shape)}"
         return f"<PackedTokens of {len(self.offsets) - 1} images, sites {tuple(self.sites.shape)}, {what}>"
+
+
+def _flatten(packed: PackedTokens) -> tuple[list[object], tuple[int, int, str]]:
+    there = [name for name in _TENSORS if getattr(packed, name) is not None]
+    return [getattr(packed, name) for name in there], (packed.patch, packed.longest, " ".join(there))
+
+
+def _unflatten(values: Iterable[Any], context: tuple[int, int, str]) -> PackedTokens:
+    patch, longest, there = context
+    tensors: dict[str, Any] = dict.fromkeys(_TENSORS) | dict(zip(there.split(), values, strict=True))
+    return PackedTokens(**tensors, patch=patch, longest=longest)
+
+
+_pytree.register_pytree_node(PackedTokens, _flatten, _unflatten, serialized_type_name="gpu_lod.PackedTokens")
+torch.serialization.add_safe_globals([PackedTokens])  # torch.load's weights_only
 
 
 class TokenBank:
@@ -90,6 +127,8 @@ class TokenBank:
         query: torch.Tensor | None = None,
         fixation: Any = None,
         labels: torch.Tensor | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> PackedTokens:
         """Share, choose sites, and read the patches there. It takes what the allocator takes.
 
@@ -118,11 +157,11 @@ class TokenBank:
         if scene.image is not None:
             if weights is None or not self.allocator.blends:
                 # For all at once: a pyramid cannot be parted, and a chain is made once.
-                read = self.allocator._read(scene, sites if batched else sites[0])
+                read = self.allocator._read(scene, sites if batched else sites[0], mean, std)
                 patches = (read if batched else read[None])[taken]
             else:
                 (read,) = self.allocator._in_parts(
-                    scene, lambda part, own: (self.allocator._blended(part, own),), weights
+                    scene, lambda part, own: (self.allocator._blended(part, own, mean, std),), weights
                 )
                 patches = read[taken]
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

@@ -45,8 +45,8 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
             f"{type(model).__name__} is no transformers model whose attention has a k_proj. Pass CLIPVisionModel, "
             "SiglipVisionModel or one like them, or hand attention maps of your own to the pruners."
         )
-    if not -len(names) <= layer < len(names):
-        raise InputError(f"layer is {layer}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
+    if not isinstance(layer, int) or not -len(names) <= layer < len(names):
+        raise InputError(f"layer is {layer!r}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
     part: Any = model.get_submodule(names[layer])
     tower: Any = model
     whole = model.get_submodule(names[layer].rpartition(".")[0])

@@ -94,7 +94,7 @@ def normalisation(processor: Any, channels: int) -> tuple[tuple[float, ...], tup
         means, stds = [0.0] * channels, [1.0] * channels
     rescale = getattr(processor, "rescale_factor", None) if getattr(processor, "do_rescale", True) else 1.0
     unit = 255 * (1 / 255 if rescale is None else checks.number(rescale, "rescale_factor"))
-    mean, std = (
-        checks.numbers(list(values), f"image_{name}", channels) for name, values in (("mean", means), ("std", stds))
-    )
+    if not unit:
+        raise InputError("rescale_factor is 0, which leaves nothing of a picture. Pass mean= and std= instead.")
+    mean, std = (checks.numbers(values, f"image_{name}", channels) for name, values in (("mean", means), ("std", stds)))
     return tuple(value / unit for value in mean), tuple(value / unit for value in std)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gpu_lod import checks
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.vlm.adapters import Encoded, adapter_for
 from gpu_lod.vlm.adapters.qwen import Qwen3, Qwen25
@@ -106,6 +107,7 @@ def _with_run(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, image: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each row with `count` image tokens in the place of its run: ids, mask, and where the runs begin."""
+    input_ids = checks.dense(input_ids, "input_ids")
     if input_ids.ndim != 2 or input_ids.is_floating_point():
         raise InputError(f"input_ids are {input_ids.dtype} {tuple(input_ids.shape)}; expected integers [B, L].")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask

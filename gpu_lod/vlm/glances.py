@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ def glances(
     *,
     radius: float = 0.15,
     inhibition: float = 1.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> tuple[TokenSet, ...]:
     """What an allocator takes at one fixation after the other, no site twice: `count` token sets of its budget each.
 
@@ -41,6 +44,7 @@ def glances(
     Args:
         radius: in units of the longer side.
         inhibition: 1 is complete, 0 none.
+        mean, std: as an allocator takes them.
 
     Raises:
         InputError: an allocator that blends, whose tokens have no site of their own; more tokens in all than level-0
@@ -52,7 +56,7 @@ def glances(
     scene, batched = _scene(allocator, image, relevance, query, labels)
     _room(scene, count * allocator.budget)
     chosen = _successive(allocator, scene, count, radius, inhibition, scene.relevance.new_zeros(scene.batch, 0, 3))
-    whole = _tokens(scene, batched, allocator.patch, chosen)
+    whole = _tokens(scene, batched, allocator.patch, chosen, mean, std)
     return tuple(_part(whole, i * allocator.budget, (i + 1) * allocator.budget) for i in range(count))
 
 
@@ -146,11 +150,13 @@ class Glances:
         image: torch.Tensor | Pyramid | None = None,
         relevance: torch.Tensor | None = None,
         query: torch.Tensor | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> TokenSet:
         """The coarse glance alone."""
         if relevance is not None and "relevance" not in self.base.needs:
             relevance = torch.ones_like(checks.dense(relevance, "relevance"))
-        return self.base(image, relevance, self._asked(query))
+        return self.base(image, relevance, self._asked(query), mean=mean, std=std)
 
     def _asked(self, query: torch.Tensor | None) -> torch.Tensor | None:
         """The query may be the second glance's alone."""
@@ -163,6 +169,8 @@ class Glances:
         relevance: torch.Tensor | None = None,
         attention: torch.Tensor | None = None,
         query: torch.Tensor | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> Glanced:
         """Both glances.
 
@@ -171,6 +179,7 @@ class Glances:
 
         Args:
             attention: of the coarse pass; None takes the relevance on the grid instead.
+            mean, std: as an allocator takes them.
         """
         scene, batched = _scene(self.base, image, relevance, self._asked(query), None)
         if "relevance" not in self.base.needs:
@@ -189,14 +198,14 @@ class Glances:
                 raise InputError(f"attention is {tuple(attention.shape)}; expected [{scene.batch}, N].")
         bought = (entropy > self.threshold).to(scene.device)
         sites, scores, *_ = self.base.choose(scene)
-        first = _tokens(scene, batched, self.base.patch, [(sites, scores)])
+        first = _tokens(scene, batched, self.base.patch, [(sites, scores)], mean, std)
         second = _blank(first, self.more.budget)
         if len(index := bought.nonzero()[:, 0]):
             fine = _some(fine, index)
             if later:
                 fine, _ = _scene(self.more, fine.image, None, fine.query, None)
             chosen = _successive(self.more, fine, 1, 0.15, 1.0, sites[index])
-            second = _spread(second, index, _tokens(fine, batched, self.more.patch, chosen))
+            second = _spread(second, index, _tokens(fine, batched, self.more.patch, chosen, mean, std))
         tokens = _joined(first, second)
         return Glanced(tokens, *((bought, entropy) if batched else (bought[0], entropy[0])), self.base.budget)
 
@@ -227,7 +236,7 @@ def _successive(
     allocator: Allocator, scene: Scene, count: int, radius: float, inhibition: float, taken: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Sites and scores of `count` glances, none of them at a site of `taken` [B, T, 3] or of another."""
-    if not 0 <= inhibition <= 1:
+    if not 0 <= checks.number(inhibition, "inhibition") <= 1:
         raise InputError(f"inhibition is {inhibition}; expected a part from 0 to 1.")
     points = find_fixations(scene.relevance, count, radius=radius, inhibition=inhibition)
     chosen = []
@@ -284,15 +293,23 @@ def _cells(scene: Scene, sites: torch.Tensor) -> torch.Tensor:
     return torch.where(hit, found[1] * columns + found[0], rows * columns)
 
 
-def _tokens(scene: Scene, batched: bool, patch: int, chosen: list[tuple[torch.Tensor, torch.Tensor]]) -> TokenSet:
+def _tokens(
+    scene: Scene,
+    batched: bool,
+    patch: int,
+    chosen: list[tuple[torch.Tensor, torch.Tensor]],
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> TokenSet:
     """All glances in one, their patches read at once."""
     sites, scores = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
     if not batched:
         sites, scores = sites[0], scores[0]
     patches = None
     if scene.image is not None:
-        at = sites if scene.top.is_floating_point() else sites.detach()  # counts have no gradients
-        patches = gather_patches(scene.image, at, patch)
+        counts = not scene.top.is_floating_point() and mean is None and std is None
+        # Counts have no gradients.
+        patches = gather_patches(scene.image, sites.detach() if counts else sites, patch, mean=mean, std=std)
     return TokenSet(sites, scores, patches, patch)
 
 

@@ -167,5 +167,6 @@ def _slots(owner: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _check(values: torch.Tensor, like: torch.Tensor) -> None:
+    checks.dense(values, "values")
     if values.shape[:2] != like.shape:
         raise InputError(f"values are {tuple(values.shape)}; expected [{like.shape[0]}, {like.shape[1]}, ...].")

@@ -50,7 +50,8 @@ class ContextualizedRelevance(nn.Module):
         one (5, 10, 11) are standardised over each picture's grid; the participatory head takes the semantic channels
         (17-32) as they are, the query brought to their width, and the product of both. Each head is a perceptron of one
         hidden layer with a sigmoid; a softmax over the heads, from [query, gestalt], weighs them. Under autocast they
-        compute and answer in its dtype, as layers of torch do; the maps are made in fp32.
+        compute and answer in its dtype, as layers of torch do, and else in that of their weights; the maps are made in
+        fp32.
 
     Args:
         width: D.
@@ -100,14 +101,15 @@ class ContextualizedRelevance(nn.Module):
             )
         else:
             whole = cells.mean((1, 2))
-        features = cells[..., PARTICIPATORY]
-        wanted = self.asked(asked)[:, None, None].expand_as(features)
+        kind = self.asked.weight.dtype  # of the layers, which .half() and .double() change
+        features = cells[..., PARTICIPATORY].to(kind)
+        wanted = self.asked(asked.to(kind))[:, None, None].expand_as(features)
         heads = [
-            self.propositional(_standardised(cells[..., PROPOSITIONAL])),
-            self.perspectival(_standardised(cells[..., PERSPECTIVAL])),
+            self.propositional(_standardised(cells[..., PROPOSITIONAL]).to(kind)),
+            self.perspectival(_standardised(cells[..., PERSPECTIVAL]).to(kind)),
             self.participatory(torch.cat([features, wanted, features * wanted], dim=-1)),
         ]
-        weights = self.weigh(torch.cat([asked, whole], dim=-1)).softmax(-1)
+        weights = self.weigh(torch.cat([asked, whole], dim=-1).to(kind)).softmax(-1)
         each = torch.cat(heads, dim=-1).permute(0, 3, 1, 2)
         found = Relevance((weights[:, :, None, None] * each).sum(1), each, weights)
         return found if source.ndim == 4 else Relevance(*(part[0] for part in found))
@@ -128,6 +130,8 @@ def _row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tenso
         raise InputError(
             f"{name} is {values.dtype} {tuple(values.shape)}; expected floats [{batch}, {width}] or [{width}]."
         )
+    if checks.readable(values) and not torch.isfinite(values.detach()).all():
+        raise InputError(f"{name} holds NaN or infinities; expected finite numbers.")
     if torch.is_grad_enabled():
         (values,) = dispatch.keepable(values)
     return values.float().expand(batch, width)

@@ -22,7 +22,18 @@ class Selection(NamedTuple):
     """[B, K], exactly 1 each; their gradient is that of the soft top-k"""
 
     def take(self, features: torch.Tensor) -> torch.Tensor:
-        """Of [B, N, D] those that were chosen, [B, K, D], times their weights: through it a loss reaches relevance."""
+        """Of [B, N, D] those that were chosen, [B, K, D], times their weights: through it a loss reaches relevance.
+
+        Raises:
+            InputError: features of another batch, or of fewer than were chosen from.
+        """
+        features = checks.dense(features, "features")
+        # On a GPU nobody waits to know; there torch's kernel finds out.
+        least = int(checks.values(self.indices).max()) + 1 if checks.on_host(self.indices) else 1
+        if features.ndim != 3 or features.shape[0] != len(self.indices) or features.shape[1] < least:
+            raise InputError(
+                f"features are {tuple(features.shape)}; expected [{len(self.indices)}, N, D], N of {least} or more."
+            )
         rows = torch.arange(len(self.indices), device=self.indices.device)[:, None]
         return features[rows, self.indices] * self.weights[..., None].to(features.dtype)
 
@@ -86,6 +97,8 @@ class GumbelTopK(nn.Module):
         super().__init__()
         self.count = checks.integer(count, "count", at_least=1)
         self.temperature = checks.number(temperature, "temperature")
+        if self.temperature <= 0:
+            raise InputError(f"temperature is {temperature}; expected a positive number, in units of relevance.")
         self.noise = _noise(noise)
 
     def forward(self, relevance: torch.Tensor, generator: torch.Generator | None = None) -> Selection:

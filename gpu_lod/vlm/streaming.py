@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class TokenMemory:
         patience: in frames; None is for ever.
         motion: how much change refreshes a patch: the mean absolute difference of luma (channel 10 of `feature_maps`)
             over it from frame to frame, added up since it was read; luma is in [0, 1].
+        mean, std: as an allocator takes them.
 
     Source: priority and eviction as in streaming texture pools; Mayer, "Virtual Texturing" (2010). The margin is a
         Schmitt trigger's.
@@ -60,12 +62,15 @@ class TokenMemory:
         margin: float = 0.5,
         patience: int | None = 8,
         motion: float = 0.02,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> None:
         self._grid = GridTopK(budget, patch, pool)
         self.budget, self.patch = self._grid.budget, self._grid.patch
         self.margin, self.motion = checks.number(margin, "margin"), checks.number(motion, "motion")
         if self.margin < 0 or self.motion < 0:
             raise InputError(f"margin is {margin} and motion {motion}; expected 0 or more.")
+        self.mean, self.std = mean, std
         self.patience = None if patience is None else checks.integer(patience, "patience", at_least=1)
         self.reset()
 
@@ -96,14 +101,17 @@ class TokenMemory:
             self._cells = ordered(scene.relevance.flatten(1), self.budget)[1]
             self._waited = torch.zeros_like(scene.relevance, dtype=torch.int32).flatten(1)
             self._moved = torch.zeros(self._cells.shape, dtype=torch.float32, device=scene.device)
-            self._patches = frame.new_zeros(*self._cells.shape, frame.shape[1], self.patch, self.patch)
+            stays = frame.is_floating_point() or (self.mean is None and self.std is None)
+            shape = (*self._cells.shape, frame.shape[1], self.patch, self.patch)
+            self._patches = frame.new_zeros(shape, dtype=frame.dtype if stays else torch.float32)
             replaced = torch.ones_like(self._cells, dtype=torch.bool)
         else:
             _same(frame, before)
             replaced = self._exchange(scene)
             change = pooled(motion_map(frame, before).abs(), self.patch).flatten(1)
             self._moved = self._moved + change.gather(1, self._cells)
-        refreshed = torch.ones_like(replaced) if refresh else replaced | (self._moved > self.motion)
+        # NaN, as of a broken frame, is no small change.
+        refreshed = torch.ones_like(replaced) if refresh else replaced | ~(self._moved <= self.motion)
         self._moved = self._moved.masked_fill(refreshed, 0)
         sites = scene.sites(0, self._cells)
         self._patches = self._read(frame, sites, refreshed)
@@ -128,6 +136,9 @@ class TokenMemory:
         self._cells = torch.where(left, new.gather(1, (left.cumsum(1) - 1).clamp(min=0)), self._cells)
         return left
 
+    def _gathered(self, frame: torch.Tensor, sites: torch.Tensor) -> torch.Tensor:
+        return gather_patches(frame, sites, self.patch, mean=self.mean, std=self.std)
+
     def _read(self, frame: torch.Tensor, sites: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The stored patches, the wanted ones read anew; of each video as many as of the one with the most."""
         most = int(wanted.sum(1).max())
@@ -135,7 +146,7 @@ class TokenMemory:
             return self._patches
         slots = torch.sort(wanted.byte(), dim=1, descending=True, stable=True).indices[:, :most]
         rows = torch.arange(len(frame), device=frame.device)[:, None]
-        new = gather_patches(frame, sites[rows, slots], self.patch)
+        new = self._gathered(frame, sites[rows, slots])
         held = self._patches[rows, slots]
         fits = wanted[rows, slots][..., None, None, None]
         return self._patches.index_put((rows, slots), torch.where(fits, new, held))

@@ -39,7 +39,8 @@ class Trainer:
         log: write the loss and the learning rate to the folder for TensorBoard.
 
     Raises:
-        CheckpointError: a checkpoint of another configuration, of other parameters, or that cannot be read.
+        CheckpointError: a checkpoint of another configuration or optimizer, of other parameters, or that cannot be
+            read; a folder that cannot be made.
         UnsupportedError: a log without TensorBoard.
     """
 
@@ -60,7 +61,10 @@ class Trainer:
         except (TypeError, ValueError) as error:
             raise InputError(f"config is not JSON ({error}). Use numbers, strings, lists and dicts.") from None
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be made a folder: {error.strerror}. Use another.") from None
         self.losses: list[float] = []
         self._random: Mapping[str, Any] | None = None
         if self.path.exists():
@@ -85,7 +89,7 @@ class Trainer:
                 torch's, numpy's or Python's own random numbers: what another generator holds is not resumed.
 
         Raises:
-            InputError: a loss that is no finite scalar: the last checkpoint is from before it.
+            InputError: a loss that is no finite scalar with gradients: the last checkpoint is from before it.
         """
         steps = checks.integer(steps, "steps", at_least=0)
         if self._random is not None:  # not before: what is made between may draw too
@@ -94,6 +98,12 @@ class Trainer:
         while self.step < steps:
             self.optimizer.zero_grad(set_to_none=True)
             value = loss(self.step)
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                what = "has no gradients" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+                raise InputError(
+                    f"the loss of step {self.step} {what}; expected a tensor of one number that follows from the "
+                    "module's parameters."
+                )
             if value.numel() != 1 or not torch.isfinite(value.detach()).all():
                 raise InputError(
                     f"the loss of step {self.step} is {value.detach()}; expected one finite number. Lower the learning "
@@ -118,6 +128,7 @@ class Trainer:
             "losses": self.losses,
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "kind": type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "random": _random_state(),
         }
@@ -139,7 +150,8 @@ class Trainer:
         try:
             # Tensors and plain values only: a checkpoint cannot run code.
             state = torch.load(self.path, map_location="cpu", weights_only=True)
-            config = state["config"]
+            config, scheduler, kind = state["config"], state["scheduler"], state["kind"]
+            losses, noise = list(state["losses"]), state["random"]
         except Exception as error:  # unpickling raises what it likes
             raise CheckpointError(f"{self.path} cannot be read as a checkpoint ({error}). {way_out}") from None
         if config != self.config:
@@ -150,18 +162,20 @@ class Trainer:
                 if before.get(key) != now.get(key) or (key in before) != (key in now)
             ]
             raise CheckpointError(f"{self.path} is of another configuration: {'; '.join(apart)}. {way_out}")
-        if (state["scheduler"] is None) != (self.scheduler is None):
-            which = "no scheduler" if state["scheduler"] is None else "a scheduler"
+        if (scheduler is None) != (self.scheduler is None):
+            which = "no scheduler" if scheduler is None else "a scheduler"
             raise CheckpointError(f"{self.path} is of a run with {which}, unlike this one. {way_out}")
+        if kind != type(self.optimizer).__name__:
+            mine = type(self.optimizer).__name__
+            raise CheckpointError(f"{self.path} is of a run with the optimizer {kind}, not {mine}. {way_out}")
         try:
             self.module.load_state_dict(state["module"])
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
+                self.scheduler.load_state_dict(scheduler)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{self.path} is of other parameters ({error}). {way_out}") from None
-        self.losses = list(state["losses"])
-        self._random = state["random"]
+        self.losses, self._random = losses, noise
 
 
 def _random_state() -> dict[str, Any]:
