@@ -115,6 +115,12 @@ def test_a_bank_normalises() -> None:
     torch.testing.assert_close(first.patches, single.patches[0])
 
 
+def test_parameters_are_for_one_budget() -> None:
+    allocator = allocate.PseudoLogPolar(4)
+    allocator.budget = 5
+    refuse("PseudoLogPolar has parameters for a budget of 4, not 5", allocator, IMAGE)
+
+
 def test_allocators_say_what_they_are() -> None:
     assert repr(allocate.GridTopK(9, 4)) == "GridTopK(budget=9, patch=4, pool='mean')"
     assert "budget=9, patch=14" in repr(allocate.SoftVortex(9))

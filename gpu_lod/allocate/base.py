@@ -285,7 +285,12 @@ class Allocator(ABC):
             )
         shapes = [(scene.batch, self.budget, 3), (scene.batch, self.budget)]
         shapes += [(*shapes[1], scene.grid[0] * scene.grid[1])] * self.blends
-        if [tuple(values.shape) for values in found[: len(shapes)]] != shapes:  # of an allocator of the caller's
+        if [tuple(values.shape) for values in found[: len(shapes)]] != shapes:
+            if self._of_the_package:  # whose budget was changed
+                raise InputError(
+                    f"{type(self).__name__} has parameters for a budget of {found[1].shape[1]}, not {self.budget}. "
+                    "Make another one for that."
+                )
             raise InputError(
                 f"choose() of {type(self).__name__} gave {', '.join(str(tuple(values.shape)) for values in found)}; "
                 f"expected sites, scores{' and weights' * self.blends} of {', '.join(map(str, shapes))}: exactly "
@@ -350,13 +355,18 @@ class Allocator(ABC):
             sites = sites.detach()  # counts have no gradients
         if not self._by_kernel(image, sites):
             return gather_patches(image, sites, self.patch, **how)
-        if not type(self).choose.__module__.startswith(__package__) and checks.readable(sites):
+        if not self._of_the_package and checks.readable(sites):
             checks.highest_level(sites)  # which the kernel does not look at
         source = Pyramid((image,)) if finest and not isinstance(image, Pyramid) else image
         found = by_kernel.attempt(
             sites.device, lambda: gather_patches(source, sites, self.patch, backend="cuda", **how), waits=True
         )
         return gather_patches(image, sites, self.patch, **how) if found is None else found
+
+    @property
+    def _of_the_package(self) -> bool:
+        """Else it chooses as its author will."""
+        return type(self).choose.__module__.startswith(__package__)
 
     @staticmethod
     def _by_kernel(image: Any, sites: torch.Tensor) -> bool:
