@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpu_lod import allocate as allocators
-from gpu_lod.allocate.base import label_maps
+from gpu_lod.allocate.scene import label_maps
 from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.rebuild import Rebuilt, psnr, rebuild
 from gpu_lod.saliency import unit

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 Pool = Literal["mean", "max"]
+Coarser = Literal["max", "sum"]
 
 
 def starts_of(n: int, patch: int) -> list[int]:
@@ -31,3 +34,17 @@ def along(values: torch.Tensor, dim: int, patch: int, pool: Pool = "mean") -> to
     last = values.narrow(dim, n - side, side)
     last = last.amax(dim, keepdim=True) if pool == "max" else last.mean(dim, keepdim=True)
     return torch.cat([found, last], dim)
+
+
+def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
+    """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the 1 to 4 children of each node."""
+    height, width = values.shape[-2:]
+    bottom, right = height % 2, width % 2
+
+    def padded(x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+        # F.pad copies even where there is nothing to pad.
+        return (F.pad(x, (0, right, 0, bottom), value=value) if bottom or right else x)[:, None]
+
+    if pool == "max":
+        return F.max_pool2d(padded(values, -math.inf), 2)[:, 0]
+    return F.avg_pool2d(padded(values), 2, divisor_override=1)[:, 0]

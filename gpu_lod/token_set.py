@@ -149,20 +149,24 @@ def blended(weights: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         return weights.to(features.dtype) @ features
 
 
-def _flatten(tokens: TokenSet) -> tuple[list[object], tuple[int, str]]:
-    """What is there: functions of tensors are mapped over it, and None is none."""
-    there = [name for name in _TENSORS if getattr(tokens, name) is not None]
-    return [getattr(tokens, name) for name in there], (tokens.patch, " ".join(there))
+def register_tree(kind: type[Any], tensors: tuple[str, ...], *constants: str) -> None:
+    """Make a frozen dataclass a pytree of the tensors that are there, and known to torch.load's weights_only."""
+
+    def flatten(value: Any) -> tuple[list[object], tuple[object, ...]]:
+        # Functions of tensors are mapped over what is there, and None is none.
+        there = [name for name in tensors if getattr(value, name) is not None]
+        return [getattr(value, name) for name in there], (*(getattr(value, name) for name in constants), *there)
+
+    def unflatten(values: Iterable[object], context: tuple[Any, ...]) -> Any:
+        kept, there = context[: len(constants)], context[len(constants) :]
+        fields = dict.fromkeys(tensors) | dict(zip(there, values, strict=True))
+        made = object.__new__(kind)  # unchecked: tree_map may put anything here
+        for name, value in (fields | dict(zip(constants, kept, strict=True))).items():
+            object.__setattr__(made, name, value)
+        return made
+
+    _pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=f"gpu_lod.{kind.__name__}")
+    torch.serialization.add_safe_globals([kind])
 
 
-def _unflatten(values: Iterable[object], context: tuple[int, str]) -> TokenSet:
-    patch, there = context
-    fields = dict.fromkeys(_TENSORS) | dict(zip(there.split(), values, strict=True)) | {"patch": patch}
-    tokens = object.__new__(TokenSet)  # tree_map may put anything here
-    for name, value in fields.items():
-        object.__setattr__(tokens, name, value)
-    return tokens
-
-
-_pytree.register_pytree_node(TokenSet, _flatten, _unflatten, serialized_type_name="gpu_lod.TokenSet")
-torch.serialization.add_safe_globals([TokenSet])  # torch.load's weights_only
+register_tree(TokenSet, _TENSORS, "patch")

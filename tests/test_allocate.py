@@ -27,9 +27,9 @@ from test_gpu_allocate import agree, choices, needed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
-from gpu_lod.allocate import base, node_losses, tree_cut
-from gpu_lod.allocate.base import cells_of
+from gpu_lod.allocate import base, node_losses, ordering, tree_cut
 from gpu_lod.allocate.heat_diffusion import steady_state
+from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 
@@ -237,7 +237,8 @@ def test_no_operation_more_for_more_pictures_or_nodes(name: str, monkeypatch: py
     for module, name_ in (("mipmap", "AT_ONCE"), ("gather_patches", "_AT_ONCE")):
         monkeypatch.setattr(importlib.import_module(f"gpu_lod.{module}"), name_, 2**40)
     monkeypatch.setattr(importlib.import_module("gpu_lod.oriented_energy"), "_BAND", (2**40, 2**40))
-    monkeypatch.setattr(base, "_MANY", 2**40)  # of many numbers the highest are found by other operations than of few
+    # Of many numbers the highest are found by other operations than of few.
+    monkeypatch.setattr(ordering, "_MANY", 2**40)
 
     def operations(batch: int, side: int) -> int:
         allocator = lod.allocate.make(name, 40, 4)
@@ -543,7 +544,7 @@ def test_the_highest_are_those_of_a_stable_sort(count: int) -> None:
         odd[:2][torch.randint(2, (2, 2048), generator=generator)],
         torch.randn(2, 2048, generator=generator).mul(3).round().requires_grad_(),
     ):
-        found, index = base.ordered(scores, count)
+        found, index = ordering.ordered(scores, count)
         values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
         assert torch.equal(index, places[..., :count]) and torch.equal(found, values[..., :count])
         assert found.requires_grad == scores.requires_grad
@@ -552,9 +553,9 @@ def test_the_highest_are_those_of_a_stable_sort(count: int) -> None:
 def test_convention_a_site_on_an_edge_is_in_the_cell_after_it() -> None:
     """Whatever the division rounds to: 16 rows of a picture of 32 cells are all on edges."""
     for patch in range(2, 64):
-        scene = base.Scene((32 * patch, 32 * patch), patch, torch.arange(32.0).expand(1, 32, 32), *[None] * 4)
+        scene = Scene((32 * patch, 32 * patch), patch, torch.arange(32.0).expand(1, 32, 32), *[None] * 4)
         sites = ((torch.arange(16) + 0.5) / 16)[None, :, None].expand(1, 16, 2)
-        assert base.at_sites(scene, scene.relevance, sites)[0].tolist() == list(range(1, 32, 2))
+        assert ordering.at_sites(scene, scene.relevance, sites)[0].tolist() == list(range(1, 32, 2))
 
 
 def test_random_differs_by_its_seed() -> None:

@@ -16,10 +16,10 @@ from images import noise
 
 import gpu_lod as lod
 from gpu_lod.allocate import node_losses
-from gpu_lod.allocate.base import Scene, cells_of
 from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.frequency_aware import energies, given_away, served
 from gpu_lod.allocate.hybrid_atlas import majority, runs, squares
+from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.wavelet import band_energies
 from gpu_lod.errors import InputError, UnsupportedError

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
 from gpu_lod import by_kernel, cached, checks
-from gpu_lod.allocate import base
+from gpu_lod.allocate import ordering
 from gpu_lod.errors import CaptureError, GpuLodWarning, InputError, KernelError, LimitError, PyramidChangedError
 from gpu_lod.kernels import cortical, device, spirals
 
@@ -259,7 +259,7 @@ def test_patches_are_read_by_torch_where_kernels_fail(
 ) -> None:
     """Which is told once."""
     monkeypatch.setattr(by_kernel, "_failed", set())
-    monkeypatch.setattr(base, "_by_kernel", lambda *_: None)  # which would be the first to fail
+    monkeypatch.setattr(ordering, "_by_kernel", lambda *_: None)  # which would be the first to fail
     allocator, what = given("GridTopK")
     emulated.fail["launch"] = LimitError("too large")
     expected = allocator(**what)  # no word of that: the next one may be smaller

@@ -172,7 +172,7 @@ class Asking(base.Allocator):
 
     needs: ClassVar[tuple[base.Need, ...]] = ("query", "labels")
 
-    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, torch.Tensor]:
         assert scene.query is not None and scene.labels is not None
         scores = torch.stack([scene.query.sum(), scene.labels.sum().float()])[None]
         return torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 1.0]]]), scores
@@ -185,7 +185,7 @@ class Hinted(Asking):
     takes: ClassVar[tuple[base.Need, ...]] = ("query",)
     query_width = 4
 
-    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.zeros(1) if scene.query is None else scene.query.sum(1)
         return torch.tensor([[[0.5, 0.5, 0.0]]]), total[None]
 
@@ -197,7 +197,7 @@ class Drawn(allocators.Learned):
         super().__init__(budget, patch)
         self.weight = torch.nn.Parameter(torch.rand(1))
 
-    def choose(self, scene: base.Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, torch.Tensor]:
         score = self.weight + self.training
         return torch.full((1, self.budget, 3), 0.5), score.expand(1, self.budget)
 
@@ -267,7 +267,7 @@ def test_blends_of_counts_are_compared_in_fractions(monkeypatch: pytest.MonkeyPa
     class Blended(allocators.GridTopK):
         blends: ClassVar[bool] = True
 
-        def choose(self, scene: base.Scene) -> Any:
+        def choose(self, scene: lod.allocate.Scene) -> Any:
             index = torch.arange(self.budget)
             weights = torch.eye(scene.grid[0] * scene.grid[1])[None, : self.budget]
             return scene.sites(0, index)[None], torch.ones(1, self.budget), weights

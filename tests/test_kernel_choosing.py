@@ -12,10 +12,10 @@ import torch
 from cuda_emulator import ASCENDING, COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
-from gpu_lod.allocate.base import ordered
 from gpu_lod.allocate.fixations import peaks_of
 from gpu_lod.allocate.frequency_aware import given_away, served
 from gpu_lod.allocate.learned import _threshold, soft_top_k
+from gpu_lod.allocate.ordering import ordered
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.allocate.stratified import ranks_within, shared_out
 from gpu_lod.errors import LimitError

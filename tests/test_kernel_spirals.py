@@ -11,9 +11,9 @@ import torch
 from cuda_emulator import COMPILER, DESCENDING, SHUFFLED, EmulatedDevice
 
 import gpu_lod as lod
-from gpu_lod.allocate import base
-from gpu_lod.allocate.base import Scene
+from gpu_lod.allocate import ordering
 from gpu_lod.allocate.peak_cells import PeakCells, _held
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels import device, sources, spirals
 
@@ -221,7 +221,7 @@ def test_of_sites_that_enter_at_once_the_first_are_taken(
         return fill(self, (1.0 + law(torch.arange(enters.shape[-1]))).expand_as(enters), needed)
 
     monkeypatch.setattr(PeakCells, "fill", tied)
-    monkeypatch.setattr(base, "_by_kernel", lambda *_: None)  # of whose kernel nothing is changed
+    monkeypatch.setattr(ordering, "_by_kernel", lambda *_: None)  # of whose kernel nothing is changed
     scene = scene_of(torch.rand(1, 24, 31))
     for budget in (1, 2, 10, 97, 300):
         cells = PeakCells(scene, 3, budget)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import gpu_lod as lod
-from gpu_lod.allocate.base import Scene
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

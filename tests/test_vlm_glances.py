@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gpu_lod as lod
 from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Random, Stratified, find_fixations
-from gpu_lod.allocate.base import Scene
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.vlm import Glances, attention_entropy, glances
 from gpu_lod.vlm.glances import _cells

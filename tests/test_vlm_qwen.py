@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import gpu_lod as lod
-from gpu_lod.allocate.base import Scene
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError, LimitError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from gpu_lod.allocate.base import Need, Scene
+from gpu_lod.allocate.base import Need
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
+from gpu_lod.allocate.scene import Scene
 
 EVEN = 1e6
 """An e0 beyond which there is no eccentricity: magnification is 1 everywhere."""

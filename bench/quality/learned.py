@@ -26,9 +26,10 @@ import torch
 
 from gpu_lod.allocate.adaptive_stratified import COARSEST, FINEST
 from gpu_lod.allocate.adaptive_stratified import AdaptiveStratified as Adaptive
-from gpu_lod.allocate.base import Need, Scene
+from gpu_lod.allocate.base import Need
 from gpu_lod.allocate.losses import dead_bin_loss
 from gpu_lod.allocate.pseudo_log_polar import PseudoLogPolar as Retina
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.soft_top_k_coverage import SoftTopKCoverage as Coverage
 from gpu_lod.allocate.soft_vortex import SoftVortex as Soft
 from gpu_lod.allocate.stratified import Stratified

@@ -7,7 +7,7 @@
 """
 
 from gpu_lod.allocate.adaptive_stratified import AdaptiveStratified
-from gpu_lod.allocate.base import Allocator, Scene, make, names, register
+from gpu_lod.allocate.base import Allocator, make, names, register
 from gpu_lod.allocate.downsample import Downsample
 from gpu_lod.allocate.fixations import find_fixations
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
@@ -22,6 +22,7 @@ from gpu_lod.allocate.losses import coverage_loss, dead_bin_loss, repulsion_loss
 from gpu_lod.allocate.pseudo_log_polar import PseudoLogPolar
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.soft_top_k_coverage import SoftTopKCoverage
 from gpu_lod.allocate.soft_vortex import SoftVortex
 from gpu_lod.allocate.spiral import Spiral

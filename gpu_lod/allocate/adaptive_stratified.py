@@ -9,12 +9,14 @@ from torch import nn
 from torch.distributions import Categorical
 
 from gpu_lod import checks, dispatch
-from gpu_lod.allocate.base import Need, Pool, Scene, register
+from gpu_lod.allocate.base import Need, register
 from gpu_lod.allocate.learned import Learned
 from gpu_lod.allocate.random import MOST_SEED
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import best_of_each, strata_of
 from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
+from gpu_lod.patch_grid import Pool
 
 COARSEST, FINEST = 2, 8
 """Strata along a side."""

@@ -6,163 +6,29 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks, dispatch, heap, precision
-from gpu_lod.allocate.fixations import peaks_of
-from gpu_lod.allocate.scale import HIGHEST, Summable
-from gpu_lod.cached import constant, known, numbers
+from gpu_lod.allocate.scale import HIGHEST
+from gpu_lod.allocate.scene import Scene, cells_of, label_maps
+from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
-from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.vortices import tiles
-from gpu_lod.patch_grid import Pool as Pool
-from gpu_lod.patch_grid import pooled
+from gpu_lod.patch_grid import Pool, pooled
 from gpu_lod.planewise import joined
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.salient_cells import saliency_cells
 from gpu_lod.token_set import TokenSet, blended
 
-Coarser = Literal["max", "sum"]
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
 _registry: dict[str, type[Allocator]] = {}
 A = TypeVar("A", bound="type[Allocator]")
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What an allocator chooses from: a batch, on one device."""
-
-    size: tuple[int, int]
-    """(H, W) in pixels."""
-    patch: int
-    relevance: torch.Tensor
-    """[B, Hg, Wg], fp32; all equal for an allocator that needs none and got none."""
-    fixation: torch.Tensor | None
-    """[B, 2]"""
-    image: torch.Tensor | Pyramid | None
-    query: torch.Tensor | None
-    """[B, D], fp32"""
-    labels: torch.Tensor | None
-    """int64 [B, H, W], or [B, Hg, Wg]"""
-    chain: list[torch.Tensor] = field(default_factory=list)
-    """Levels 1, 2, ... of the image's mean chain, [B, C, h, w], where a choice needed them."""
-
-    @property
-    def batch(self) -> int:
-        return self.relevance.shape[0]
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(Hg, Wg): level-0 patches along each side."""
-        return self.relevance.shape[1], self.relevance.shape[2]
-
-    @property
-    def device(self) -> torch.device:
-        return self.relevance.device
-
-    @property
-    def top(self) -> torch.Tensor:
-        """Level 0 of the image, [B, C, H, W]; raises where there is no image."""
-        if self.image is None:
-            raise InputError("there is no image to look at; pass image=.")
-        top = self.image.levels[0] if isinstance(self.image, Pyramid) else self.image
-        return top if top.ndim == 4 else top[None]
-
-    def pixels(self) -> torch.Tensor:
-        """Level 0 of the image [B, C, H, W], fp32, uint8 over 255."""
-        return unit(self.top)
-
-    def amounts(self) -> torch.Tensor:
-        """Relevance that can be summed: finite, not negative (the least is 0 if it was; -inf is the least there is, and
-        moves nothing else), and not all 0. Very large and very small relevance is scaled, each image by itself. To be
-        read, and not written to: it is made once, but where gradients are asked for."""
-        return self._summable.amounts
-
-    @property
-    def _summable(self) -> Summable:
-        return Summable(self.relevance) if self.relevance.requires_grad else self._made_once
-
-    @cached_property
-    def _made_once(self) -> Summable:
-        return Summable(self.relevance)
-
-    def fixations(self, count: int = 1, **how: float) -> torch.Tensor:
-        """Peaks of relevance, [B, count, 2], in parts of the picture, which the grid may reach over; arguments as in
-        `find_fixations`."""
-        points = peaks_of(self._summable.finite, count, **how)
-        sides = numbers((self.size[1], self.size[0]), points.dtype, points.device)
-        cells = numbers((self.grid[1], self.grid[0]), points.dtype, points.device)
-        half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
-        return torch.minimum(torch.maximum(points * (cells * self.patch / sides), half), 1 - half)
-
-    def split(self, count: int) -> list[Scene]:
-        """Scenes of so many images each, the last of what is left."""
-        given = (None if self.image is None else self.top, self.fixation, self.query, self.labels)
-        parts = [[None] * -(-self.batch // count) if x is None else x.split(count) for x in given]
-        return [
-            replace(self, relevance=relevance, image=image, fixation=fixation, query=query, labels=labels, chain=[])
-            for relevance, image, fixation, query, labels in zip(self.relevance.split(count), *parts, strict=True)
-        ]
-
-    def centres(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x of the centres of each column of level-0 patches, and y of those of each row, in parts of the sides."""
-        rows, columns = self.grid
-        x, y = constant(self.device, centres_of, self.size, self.patch).split((columns, rows))
-        return x, y
-
-    def sites(self, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Sites [..., 3] of nodes of the quadtree, by their row-major index at a level: one for all, or one each.
-
-        A node's patch covers the 2^level x 2^level grid cells that the node does. One that would reach over the edge is
-        shifted inward until flush with it, and centred if it is larger than the image.
-        """
-        if isinstance(level, int) and self.grid[0] * self.grid[1] <= TABLE:
-            table = known(index.device, sites_of, self.size, self.patch, (level,))
-            if table is not None:
-                return table[index]
-        return _sites(self.size, self.patch, level, index)
-
-
-TABLE = 2**18
-"""Cells of a grid of which the sites of all nodes are kept, so that a site is looked up and not computed."""
-
-
-def sites_of(size: tuple[int, int], patch: int, levels: tuple[int, ...]) -> torch.Tensor:
-    """[N, 3], the sites of all nodes of some levels, one level after the other."""
-    found = []
-    for level in levels:
-        count = math.prod(-(-cells // 2**level) for cells in cells_of(size, patch))
-        found.append(_sites(size, patch, level, torch.arange(count, device="cpu")))
-    return torch.cat(found)
-
-
-def centres_of(size: tuple[int, int], patch: int) -> torch.Tensor:
-    """[columns + rows], x of the centres of each column of level-0 patches, and y of those of each row."""
-    rows, columns = cells_of(size, patch)
-    x = _sites(size, patch, 0, torch.arange(columns, device="cpu"))[:, 0]
-    return torch.cat([x, _sites(size, patch, 0, torch.arange(rows, device="cpu") * columns)[:, 1]])
-
-
-def _sites(size: tuple[int, int], patch: int, level: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[..., 3], as `Scene.sites`."""
-    levels = torch.full_like(index, level) if isinstance(level, int) else level
-    step = 1 << levels
-    columns = (cells_of(size, patch)[1] + step - 1) // step
-    side = (step * patch)[..., None].double()
-    cells = torch.stack([index % columns, index // columns], dim=-1).to(torch.float64)
-    box = numbers((size[1], size[0]), cells.dtype, cells.device)
-    centres = torch.minimum((cells + 0.5) * side, box - side / 2)
-    centres = torch.where(box <= side, box / 2, centres)
-    return torch.cat([centres / box, levels[..., None]], dim=-1).float()
 
 
 class Allocator(ABC):
@@ -480,119 +346,8 @@ class Allocator(ABC):
             )
 
 
-def label_maps(labels: Any, batched: bool, batch: int, size: tuple[int, int], patch: int) -> torch.Tensor:
-    """int64 [B, H, W] or [B, Hg, Wg], of labels as an allocator takes them.
-
-    Args:
-        size: (H, W) of the pictures in pixels.
-
-    Raises:
-        InputError: labels of another shape, or that are no integers.
-    """
-    values = checks.dense(labels, "labels")
-    cells = cells_of(size, patch)
-    shape = tuple(values.shape)
-    kind = values.dtype
-    if shape[-2:] not in (size, cells) or shape[:-2] not in ((), (batch,)) or kind.is_floating_point:
-        first, all_alike = ((batch,), ", or one such map for all images") if batched else ((), "")
-        raise InputError(
-            f"labels are {kind} {shape}; expected integers, {(*first, *size)} one a pixel, or {(*first, *cells)} "
-            f"one a patch{all_alike}."
-        )
-    return values.long().expand(batch, *shape[-2:])
-
-
-def unit(values: torch.Tensor) -> torch.Tensor:
-    """fp32, uint8 over 255."""
-    return values.float() / 255 if values.dtype == torch.uint8 else values.float()
-
-
-def cells_of(size: tuple[int, int], patch: int) -> tuple[int, int]:
-    """(Hg, Wg) of a picture."""
-    return math.ceil(size[0] / patch), math.ceil(size[1] / patch)
-
-
 def _grid_of(size: tuple[int, int], patch: int, batch: int, device: torch.device) -> torch.Tensor:
     return torch.ones(batch, *cells_of(size, patch), dtype=torch.float32, device=device)
-
-
-_FEW, _MANY = 4, 1024
-"""From so many times as many numbers as are wanted on, and from so many, a CPU finds these faster than it sorts all."""
-
-
-def ordered(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest `count` of [..., N], high first, equal ones by their place: (scores, indices), both [..., count]."""
-    made = _by_kernel(scores, count)
-    if made is not None:
-        return made
-    many = scores.shape[-1] >= max(_FEW * count, _MANY)
-    if many and scores.dtype == torch.float32 and scores.device.type == "cpu" and not checks.transformed(scores):
-        index = _highest(scores.detach(), count)
-        return scores.gather(-1, index), index
-    found, index = torch.sort(scores, dim=-1, descending=True, stable=True)
-    return found[..., :count], index[..., :count]
-
-
-def _by_kernel(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As `ordered`, where a kernel finds them faster than a GPU sorts all; None elsewhere."""
-    if scores.ndim != 2 or scores.dtype not in (torch.float32, torch.float64) or not scores.numel():
-        return None
-    count = min(count, scores.shape[1])
-    if not 0 < count <= choosing.MOST_BEST or scores.shape[1] > choosing.MOST_SCORES or not by_kernel.usable(scores):
-        return None
-    device = kernels.device_of(scores)
-    found = by_kernel.attempt(scores.device, lambda: choosing.best(device, scores, count))
-    if found is None or not dispatch.needs_grad(scores):
-        return found
-    return scores.gather(1, found[1]), found[1]
-
-
-def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Their places. torch.topk is not stable, so it is given keys of which no two are equal: a number's bits above, its
-    place below."""
-    bits = (scores + 0.0).view(torch.int32)  # of 0 for -0, which are equal
-    last = scores.shape[-1] - 1
-    # Negative numbers of two's complement are in the order of floats when all bits but the sign are turned.
-    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long().bitwise_left_shift_(32)
-    keys += torch.arange(last, -1, -1, device=scores.device)
-    return last - torch.topk(keys, count, dim=-1).values.bitwise_and_(0xFFFFFFFF)
-
-
-def places(taken: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the `count` taken ones of each row of [B, N] are, in order: [B, count]. Asks a GPU for nothing."""
-    numbers = torch.arange(taken.shape[1], device=taken.device).expand_as(taken)
-    slots = torch.where(taken, taken.cumsum(1) - 1, count)  # all the others into one slot more
-    return numbers.new_zeros(len(taken), count + 1).scatter_(1, slots, numbers)[:, :count]
-
-
-def at_sites(scene: Scene, values: torch.Tensor, sites: torch.Tensor) -> torch.Tensor:
-    """[B, K]: values [B, Hg, Wg] of the grid's cells that sites [B, K, 2 or 3] are in."""
-    cells = []
-    for n, count, place in zip(scene.size, scene.grid, (sites[..., 1], sites[..., 0]), strict=True):
-        # Sites of lattices lie on edges of cells, and a GPU divides by a number by multiplying with its inverse.
-        along = torch.div(place.detach() * n, scene.patch, rounding_mode="floor")
-        cells.append(along.long().clamp(0, count - 1))
-    return values.flatten(1).gather(1, cells[0] * scene.grid[1] + cells[1])
-
-
-def scored(scene: Scene, sites: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sites [B, K, 3] by the relevance at them, high first, equal ones in the order they are in; and that: [B, K]."""
-    scores, order = ordered(at_sites(scene, scene.relevance, sites), sites.shape[1])
-    return sites.gather(1, order[..., None].expand_as(sites)), scores
-
-
-def coarser(values: torch.Tensor, pool: Coarser) -> torch.Tensor:
-    """[B, h, w] to [B, ceil(h / 2), ceil(w / 2)]: over the 1 to 4 children of each node."""
-    height, width = values.shape[-2:]
-    bottom, right = height % 2, width % 2
-
-    def padded(x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-        # F.pad copies even where there is nothing to pad.
-        return (F.pad(x, (0, right, 0, bottom), value=value) if bottom or right else x)[:, None]
-
-    if pool == "max":
-        return F.max_pool2d(padded(values, -math.inf), 2)[:, 0]
-    return F.avg_pool2d(padded(values), 2, divisor_override=1)[:, 0]
 
 
 def register(allocator: A) -> A:

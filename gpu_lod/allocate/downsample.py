@@ -8,8 +8,11 @@ from typing import ClassVar
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register, scored
+from gpu_lod.allocate.base import Allocator, Need, register
+from gpu_lod.allocate.ordering import scored
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.cached import constant
+from gpu_lod.patch_grid import Pool
 
 
 @register

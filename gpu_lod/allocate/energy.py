@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Scene, coarser
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import luma_of
+from gpu_lod.patch_grid import coarser
 
 ROUNDING = 1 / (12 * 255**2)
 """Variance of a pixel's error when it is stored in 8 bits. Added to energies, it keeps what is below it, noise and the

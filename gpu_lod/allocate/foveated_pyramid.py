@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, coarser, register
+from gpu_lod.allocate.base import Allocator, Need, register
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.tree_cut import apart, in_a_row, tokens_of, tree_cut
 from gpu_lod.cached import constant
+from gpu_lod.patch_grid import Pool, coarser
 
 
 @register

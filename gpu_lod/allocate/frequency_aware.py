@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 
 from gpu_lod import by_kernel, checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
+from gpu_lod.allocate.base import Allocator, Need, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
@@ -22,6 +24,7 @@ from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.energies import ANGLES, of_half
 from gpu_lod.kernels.sources import ELEMENTS
 from gpu_lod.oriented_energy import FILTERS, SHARES, oriented_energy, steering
+from gpu_lod.patch_grid import Pool
 
 _OF = 273
 """The budget that the counts of `split` are for."""

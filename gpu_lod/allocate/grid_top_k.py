@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from gpu_lod.allocate.base import Allocator, Scene, ordered, register
+from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 
 
 @register

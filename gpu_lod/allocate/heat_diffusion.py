@@ -7,7 +7,10 @@ import math
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, ordered, register
+from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
+from gpu_lod.patch_grid import Pool
 
 _NOTHING = 1e-12
 """Of the most heat: what is below is no more than rounding."""

@@ -8,7 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from gpu_lod.allocate.base import Allocator, Need, Scene, register, scored
+from gpu_lod.allocate.base import Allocator, Need, register
+from gpu_lod.allocate.ordering import scored
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.cached import constant
 
 

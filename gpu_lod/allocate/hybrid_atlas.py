@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, Need, register
 from gpu_lod.allocate.energy import checked, relevances
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import best_of, held, shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import constant, numbers
@@ -20,6 +21,7 @@ from gpu_lod.errors import CaptureError, InputError, UnsupportedError
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.superpixels import patch_means, superpixels
 from gpu_lod.kernels.superpixels import runs as runs_of
+from gpu_lod.patch_grid import Pool
 
 
 @register

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from gpu_lod import by_kernel, checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene
+from gpu_lod.allocate.base import Allocator
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
+from gpu_lod.patch_grid import Pool
 from gpu_lod.token_set import TokenSet
 
 

@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 
 from gpu_lod import by_kernel, checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, at_sites, ordered, register
+from gpu_lod.allocate.base import Allocator, Need, register
+from gpu_lod.allocate.ordering import at_sites, ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.cached import numbers
 from gpu_lod.cortical_sites import (
     Candidates,
@@ -23,6 +25,7 @@ from gpu_lod.cortical_sites import (
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import cortical
 from gpu_lod.kernels import device as kernels
+from gpu_lod.patch_grid import Pool
 
 E0_RANGE = 1e-3, 1e3
 """Eccentricities of half magnification that are tried, in units of the fovea's radius: from a density of nearly

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks
-from gpu_lod.allocate.base import Scene, unit
 from gpu_lod.allocate.energy import checked
+from gpu_lod.allocate.scene import Scene, unit
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.losses import losses as levels_of

@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 
 from gpu_lod import by_kernel
-from gpu_lod.allocate.base import Scene, at_sites, ordered, scored
+from gpu_lod.allocate.ordering import at_sites, ordered, scored
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, reach

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Need, Pool, Scene, register
+from gpu_lod.allocate.base import Need, register
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, parameter
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
+from gpu_lod.patch_grid import Pool
 
 _GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
 

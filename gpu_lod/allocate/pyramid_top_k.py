@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, coarser, ordered, register
+from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
+from gpu_lod.patch_grid import Pool, coarser
 
 
 @register

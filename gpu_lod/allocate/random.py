@@ -7,8 +7,11 @@ from typing import ClassVar
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
+from gpu_lod.allocate.base import Allocator, Need, register
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.cached import constant
+from gpu_lod.patch_grid import Pool
 
 MOST_SEED = 2**64 - 1
 """That torch's generators take."""

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Pool, Scene, ordered, register
+from gpu_lod.allocate.base import register
 from gpu_lod.allocate.learned import Learned, soft_top_k
 from gpu_lod.allocate.losses import coverage_loss
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import ranks_within, strata_of
 from gpu_lod.cached import numbers
+from gpu_lod.patch_grid import Pool
 
 
 @register

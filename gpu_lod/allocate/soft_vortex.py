@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from gpu_lod import by_kernel, checks, dispatch, precision
-from gpu_lod.allocate.base import Pool, Scene, register
+from gpu_lod.allocate.base import register
 from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, log_relevance, parameter
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.vortices import vortices
+from gpu_lod.patch_grid import Pool
 
 INNERMOST = 0.05
 """Where a spiral begins, in units of the vortex's radius."""

@@ -8,8 +8,10 @@ from typing import Literal
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, register
 from gpu_lod.allocate.peak_cells import PeakCells, vogel
+from gpu_lod.allocate.scene import Scene
+from gpu_lod.patch_grid import Pool
 
 Kind = Literal["golden", "archimedean", "fibonacci"]
 

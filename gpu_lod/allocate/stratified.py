@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from gpu_lod import by_kernel, checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
 from gpu_lod.errors import CaptureError
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
+from gpu_lod.patch_grid import Pool
 
 
 @register

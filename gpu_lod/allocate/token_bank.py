@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ import torch
 from torch.utils import _pytree
 
 from gpu_lod import checks, precision
-from gpu_lod.allocate.base import Allocator, Scene
+from gpu_lod.allocate.base import Allocator
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.token_set import TokenSet, device_of
-
-_TENSORS = ("sites", "scores", "patches", "offsets", "weights")
+from gpu_lod.token_set import TokenSet, device_of, register_tree
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,19 +78,7 @@ class PackedTokens:
         return f"<PackedTokens of {len(self.offsets) - 1} images, sites {tuple(self.sites.shape)}, {what}>"
 
 
-def _flatten(packed: PackedTokens) -> tuple[list[object], tuple[int, int, str]]:
-    there = [name for name in _TENSORS if getattr(packed, name) is not None]
-    return [getattr(packed, name) for name in there], (packed.patch, packed.longest, " ".join(there))
-
-
-def _unflatten(values: Iterable[Any], context: tuple[int, int, str]) -> PackedTokens:
-    patch, longest, there = context
-    tensors: dict[str, Any] = dict.fromkeys(_TENSORS) | dict(zip(there.split(), values, strict=True))
-    return PackedTokens(**tensors, patch=patch, longest=longest)
-
-
-_pytree.register_pytree_node(PackedTokens, _flatten, _unflatten, serialized_type_name="gpu_lod.PackedTokens")
-torch.serialization.add_safe_globals([PackedTokens])  # torch.load's weights_only
+register_tree(PackedTokens, ("sites", "scores", "patches", "offsets", "weights"), "patch", "longest")
 
 
 class TokenBank:

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, cells_of, coarser, register
+from gpu_lod.allocate.base import Allocator, Need, register
 from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.node_losses import losses
+from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.tree_cut import Cut, apart, in_a_row, of_parents, tokens_at, tree_cut
+from gpu_lod.patch_grid import Pool, coarser
 
 _MOST = 1 - 2**-16
 """How much of a level a token rises at most: a whole one could, by ties, bring it onto a token of the next level."""

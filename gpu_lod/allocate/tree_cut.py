@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import TABLE, Scene, coarser, ordered, places, sites_of
+from gpu_lod.allocate.ordering import ordered, places
+from gpu_lod.allocate.scene import TABLE, Scene, sites_of
 from gpu_lod.cached import constant, known, numbers
 from gpu_lod.errors import InputError
+from gpu_lod.patch_grid import coarser
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import best_of_each
 from gpu_lod.allocate.voronoi import distances
+from gpu_lod.patch_grid import Pool
 
 
 @register

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Pool, Scene, ordered, register
+from gpu_lod.allocate.base import register
 from gpu_lod.allocate.learned import Learned, even_points, log_relevance, parameter, soft_top_k
 from gpu_lod.allocate.losses import repulsion_loss
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.voronoi import distances
+from gpu_lod.patch_grid import Pool
 
 
 @register

@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, precision
-from gpu_lod.allocate.base import Allocator, Need, Pool, Scene, ordered, register
+from gpu_lod.allocate.base import Allocator, Need, register
 from gpu_lod.allocate.energy import ROUNDING, checked, luma, over_patches, relevances
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.patch_grid import Pool
 
 
 @register

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import Allocator, Pool, Scene, register
+from gpu_lod.allocate.base import Allocator, register
 from gpu_lod.allocate.peak_cells import RAYS, PeakCells, vogel
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
+from gpu_lod.patch_grid import Pool
 
 STEPS = 64
 """Of a ray from a peak to the border of its cell."""

@@ -11,7 +11,8 @@ import torch
 
 from gpu_lod import checks, precision
 from gpu_lod.allocate import Allocator, Downsample, FoveatedPyramid, find_fixations
-from gpu_lod.allocate.base import Scene, ordered
+from gpu_lod.allocate.ordering import ordered
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.pyramid import Pyramid

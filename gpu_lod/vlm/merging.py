@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, precision
-from gpu_lod.allocate.base import ordered, places
+from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import cells_of
+from gpu_lod.allocate.scene import cells_of
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import checks, precision
-from gpu_lod.allocate.base import ordered, places
+from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
 from gpu_lod.vlm.merging import Merged, merged, sizes_of
 

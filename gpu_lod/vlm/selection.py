@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gpu_lod import checks
-from gpu_lod.allocate.base import ordered
 from gpu_lod.allocate.learned import soft_top_k
+from gpu_lod.allocate.ordering import ordered
 from gpu_lod.errors import InputError
 
 

@@ -9,11 +9,12 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate import GridTopK
-from gpu_lod.allocate.base import Pool, Scene, ordered, places
+from gpu_lod.allocate.ordering import ordered, places
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import motion_map
 from gpu_lod.gather_patches import gather_patches
-from gpu_lod.patch_grid import pooled
+from gpu_lod.patch_grid import Pool, pooled
 from gpu_lod.token_set import TokenSet
 
 
