@@ -1153,6 +1153,40 @@ def test_an_allocator_of_ones_own_gives_exactly_k(shapes: tuple[tuple[int, ...],
         Liar(4)(relevance=torch.rand(1, 3, 3))
 
 
+@pytest.mark.parametrize(
+    ("sites", "scores", "expected"),
+    [
+        ([0.5, 0.5, 0.0], [1.0, 2.0], "scores that rise"),
+        ([0.5, 0.5, 0.0], [2.0, math.nan], "scores that rise or are NaN"),
+        ([0.5, 1.5, 0.0], [2.0, 1.0], "sites have y from 0.5 to 1.5"),
+        ([math.nan, 0.5, 0.0], [2.0, 1.0], "sites have x from nan"),
+        ([0.5, 0.5, -1.0], [2.0, 1.0], "sites have levels from -1"),
+        ([1, 1, 0], [2.0, 1.0], "sites of torch.int64"),
+        ([0.5, 0.5, 0.0], [2, 1], "scores of torch.int64"),
+    ],
+)
+def test_what_an_allocator_of_ones_own_gives_is_looked_at(
+    sites: list[float], scores: list[float], expected: str
+) -> None:
+    """By itself, in a bank, and in glances; with a picture or without."""
+
+    class Strange(lod.allocate.Allocator):
+        def choose(self, scene: Any) -> tuple[torch.Tensor, ...]:
+            middle = torch.tensor([0.5, 0.5, 0.0] if isinstance(sites[0], float) else [1, 1, 0])
+            both = torch.stack([middle, torch.tensor(sites)])
+            return both.expand(scene.batch, 2, 3), torch.tensor(scores).expand(scene.batch, 2)
+
+    strange, image = Strange(2), torch.rand(2, 3, 42, 42)
+    for call in (
+        lambda: strange(relevance=torch.rand(3, 3)),
+        lambda: strange(image),
+        lambda: lod.allocate.TokenBank(strange, 4, least=2)(image),
+        lambda: lod.vlm.glances(strange, image),
+    ):
+        with pytest.raises(InputError, match=expected):
+            call()
+
+
 def test_importing_the_package_loads_no_allocator() -> None:
     succeed("import sys, gpu_lod; assert 'gpu_lod.allocate' not in sys.modules; gpu_lod.allocate.names")
 

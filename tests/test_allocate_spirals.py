@@ -346,7 +346,8 @@ class Backwards(lod.allocate.PyramidTopK):
     """Somebody's own: the last of those that it is given."""
 
     def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, ...]:
-        return tuple(found.flip(1) for found in super().choose(scene))
+        sites, scores = super().choose(scene)
+        return sites.flip(1), -scores.flip(1)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class Asking(base.Allocator):
 
     def choose(self, scene: lod.allocate.Scene) -> tuple[torch.Tensor, torch.Tensor]:
         assert scene.query is not None and scene.labels is not None
-        scores = torch.stack([scene.query.sum(), scene.labels.sum().float()])[None]
+        scores = torch.stack([scene.labels.sum().float(), scene.query.sum()])[None]
         return torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 1.0]]]), scores
 
 
@@ -227,7 +227,7 @@ def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry
     labels = torch.ones(16, 24, dtype=torch.int64)
     inputs = {"query": torch.tensor([2.0, 3.0]), "labels": labels, "fixation": None}
     given = allocation.run("Asking", image, 2, 4, inputs)
-    assert given.tokens.scores.tolist() == [5.0, 384.0]
+    assert given.tokens.scores.tolist() == [384.0, 5.0]
     # A query of another width goes to those that need one, and to nobody who can do without.
     base._registry["Hinted"] = Hinted
     for width, expected in ((4, 4.0), (3, 0.0)):

@@ -143,11 +143,21 @@ class Allocator(ABC):
         self, scene: Scene, mean: Sequence[float] | None, std: Sequence[float] | None
     ) -> tuple[torch.Tensor, ...]:
         """What `choose` gives, and the patches where they are blends: while their weights are near by."""
-        found = self.choose(scene)
+        found = self.checked(scene, self.choose(scene))
+        if scene.image is None or not self.blends:
+            return found
+        return *found, self._blended(scene, found[2], mean, std)
+
+    def checked(self, scene: Scene, found: Any) -> tuple[torch.Tensor, ...]:
+        """What `choose` gave, as it is.
+
+        Raises:
+            InputError: it is not what `choose` promises. Values are looked at where the class is not of this package.
+        """
+        what = f"choose() of {type(self).__name__} gave"
         if not isinstance(found, (tuple, list)) or not all(isinstance(values, torch.Tensor) for values in found):
             raise InputError(
-                f"choose() of {type(self).__name__} gave a {type(found).__name__}; expected tensors (sites, scores)"
-                f"{', and weights' * self.blends}."
+                f"{what} a {type(found).__name__}; expected tensors (sites, scores){', and weights' * self.blends}."
             )
         shapes = [(scene.batch, self.budget, 3), (scene.batch, self.budget)]
         shapes += [(*shapes[1], scene.grid[0] * scene.grid[1])] * self.blends
@@ -158,13 +168,24 @@ class Allocator(ABC):
                     "Make another one for that."
                 )
             raise InputError(
-                f"choose() of {type(self).__name__} gave {', '.join(str(tuple(values.shape)) for values in found)}; "
+                f"{what} {', '.join(str(tuple(values.shape)) for values in found)}; "
                 f"expected sites, scores{' and weights' * self.blends} of {', '.join(map(str, shapes))}: exactly "
                 f"{self.budget} for each image."
             )
-        if scene.image is None or not self.blends:
-            return found
-        return *found, self._blended(scene, found[2], mean, std)
+        if self._of_the_package or not checks.readable(scene.relevance):
+            return tuple(found)
+        for name, values in zip(("sites", "scores", "weights"), found, strict=False):
+            if not values.is_floating_point():
+                raise InputError(f"{what} {name} of {values.dtype}; expected floating point, as scene.sites() gives.")
+            checks.same_device(scene.relevance, values, name, "the relevance")
+        checks.highest_level(found[0])
+        scores = found[1].detach()
+        if not (scores[:, 1:] <= scores[:, :-1]).all() or scores.isnan().any():
+            raise InputError(
+                f"{what} scores that rise or are NaN; expected high ones first: torch.sort(scores, descending=True, "
+                "stable=True), and sites in the same order."
+            )
+        return tuple(found)
 
     def _blended(
         self,
@@ -221,8 +242,6 @@ class Allocator(ABC):
             sites = sites.detach()  # counts have no gradients
         if not self._by_kernel(image, sites):
             return gather_patches(image, sites, self.patch, **how)
-        if not self._of_the_package and checks.readable(sites):
-            checks.highest_level(sites)  # which the kernel does not look at
         source = Pyramid((image,)) if finest and not isinstance(image, Pyramid) else image
         found = by_kernel.attempt(
             sites.device, lambda: gather_patches(source, sites, self.patch, backend="cuda", **how), waits=True
@@ -266,7 +285,7 @@ class Allocator(ABC):
                 if checks.readable(grid) and not torch.isfinite(grid.detach()).all():
                     raise InputError(
                         "the saliency of the image is not finite: it holds NaN, infinities, or values that are too "
-                        "large. Repair it with torch.nan_to_num, scale it to [0, 1], or pass relevance=."
+                        "large. Repair it with torch.nan_to_num, scale it to [0, 1], or give relevance of your own."
                     )
             else:
                 grid = _grid_of(size, self.patch, batch, top.device)

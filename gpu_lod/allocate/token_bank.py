@@ -183,7 +183,7 @@ class TokenBank:
                 f"{type(allocator).__name__} was made for {chosen[0].shape[1]} tokens and cannot choose {count}. Share "
                 "the total among images with another allocator."
             )
-        return chosen
+        return allocator.checked(scene, chosen)
 
 
 def _benefit(relevance: torch.Tensor) -> torch.Tensor:

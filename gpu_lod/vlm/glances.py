@@ -198,7 +198,7 @@ class Glances:
             if len(entropy) != scene.batch:
                 raise InputError(f"attention is {tuple(attention.shape)}; expected [{scene.batch}, N].")
         bought = (entropy > self.threshold).to(scene.device)
-        sites, scores, *_ = self.base.choose(scene)
+        sites, scores, *_ = self.base.checked(scene, self.base.choose(scene))
         first = _tokens(scene, batched, self.base.patch, [(sites, scores)], mean, std)
         second = _blank(first, self.more.budget)
         if len(index := bought.nonzero()[:, 0]):
@@ -245,7 +245,7 @@ def _successive(
         fixation = points[:, i] if _fixates(allocator) else None
         values = _inhibited(scene, points[:, :i], radius, inhibition) if i else scene.relevance
         now = replace(scene, relevance=values, fixation=fixation)
-        sites, scores, *_ = allocator.choose(now)
+        sites, scores, *_ = allocator.checked(now, allocator.choose(now))
         chosen.append(_replaced(now, sites, scores, taken))
         taken = torch.cat([taken, chosen[-1][0]], dim=1)
     return chosen
