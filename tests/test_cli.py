@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ from command_line import cat, done, refused, run, serving
 from PIL import Image
 
 import gpu_lod as lod
-from gpu_lod import drawing, printing
+from gpu_lod import demo, drawing, printing
+from gpu_lod.demo import panels
 from gpu_lod.images import atlas, load, save
 from gpu_lod.saliency import luma
 
@@ -98,6 +101,34 @@ def test_demo(tmp_path: Path, picture: Path) -> None:
     assert found == json.loads((tmp_path / "there" / "table.json").read_text())
     with Image.open(tmp_path / "there" / "cat.png") as sheet:
         assert sheet.width > 1500
+
+
+@pytest.mark.parametrize("size", [(3, 60, 85), (1, 1, 200), (2, 1, 1)])
+def test_the_demo_shows_what_is_seen_and_spent(tmp_path: Path, size: tuple[int, int, int]) -> None:
+    image, fixation = torch.rand(size), (0.3, 0.6)
+    sheet = demo.sheet(demo.Picture("noise", image, fixation, "centre-surround"), lod.Context())
+    assert torch.equal(sheet.foveated.image, lod.foveate(lod.mipmap(image, backend="gl"), fixation, backend="gl"))
+    tokens = sheet.tokens.chosen
+    cells = -(-size[1] // 14) * -(-size[2] // 14)
+    assert tokens.budget == min(273, cells) and float(sheet.tokens.rebuilt.coverage) == 1
+    assert sheet.tokens.psnr > 20
+    titles = [panel.title for panel in panels.panels(sheet)]
+    assert titles[-3:] == ["Foveated", f"{cells} token{'s' * (cells > 1)}", "Rebuilt"]
+    importlib.import_module("gpu_lod.demo.sheet").draw(sheet, tmp_path / "sheet.png")
+    assert load(tmp_path / "sheet.png").shape[0] in (3, 4)
+
+
+def test_the_demo_compares_pictures_of_any_range(tmp_path: Path) -> None:
+    """By tolerances as many times larger; NaN cannot be compared."""
+    values = torch.rand(1, 30, 40) * 1000
+    save(values, tmp_path / "bright.tiff")
+    [bright] = demo.pictures(tmp_path / "bright.tiff")
+    rows = demo.rows._mipmap("bright", bright.image, lod.Context())
+    assert all(row.ok and row.tolerance > 1e-3 for row in rows)
+    values[0, 3, 4] = math.nan
+    save(values, tmp_path / "hole.tiff")
+    with pytest.raises(lod.errors.FileError, match="holds NaN or infinities"):
+        demo.pictures(tmp_path / "hole.tiff")
 
 
 def test_laplacian(tmp_path: Path, picture: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpu_lod import __version__
+from gpu_lod.allocate import FoveatedPyramid
 from gpu_lod.context import Context
 from gpu_lod.cull import cull
 from gpu_lod.demo import panels
@@ -20,18 +21,24 @@ from gpu_lod.demo import sheet as page
 from gpu_lod.demo.rows import REPEATS, Row
 from gpu_lod.demo.rows import rows as measure
 from gpu_lod.errors import FileError
+from gpu_lod.foveate import foveate
+from gpu_lod.foveate_tiles import level_map
 from gpu_lod.hiz import hiz
 from gpu_lod.images import PathLike, load
 from gpu_lod.log_polar import log_polar, ring_rule
 from gpu_lod.mipmap import mipmap
 from gpu_lod.patch_grid import pooled
+from gpu_lod.rebuild import psnr, rebuild
 from gpu_lod.saliency import PATCH, Kind, saliency, unit
 
 OUT = Path("out/demo")
 KEPT = 0.2
 """Share of the patches that `cull` keeps on the sheet."""
+BUDGET = 273
+"""Tokens that the sheet shows, or as many as there are patches."""
 
 _RINGS, _WEDGES, _R_MIN, _R_MAX = 128, 320, 0.02, 0.7
+_E0 = 0.05
 _IN_WORDS = {"centre-surround": "centre-surround", "gradient": "gradient energy"}
 
 
@@ -47,9 +54,16 @@ class Picture:
 
 
 def pictures(path: PathLike | None, fixation: tuple[float, float] | None = None) -> list[Picture]:
-    """The given picture, or two that scikit-image brings along: a portrait and a printed page."""
+    """The given picture, or two that scikit-image brings along: a portrait and a printed page.
+
+    Raises:
+        FileError: a file that is no picture, or holds NaN or infinities.
+    """
     if path is not None:
-        return [Picture(Path(path).stem, load(path), fixation or (0.5, 0.5), "centre-surround")]
+        image = load(path)
+        if not torch.isfinite(image).all():
+            raise FileError(f"{path} holds NaN or infinities, which cannot be compared. Take a picture without.")
+        return [Picture(Path(path).stem, image, fixation or (0.5, 0.5), "centre-surround")]
     from skimage import data
 
     astronaut, page = (torch.from_numpy(array.copy()) for array in (data.astronaut(), data.page()))
@@ -104,6 +118,11 @@ def sheet(picture: Picture, ctx: Context) -> panels.Sheet:
     relevance = pooled(saliency(image, picture.saliency), PATCH)
     threshold = float(torch.quantile(relevance, 1 - KEPT))
     hz = hiz(relevance, backend="gl")
+    height, width = image.shape[-2:]
+    levels = level_map(torch.tensor(picture.fixation), (height, width), _E0, 0.0)
+    allocator = FoveatedPyramid(min(BUDGET, relevance.numel()), PATCH)
+    tokens = allocator(image, relevance[0], fixation=picture.fixation)
+    rebuilt = rebuild(tokens, (height, width))
     return panels.Sheet(
         name=picture.name,
         image=image,
@@ -115,6 +134,8 @@ def sheet(picture: Picture, ctx: Context) -> panels.Sheet:
         hz=hz,
         threshold=threshold,
         culled=cull(hz, threshold, backend="gl"),
+        foveated=panels.Foveated(foveate(mips, picture.fixation, e0=_E0, backend="gl"), picture.fixation, levels),
+        tokens=panels.Tokens(tokens, rebuilt, float(psnr(image[None], rebuilt.image[None]))),
         renderer=ctx.renderer,
     )
 

@@ -16,7 +16,9 @@ from gpu_lod.cull import Culled
 from gpu_lod.images import atlas, atlas_offsets
 from gpu_lod.patch_grid import starts_of
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.rebuild import Rebuilt
 from gpu_lod.saliency import PATCH, colour, unit
+from gpu_lod.token_set import TokenSet
 
 PAPER, INK, FAINT = "#fbfaf7", "#1d1f23", "#7a7c82"
 LEVEL_COLOURS = ("#0b7a75", "#2f9e44", "#e0a100", "#e8590c", "#c2255c", "#7048e8", "#1864ab", "#495057")
@@ -40,6 +42,26 @@ class LogPolar:
 
 
 @dataclass(frozen=True)
+class Foveated:
+    """A picture as it is seen at a fixation."""
+
+    image: torch.Tensor
+    fixation: tuple[float, float]
+    levels: torch.Tensor
+    """[H, W], the mip level that each pixel is read at."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A few tokens for a picture, and what can be made of them alone."""
+
+    chosen: TokenSet
+    rebuilt: Rebuilt
+    psnr: float
+    """dB; not finite where they are all there is of the picture, or it holds NaN."""
+
+
+@dataclass(frozen=True)
 class Sheet:
     """All that one page shows. Tensors [C, H, W]."""
 
@@ -53,6 +75,8 @@ class Sheet:
     """Over patches of PATCH pixels."""
     threshold: float
     culled: Culled
+    foveated: Foveated
+    tokens: Tokens
     renderer: str
 
 
@@ -113,7 +137,31 @@ def panels(sheet: Sheet) -> list[Panel]:
             wedges / rings,
             lambda axes, wide: _draw_map(axes, polar, wide),
         ),
+        Panel(
+            "Foveated",
+            "each pixel at the mip level of its distance from the fixation; the lines are where the next level begins",
+            aspect,
+            lambda axes, wide: _draw_foveated(axes, sheet.foveated),
+        ),
+        Panel(
+            f"{sheet.tokens.chosen.budget} token{'s' * (sheet.tokens.chosen.budget > 1)}",
+            f"patches of {PATCH}{TIMES}{PATCH} samples, by saliency and fixation; the coarser, the larger",
+            aspect,
+            lambda axes, wide: _draw_tokens(axes, sheet.image, sheet.tokens.chosen, wide),
+        ),
+        Panel(
+            "Rebuilt",
+            _worth(sheet.tokens, height * width),
+            aspect,
+            lambda axes, wide: _imshow(axes, _shown(sheet.tokens.rebuilt.image)),
+        ),
     ]
+
+
+def _worth(tokens: Tokens, pixels: int) -> str:
+    samples = tokens.chosen.budget * tokens.chosen.patch**2
+    found = f"from the tokens alone, {samples:,} samples for {pixels:,} pixels"
+    return found + (f"; {tokens.psnr:.1f} dB" if math.isfinite(tokens.psnr) else "")
 
 
 def _draw_mips(axes: Axes, mips: Pyramid, wide: float) -> None:
@@ -179,8 +227,7 @@ def _draw_rings(axes: Axes, image: torch.Tensor, polar: LogPolar) -> None:
         tint = level_colour(polar.levels[ring - 1])
         for stroke, line, alpha in (("black", 2.6, 0.5), (tint, 1.5, 1)):
             axes.add_patch(Circle(centre, radius, fill=False, ec=stroke, lw=line, alpha=alpha))
-    axes.plot(*centre, "+", color="black", markersize=13, markeredgewidth=3)
-    axes.plot(*centre, "+", color="white", markersize=12, markeredgewidth=1.4)
+    _cross(axes, centre)
     axes.set_xlim(-0.5, width - 0.5)
     axes.set_ylim(height - 0.5, -0.5)
 
@@ -216,7 +263,42 @@ def _draw_cull(axes: Axes, image: torch.Tensor, culled: Culled, wide: float) -> 
         )  # fmt: skip
         used.add(level)
     if used:
-        _legend(axes, sorted(used), wide)
+        _legend(axes, sorted(used), wide, "pruned at level")
+
+
+def _draw_foveated(axes: Axes, seen: Foveated) -> None:
+    height, width = seen.image.shape[-2:]
+    _imshow(axes, _shown(seen.image))
+    highest = float(seen.levels.max())
+    for level in range(1, math.floor(highest) + 1):
+        if height > 1 and width > 1 and float(seen.levels.min()) < level < highest:
+            axes.contour(seen.levels.numpy(), [level], colors=[level_colour(level)], linewidths=1.3)
+    _cross(axes, (seen.fixation[0] * width - 0.5, seen.fixation[1] * height - 0.5))
+    axes.set_xlim(-0.5, width - 0.5)
+    axes.set_ylim(height - 0.5, -0.5)
+
+
+def _draw_tokens(axes: Axes, image: torch.Tensor, tokens: TokenSet, wide: float) -> None:
+    height, width = image.shape[-2:]
+    _imshow(axes, _shown(image, dim=0.55))
+    levels = set()
+    for x, y, level in tokens.sites.flip(0).tolist():  # the most relevant ones on top
+        side = tokens.patch * 2**level
+        left, right = max(x * width - side / 2, 0), min(x * width + side / 2, width)
+        top, bottom = max(y * height - side / 2, 0), min(y * height + side / 2, height)
+        axes.add_patch(
+            Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, ec=level_colour(level), lw=1.1)
+        )
+        levels.add(round(level))
+    axes.set_xlim(-0.5, width - 0.5)
+    axes.set_ylim(height - 0.5, -0.5)
+    _legend(axes, sorted(levels), wide, "level")
+
+
+def _cross(axes: Axes, at: tuple[float, float]) -> None:
+    """The fixation."""
+    axes.plot(*at, "+", color="black", markersize=13, markeredgewidth=3)
+    axes.plot(*at, "+", color="white", markersize=12, markeredgewidth=1.4)
 
 
 def span(index: int, level: int, starts: Sequence[int], n: int) -> tuple[int, int]:
@@ -227,10 +309,10 @@ def span(index: int, level: int, starts: Sequence[int], n: int) -> tuple[int, in
     return starts[begin], starts[end] if end < len(starts) else n
 
 
-def _legend(axes: Axes, levels: Sequence[int], wide: float) -> None:
+def _legend(axes: Axes, levels: Sequence[int], wide: float, what: str) -> None:
     """The level colours, under the panel."""
     step = 0.25 / wide
-    texts = [("pruned at level", FAINT, None)] + [(f"{level}", "white", level_colour(level)) for level in levels]
+    texts = [(what, FAINT, None)] + [(f"{level}", "white", level_colour(level)) for level in levels]
     x = 1 - step * (len(levels) + 0.15)
     for number, (text, ink, fill) in enumerate(texts):
         axes.annotate(

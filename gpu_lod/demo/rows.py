@@ -101,7 +101,7 @@ def rows(
     """All rows of one picture.
 
     Args:
-        image: [C, H, W] float32 in [0, 1].
+        image: [C, H, W] float32, finite; in [0, 1] as a rule, else tolerances are as many times larger.
         relevance: [1, H, W] float32, a map at pixel size.
     """
     yield from _mipmap(picture, image, ctx)
@@ -122,7 +122,9 @@ def _mipmap(picture: str, image: torch.Tensor, ctx: Context) -> Iterator[Row]:
     if powers:
         torch_ways["avg_pool2d"] = lambda: _halvings(image, F.avg_pool2d)
         torch_ways["interpolate area"] = lambda: _halvings(image, _area)
-    yield from _race(picture, "mipmap", _size(image), gl, torch_ways, lambda p: _farthest(p.levels, truth), 2e-6)
+    yield from _race(
+        picture, "mipmap", _size(image), gl, torch_ways, lambda p: _farthest(p.levels, truth), 2e-6 * _range(image)
+    )
 
 
 def _hiz(picture: str, relevance: torch.Tensor, ctx: Context) -> Iterator[Row]:
@@ -149,9 +151,14 @@ def _log_polar(picture: str, image: torch.Tensor, fixation: tuple[float, float],
     }
     torch_ways = {"grid_sample": _runner(log_polar_verb, plain, fixation, RINGS, WEDGES, backend="torch")}
     # Texture units of GPUs weigh texels, and levels, with 8 fractional bits; software renderers with fp32.
-    tolerance = 2e-5 if ctx.software else 2 * 2**-8
+    tolerance = (2e-5 if ctx.software else 2 * 2**-8) * _range(image)
     size = f"{RINGS} x {WEDGES} of {_size(image)}"
     yield from _race(picture, "log_polar", size, gl, torch_ways, lambda x: _farthest([x], [truth]), tolerance)
+
+
+def _range(image: torch.Tensor) -> float:
+    """At least 1."""
+    return max(1.0, float(image.abs().max()))
 
 
 def _cull(picture: str, hz: Pyramid) -> Iterator[Row]:
