@@ -156,6 +156,10 @@ _LARGEST = 2**63 - 1
 
 
 def number(value: Any, name: str) -> float:
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name} asks for gradients, and none pass to it; expected a number. Make it one with .item()."
+        )
     try:
         if isinstance(value, torch.Tensor) and (not _ordinary(value) or value.is_meta or value.is_complex()):
             raise TypeError

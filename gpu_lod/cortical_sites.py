@@ -305,8 +305,10 @@ def eccentricity(n: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
         s = n + quietly(torch.sqrt, 2 * n, MKL)
         for _ in range(10):  # from the seventh on, only rounding changes
             s = _step(s, n)
-    # One more step carries the gradient.
-    return e0 * quietly(torch.expm1, _step(s, n))
+    s = _step(s, n)  # one more carries the gradient,
+    if needs_grad(n) or checks.transformed(n):
+        s = _step(s, n)  # and another one the gradient's
+    return e0 * quietly(torch.expm1, s)
 
 
 def _step(s: torch.Tensor, n: torch.Tensor) -> torch.Tensor:

@@ -39,16 +39,20 @@ _COARSEST = 1 << max(centre for centre, _ in PAIRS) >> 1
 def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> torch.Tensor:
     """[B, ceil(H / P), ceil(W / P)] of images [B, C, H, W], fp32; differentiable.
 
-    By kernels where they run and no graph is kept, else in plain torch: on a CPU in bands of some rows of patches, but
-    for small pictures and where a graph is kept: what is made on the way stays small, and its memory is used again.
+    By kernels where they run, else in plain torch: on a CPU in bands of some rows of patches, but for small pictures:
+    what is made on the way stays small, and its memory is used again. Where a graph is kept, it is that of the map, and
+    the values are those that there are without: sites must not depend on who asks for gradients.
     What lies between samples is read at every other pixel by products with small matrices of weights, in less time than
     by sums of strided views, and at the others as means of these. Products multiply by 0 too, so what is not finite
     spreads further there. A pass over all pixels costs more than what it computes, so absolute values are made with the
     differences that they are of.
     """
     count, _, height, width = images.shape
+    if needs_grad(images):
+        kept = _of_map(images, patch, pool)
+        return saliency_cells(images.detach(), patch, pool) + (kept - kept.detach())
     deep = len(burt_sizes(height, width)) >= LEVELS
-    graph = needs_grad(images) or checks.transformed(images)
+    graph = checks.transformed(images)
     plain = min(height, width) < _LEAST or not deep or graph or not precision.exact("matmul", images.device)
     if deep and not graph and images.dtype in ELEMENTS and by_kernel.usable(images):
         sizes, device = burt_sizes(height, width, LEVELS)[1:], kernels.device_of(images)
@@ -59,10 +63,14 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
         if found is not None:
             return found
     if images.device.type != "cpu" or images.dtype == torch.float64 or plain:
-        return pooled(saliency_map(images)[:, None].float(), patch, pool)[:, 0]
+        return _of_map(images, patch, pool)
     together = max(1, _AT_ONCE // (height * width))
     parts = [_cells(images[first : first + together], patch, pool) for first in range(0, count, together)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _of_map(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
+    return pooled(saliency_map(images)[:, None].float(), patch, pool)[:, 0]
 
 
 def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:

@@ -700,6 +700,35 @@ def test_soft_top_k_has_exact_gradients() -> None:
             lod.allocate.soft_top_k(*bad)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own forward mode
+@pytest.mark.parametrize("count", [1, 4, 11, 12])
+def test_the_soft_top_k_bends_as_it_should(count: int) -> None:
+    """Gradients of gradients, and forward mode, in which torch.no_grad keeps nothing back."""
+
+    def soft(scores: torch.Tensor) -> torch.Tensor:
+        return lod.allocate.soft_top_k(scores, count, 0.7)
+
+    scores = torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(soft, (scores,))
+    slopes = torch.func.jacrev(soft)(scores.detach())
+    torch.testing.assert_close(torch.func.jacfwd(soft)(scores.detach()), slopes, rtol=0, atol=1e-12)
+    bends = [
+        outer(torch.func.jacrev(lambda s: soft(s).square().sum()))(scores.detach())
+        for outer in (torch.func.jacfwd, torch.func.jacrev)
+    ]
+    torch.testing.assert_close(*bends, rtol=0, atol=1e-12)
+
+
+def test_all_of_them_are_in_the_graph() -> None:
+    """However many patches a picture has, a loss of its scores has a backward."""
+    scores = torch.tensor([[1.0, -torch.inf, 3.0, torch.inf]], requires_grad=True)
+    soft = lod.allocate.soft_top_k(scores, 4, 0.1)
+    assert soft.tolist() == [[1.0] * 4]
+    assert torch.autograd.grad(soft.sum(), scores)[0].tolist() == [[0.0] * 4]
+    assert lod.allocate.VortexLearned(16)(torch.rand(3, 56, 56)).scores.requires_grad
+    assert lod.vlm.straight_through_top_k(scores, 4).weights.requires_grad
+
+
 # -- fixations and strata ----------------------------------------------------------------------------------------------
 
 

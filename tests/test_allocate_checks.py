@@ -354,6 +354,7 @@ def test_a_bank_may_give_fewer_tokens_than_there_are_rows() -> None:
         ),
         ("FoveatedPyramid", {"e0": 1e-300}, "positive number from 1e-06 to 1e"),
         ("FoveatedPyramid", {"e0": 1e300}, "e0 is 1e"),
+        ("FoveatedPyramid", {"e0": torch.tensor(0.1, requires_grad=True)}, "e0 asks for gradients, and none pass"),
         ("Random", {"seed": 2**64}, "18446744073709551615"),
         ("AdaptiveStratified", {"seed": 2**64}, "18446744073709551615"),
         ("HeatDiffusion", {"length": 1e160}, "from 0 to 1e"),

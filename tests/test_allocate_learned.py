@@ -687,6 +687,8 @@ def test_coverage_is_even_or_not() -> None:
     halves = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
     assert abs(float(coverage_loss(halves, bins=(1, 2)))) < 1e-6
     assert abs(float(coverage_loss(halves, torch.tensor([3.0, 1.0]), bins=(1, 2))) - 0.25) < 1e-6  # 2 (9 + 1) / 16 - 1
+    large = torch.tensor([3e38, 1e38])  # whose sum is no number of fp32
+    assert abs(float(coverage_loss(halves, large, bins=(1, 2))) - 0.25) < 1e-6
     with pytest.raises(InputError, match=r"weights \(3,\)"):
         coverage_loss(halves, torch.ones(3))
 
@@ -719,6 +721,7 @@ def test_losses_have_exact_gradients() -> None:
     assert torch.autograd.gradcheck(lambda c: repulsion_loss(c, 0.5), (made(2, 6, 2),))
     assert torch.autograd.gradcheck(lambda m: dead_bin_loss(m, 0.9), (made(2, 6),))
     assert torch.autograd.gradcheck(in_spreads, (made(2, 9),))
+    assert torch.autograd.gradgradcheck(lambda c: repulsion_loss(c, 0.5), (made(2, 6, 2),))
 
 
 def test_even_points_are_apart() -> None:

@@ -216,6 +216,11 @@ def test_gradients_pass_to_the_fixation() -> None:
     assert float(gradient[0, 0]) == pytest.approx(numeric, rel=0.05)
 
 
+def test_eccentricities_have_gradients_of_gradients() -> None:
+    n = torch.rand(6, dtype=torch.float64) * 5 + 0.05
+    assert torch.autograd.gradgradcheck(lambda x: eccentricity(x, 0.05), (n.requires_grad_(),))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

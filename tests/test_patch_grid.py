@@ -89,6 +89,8 @@ def test_saliency_of_cells_passes_gradients() -> None:
     for source in (image, image.float()):
         (grad,) = torch.autograd.grad(saliency_cells(source, 16).square().sum(), image)
         assert bool((grad != 0).any())
+    plain, asked = image.detach().float(), image.float()
+    assert torch.equal(saliency_cells(plain, 16), saliency_cells(asked, 16))  # to the bit, or sites would differ
     vmapped = torch.func.vmap(lambda x: saliency_cells(x, 16))(image.detach()[None].float())
     torch.testing.assert_close(vmapped[0], saliency_cells(image.detach().float(), 16), rtol=0, atol=1e-6)
 

@@ -15,7 +15,7 @@ import gpu_lod as lod
 from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Random, Stratified, find_fixations
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
-from gpu_lod.vlm import Glances, attention_entropy, glances
+from gpu_lod.vlm import Glanced, Glances, attention_entropy, glances
 from gpu_lod.vlm.glances import _cells
 
 ALLOCATORS = ["GridTopK", "PyramidTopK", "FoveatedPyramid", "Stratified", "VortexField", "Hexagonal", "Downsample"]
@@ -147,6 +147,13 @@ def test_entropy() -> None:
     assert torch.allclose(attention_entropy(weights), expected, atol=1e-6)
     assert torch.allclose(attention_entropy(weights * 100), expected, atol=1e-6)
     assert attention_entropy(torch.ones(2, 1)).tolist() == [0, 0]
+    # Attention that is masked, or too little for fp32, is 0, where the slope of entropy is infinite.
+    masked = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(attention_entropy(masked)[0], masked)
+    assert torch.isfinite(gradient).all() and not gradient[0, :2].any()  # at its highest for two
+    logits = torch.tensor([[1.0, 0.0, -200.0]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(attention_entropy(logits.softmax(-1)).sum(), logits)
+    assert gradient[0, 0] < 0 < gradient[0, 1]
 
 
 def test_who_is_undecided_buys(photo: torch.Tensor) -> None:
@@ -253,6 +260,24 @@ def test_the_first_glance_is_the_one_that_was_encoded(base: Any, image: torch.Te
     assert (tokens.scores[:, 20] > 20).all()
     with pytest.raises(InputError, match="relevance is"):
         look.first(torch.rand(2, 3, 168, 280), torch.rand(2, 5, 5))
+
+
+def test_glances_are_modules_of_what_learns_in_them() -> None:
+    """So are saccades and banks: optimizers, checkpoints and `.to()` see it."""
+    for make in (
+        lambda learned: Glances(16, learned, threshold=-1.0, patch=16),
+        lambda learned: lod.vlm.Saccades(learned, 16, 8),
+        lambda learned: lod.allocate.TokenBank(learned, 16),
+    ):
+        learned = lod.allocate.VortexLearned(8, patch=16)
+        around = make(learned)
+        assert {*around.parameters()} == {*learned.parameters()} and len(around.state_dict()) == 4
+        found = around(torch.rand(2, 3, 160, 160))
+        (found.tokens if isinstance(found, Glanced) else found).scores.sum().backward()
+        assert learned.centre_logits.grad is not None
+        assert "VortexLearned(budget=8" in repr(around)
+        plain = make(lod.allocate.GridTopK(8, patch=16))
+        assert not [*plain.parameters()] and "GridTopK(budget=8" in repr(plain)
 
 
 def test_a_second_glance_over_the_finest_grid() -> None:

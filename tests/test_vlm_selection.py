@@ -81,6 +81,15 @@ def test_gumbel_follows_plackett_and_luce(noise: float) -> None:
     assert deviation < 31.3  # which 0.1% exceed
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_noise_is_in_full_precision(dtype: torch.dtype) -> None:
+    """Half precision's numbers about 100 are so few that most noise would be equal, and the first places drawn."""
+    relevance = torch.full((200, 1024), 100.0, dtype=dtype)
+    index, weights = gumbel_top_k(relevance, 64, generator=torch.Generator().manual_seed(5))
+    assert abs(float(index.double().mean()) - 511.5) < 4 * 295.6 / math.sqrt(200 * 64)
+    assert weights.dtype == dtype and bool((weights == 1).all())
+
+
 def test_noise_has_a_seed_and_ends_with_training() -> None:
     relevance = torch.rand(3, 8, 8, requires_grad=True)
     select = GumbelTopK(16)

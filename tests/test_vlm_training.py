@@ -161,6 +161,65 @@ def test_bad_input(tmp_path: Path) -> None:
         little(tmp_path / "file")
 
 
+def test_gradients_that_are_not_finite_reach_nothing(tmp_path: Path) -> None:
+    """Though their loss is finite, and a checkpoint is due: the run goes on where a good loss comes."""
+    trainer = little(tmp_path)
+
+    def loss(step: int, bad: int = 19) -> torch.Tensor:
+        values = trainer.module(torch.ones(2, 3))
+        return values.square().mean() + ((values[0] - values[1]).square().sum().sqrt() if step == bad else 0)
+
+    with pytest.raises(InputError, match="loss of step 19 is finite and its gradients are not"):
+        trainer.fit(loss, 30)
+    weights = [weight.detach().clone() for weight in trainer.module.parameters()]
+    assert all(torch.isfinite(weight).all() for weight in weights) and trainer.step == 19
+    assert len(torch.load(trainer.path, weights_only=True)["losses"]) == 18
+    again = little(tmp_path)
+    assert again.step == 18 and len(again.fit(loss_of(again), 30)) == 30
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    trainer = little(tmp_path)
+    trainer.fit(loss_of(trainer), 3)
+    before = trainer.path.read_bytes()
+    with torch.no_grad():
+        trainer.module.weight[0, 1] = torch.inf
+    with pytest.raises(CheckpointError, match="after step 3 the weights hold NaN"):
+        trainer.save()
+    assert trainer.path.read_bytes() == before
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    trainer = little(tmp_path / "there")
+    (tmp_path / "there").rmdir()
+    with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
+        trainer.fit(loss_of(trainer), 1)
+
+
+def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+    """Of a checkpoint whose optimizer has other groups, when the module is loaded already."""
+    little(tmp_path).save()
+    module = torch.nn.Linear(3, 1)
+    groups = [{"params": [module.weight]}, {"params": [module.bias], "lr": 0.5}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    weights = [weight.detach().clone() for weight in module.parameters()]
+    with pytest.raises(CheckpointError, match="of other parameters"):
+        Trainer(module, optimizer, tmp_path, {"lr": 0.001})
+    assert all(map(torch.equal, weights, module.parameters()))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+
+
+def test_schedulers_that_look_at_the_loss_and_optimizers_that_call_it(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    trainer = Trainer(module, optimizer, tmp_path / "a", {}, scheduler)
+    trainer.fit(lambda step: module(torch.ones(3)).sum() * 0 + 1, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.025  # the loss did not fall twice
+    with pytest.raises(InputError, match="LBFGS takes its steps by a closure"):
+        Trainer(module, torch.optim.LBFGS(module.parameters()), tmp_path / "b", {})
+
+
 def test_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stand-in for TensorBoard, which need not be installed."""
     rows: list[tuple[str, float, int]] = []

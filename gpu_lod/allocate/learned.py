@@ -105,9 +105,9 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
     """How much each of [B, N] is among the best `count`: in [0, 1], and `count` in sum for each row.
 
     It is sigmoid((score - t) / temperature) with the threshold t at which the sum is right, found by bisection or, on
-    a GPU, by its slope; the gradient is exact, by the implicit function theorem: it passes through t. As the
-    temperature falls the result approaches the indicator of the best `count`. Infinite scores are those of very large
-    ones; of integers it is fp32.
+    a GPU, by its slope; gradients, and gradients of gradients, are exact, by the implicit function theorem: they pass
+    through t. As the temperature falls the result approaches the indicator of the best `count`. Infinite scores are
+    those of very large ones; of integers it is fp32.
 
     Raises:
         InputError: a count below 1 or above N, a temperature that is not positive, or scores that are no real numbers,
@@ -125,15 +125,19 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
     if temperature <= 0:
         raise InputError(f"temperature is {temperature}; expected a positive number.")
     checks.no_nan(scores, "scores")
-    if count == scores.shape[1]:
-        return torch.ones_like(scores, dtype=kind)
+    if count == scores.shape[1]:  # all, whatever their scores: the gradient is 0, and there is one
+        return torch.where(torch.ones_like(scores, dtype=torch.bool), 1.0, scores.to(kind))
     logits = (scores.double() / temperature).clamp(-1e30, 1e30)
     with torch.no_grad():
-        centre, threshold, share = _threshold(logits, count)
+        centre, threshold, share = _threshold(logits.detach(), count)  # no_grad alone is not for forward mode
     # Round the K-th score, where it counts, so that large scores keep their small differences.
     logits = logits - centre
-    # The threshold's derivative without a value of its own.
-    moved = (share * (logits - logits.detach())).sum(1, keepdim=True)
+    # The threshold's first and second derivatives, without values of their own. Where F is the sum of sigmoids less the
+    # count, the second one is that of F along a change of logits and threshold together, over the slope of F.
+    change = logits - logits.detach()
+    moved = (share * change).sum(1, keepdim=True)
+    bent = share * (1 - 2 * torch.sigmoid(logits.detach() - threshold))
+    moved = moved + (bent * (change - moved).square()).sum(1, keepdim=True) / 2
     return torch.sigmoid(logits - threshold - moved).to(kind)
 
 

@@ -42,6 +42,7 @@ def coverage_loss(
         raise InputError("weights are all 0 for an image; expected some that count. Leave that image out.")
     kind = torch.promote_types(sites.dtype, weights.dtype)
     sites, weights = sites.to(kind), weights.to(kind)
+    weights = weights / weights.detach().amax(-1, keepdim=True)  # so that their sum is a number; shares are the same
     by_column, by_row = (_shares(sites[..., axis], n) for axis, n in ((0, columns), (1, rows)))
     parts = (precision.factor(part) for part in (weights, by_row, by_column))
     held = torch.einsum("...k,...kj,...ki->...ji", *parts).to(kind).flatten(-2)
@@ -73,10 +74,11 @@ def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor
         raise InputError(
             f"centres are {tuple(centres.shape)} and the distance {distance}; expected [B, V, 2] and a positive number."
         )
-    # cdist has a gradient of 0, not NaN, where two centres meet.
-    apart = torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
-    close = (1 - apart / distance).clamp(min=0).square()
-    return torch.triu(close, diagonal=1).sum((-2, -1)).mean() / centres.shape[-2]
+    first, second = torch.triu_indices(count := centres.shape[-2], count, 1, device=centres.device)
+    squared = (centres[..., first, :] - centres[..., second, :]).square().sum(-1)
+    met = squared == 0  # where a root has no slope, and its gradient counts as 0
+    apart = torch.where(met, 1.0, squared).sqrt().masked_fill(met, 0.0)
+    return (1 - apart / distance).clamp(min=0).square().sum(-1).mean() / count
 
 
 @precision.in_full

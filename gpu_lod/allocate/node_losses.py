@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +49,20 @@ def losses(scene: Scene) -> list[torch.Tensor]:
         nodes = 2**deep * patch
         rows = max(1, AT_ONCE // (top.shape[-1] * nodes)) * nodes
     parts = []
-    for some in top.split(images):
-        bands = [_chain(_Mip(unit(band), band.new_empty(0), 1.0, patch), deep) for band in some.split(rows, dim=-2)]
+    for some in _runs(top, images, 0):
+        bands = [_chain(_Mip(unit(band), band.new_empty(0), 1.0, patch), deep) for band in _runs(some, rows, -2)]
         parts.append([_joined(same, -2) for same in zip(*bands, strict=True)])
     chain = [_joined(same, 0) for same in zip(*parts, strict=True)]
     chain += _chain(chain[-1], root - deep)
     if top.dtype == torch.float32:
         scene.chain[:] = [mip.means for mip in chain if isinstance(mip.stands_for, float)]
     return _finite([mip.lost for mip in chain])
+
+
+def _runs(values: torch.Tensor, count: int, dim: int) -> Iterator[torch.Tensor]:
+    """`values.split(count, dim)`, whose views torch lets no gradient pass once the picture is written to."""
+    there = values.shape[dim]
+    return (values.narrow(dim, first, min(count, there - first)) for first in range(0, there, count))
 
 
 def _finite(found: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree
 
 from gpu_lod import checks, precision
@@ -81,14 +82,15 @@ class PackedTokens:
 register_tree(PackedTokens, ("sites", "scores", "patches", "offsets", "weights"), "patch", "longest")
 
 
-class TokenBank:
+class TokenBank(nn.Module):
     """An allocator for a batch that shares one budget: each image gets tokens by its total benefit, all together
     exactly `total`.
 
     An image's benefit is the sum of its relevance over the grid, above the least of the whole batch if that is
     negative (-inf counts as nothing): relevance has to mean the same in all images. Shares are whole, by largest
     remainder, after each image got `least`; none is above `most`, and what an image cannot take goes to the others in
-    the same way. If no image has any benefit, shares are equal.
+    the same way. If no image has any benefit, shares are equal. It is a torch module, whose parameters are the
+    allocator's if it learns.
 
     Args:
         allocator: what chooses the sites; its own budget is not looked at, and it is called once if it is
@@ -98,7 +100,10 @@ class TokenBank:
         most: tokens that an image may get; None is as many as it has level-0 patches.
     """
 
+    __call__: Callable[..., PackedTokens]
+
     def __init__(self, allocator: Allocator, total: int, least: int = 1, most: int | None = None) -> None:
+        super().__init__()
         if not isinstance(allocator, Allocator):
             raise InputError(f"allocator is {allocator!r}; expected one of gpu_lod.allocate, such as GridTopK().")
         self.allocator = allocator
@@ -106,8 +111,12 @@ class TokenBank:
         self.least = checks.integer(least, "least", at_least=1)
         self.most = None if most is None else checks.integer(most, "most", at_least=self.least)
 
+    def extra_repr(self) -> str:
+        found = f"total={self.total}, least={self.least}, most={self.most}"
+        return found if isinstance(self.allocator, nn.Module) else f"{self.allocator!r}, {found}"
+
     @precision.in_full
-    def __call__(
+    def forward(
         self,
         image: torch.Tensor | Pyramid | None = None,
         relevance: torch.Tensor | None = None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from gpu_lod import checks, precision
 from gpu_lod.allocate import Allocator, Downsample, FoveatedPyramid, find_fixations
@@ -65,7 +66,8 @@ def attention_entropy(attention: torch.Tensor) -> torch.Tensor:
     """How spread attention is: its entropy over that of an even spread, 0 for a single place, 1 for all alike.
 
     Shape: [B, ...] gives [B]: attention over tokens [B, N] (`attention_received`), or relevance [B, Hg, Wg].
-    Units: any, as long as none is below 0: each picture's are divided by their sum. All 0 counts as even.
+    Units: any, as long as none is below 0: each picture's are divided by their sum. All 0 counts as even. Gradients are
+        finite: at a share of 0, where the slope is not, it counts as 0.
 
     Raises:
         InputError: values below 0, infinite or NaN, or nothing to spread over.
@@ -79,7 +81,10 @@ def attention_entropy(attention: torch.Tensor) -> torch.Tensor:
     there = flat.shape[1]
     total = flat.sum(1, keepdim=True)
     share = torch.where(total > 0, flat / total.clamp(min=torch.finfo(torch.float64).tiny), 1 / there)
-    return (torch.special.entr(share).sum(1) / math.log(max(there, 2))).clamp(0, 1).float()
+    # Of a share of 0 the entropy is 0 and its slope infinite: such a share is left as it is.
+    some = share > 0
+    spread = torch.special.entr(torch.where(some, share, 1.0)).where(some, 0.0)
+    return (spread.sum(1) / math.log(max(there, 2))).clamp(0, 1).float()
 
 
 class Glanced(NamedTuple):
@@ -110,12 +115,13 @@ class Glanced(NamedTuple):
         return [_part(tokens, 0, count) for tokens, count in zip(batch, counts, strict=True)]
 
 
-class Glances:
+class Glances(nn.Module):
     """A coarse glance, and a fine one only where the coarse one's attention is undecided.
 
     A picture buys more if the entropy of its attention (`attention_entropy`) is above the threshold. The second glance
     is chosen and read for those pictures alone, no site twice, and shapes are fixed all the same: a mask says which
-    tokens count. (On a GPU, who buys is read on the host, which waits for the attention.)
+    tokens count. (On a GPU, who buys is read on the host, which waits for the attention.) It is a torch module, whose
+    parameters are those of allocators that learn.
 
         look = Glances(256, 128)
         coarse = look.first(image)                        # [B, 256]
@@ -134,9 +140,12 @@ class Glances:
         InputError: allocators of different patches, or that blend; a threshold that is no number.
     """
 
+    __call__: Callable[..., Glanced]
+
     def __init__(
         self, base: int | Allocator = 256, more: int | Allocator = 128, threshold: float = 0.9, patch: int = 14
     ) -> None:
+        super().__init__()
         self.base = base if isinstance(base, Allocator) else Downsample(base, patch)
         self.more = more if isinstance(more, Allocator) else FoveatedPyramid(more, patch)
         self.threshold = checks.number(threshold, "threshold")
@@ -163,8 +172,16 @@ class Glances:
         """The query may be the second glance's alone."""
         return query if "query" in self.base.needs + self.base.takes else None
 
+    def extra_repr(self) -> str:
+        parts = [
+            f"{name}={part!r}"
+            for name, part in (("base", self.base), ("more", self.more))
+            if not isinstance(part, nn.Module)
+        ]
+        return ", ".join([*parts, f"threshold={self.threshold}"])
+
     @precision.in_full
-    def __call__(
+    def forward(
         self,
         image: torch.Tensor | Pyramid | None = None,
         relevance: torch.Tensor | None = None,

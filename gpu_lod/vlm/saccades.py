@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
 
 
-class Saccades:
+class Saccades(nn.Module):
     """`base` tokens that tile the whole picture evenly, then `budget` tokens of an allocator: as many for every image,
     so that batches stack.
 
     Both have the allocator's patch side. A square number of base tokens is a grid of as many rows as columns, 16 x 16
     for 256, whatever the picture's shape; any other number is what `Downsample` makes of it. The base comes first, row
-    by row, then the saccades by relevance, high first; scores are each part's own, those of the base all 1.
+    by row, then the saccades by relevance, high first; scores are each part's own, those of the base all 1. It is a
+    torch module, whose parameters are the allocator's if it learns.
 
     Args:
         allocator: chooses the saccades. One with another budget is copied, with `budget`; one that learned, or that
@@ -34,7 +35,10 @@ class Saccades:
         InputError: no allocator, or one that has learned for another budget.
     """
 
+    __call__: Callable[..., TokenSet]
+
     def __init__(self, allocator: Allocator, base: int = 256, budget: int = 273) -> None:
+        super().__init__()
         if not isinstance(allocator, Allocator):
             raise InputError(
                 f"allocator is {type(allocator).__name__}; expected one of gpu_lod.allocate, as "
@@ -65,7 +69,10 @@ class Saccades:
         """Of both together."""
         return self.gestalt.budget + self.allocator.budget
 
-    def __call__(
+    def extra_repr(self) -> str:
+        return f"{self.gestalt.budget} + {self.allocator!r}" * (not isinstance(self.allocator, nn.Module))
+
+    def forward(
         self,
         image: torch.Tensor | Pyramid | None = None,
         relevance: torch.Tensor | None = None,

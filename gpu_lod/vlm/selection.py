@@ -81,9 +81,13 @@ def gumbel_top_k(
             f"generator is {generator!r}; expected a torch.Generator or None. Make one with "
             "torch.Generator(relevance.device).manual_seed(seed)."
         )
-    # -log of an exponential variable is a Gumbel one; and unlike -log(-log(uniform)) it is never infinite.
-    shaken = values - scale * torch.empty_like(values).exponential_(generator=generator).log() if scale else values
-    return _selected(shaken, count, temperature)
+    if not scale:
+        return _selected(values, count, temperature)
+    # In full precision: many of half precision's numbers are equal, and then places would decide. -log of an
+    # exponential variable is a Gumbel one, infinite only where that is 0.
+    wide = values if values.dtype == torch.float64 else values.float()
+    drawn = torch.empty_like(wide).exponential_(generator=generator).clamp_(min=torch.finfo(wide.dtype).tiny)
+    return _selected(wide - scale * drawn.log(), count, temperature, values.dtype)
 
 
 class GumbelTopK(nn.Module):
@@ -126,8 +130,9 @@ def _noise(value: Any) -> float:
     return noise
 
 
-def _selected(values: torch.Tensor, count: int, temperature: float) -> Selection:
+def _selected(values: torch.Tensor, count: int, temperature: float, kind: torch.dtype | None = None) -> Selection:
+    """The best of [B, N], with weights of that dtype; None is that of the values."""
     soft = soft_top_k(values, count, temperature)
     _, index = ordered(values.detach(), count)
     chosen = soft.gather(1, index)
-    return Selection(index, chosen - chosen.detach() + 1)
+    return Selection(index, (chosen - chosen.detach() + 1).to(kind or values.dtype))

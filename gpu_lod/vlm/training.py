@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,17 @@ class Trainer:
 
     Args:
         module: what is trained; what is frozen need not be in it.
+        optimizer: one whose step needs no closure.
         folder: of the checkpoint and the log; made if need be.
         config: what makes this run this run, as JSON can hold it; a checkpoint of another is refused.
-        scheduler: stepped after each step.
+        scheduler: stepped after each step; `ReduceLROnPlateau` is told the loss.
         every: steps from checkpoint to checkpoint; the last step is one.
         log: write the loss and the learning rate to the folder for TensorBoard.
 
     Raises:
         CheckpointError: a checkpoint of another configuration or optimizer, of other parameters, or that cannot be
-            read; a folder that cannot be made.
+            read, and then module and optimizer are as they were; a folder that cannot be made.
+        InputError: an optimizer that needs a closure, as L-BFGS does.
         UnsupportedError: a log without TensorBoard.
     """
 
@@ -55,6 +59,12 @@ class Trainer:
         log: bool = False,
     ) -> None:
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise InputError(
+                f"{type(optimizer).__name__} takes its steps by a closure, and a Trainer gives none. Use another "
+                "optimizer, such as torch.optim.AdamW."
+            )
         self.every = checks.integer(every, "every", at_least=1)
         try:
             self.config = json.dumps(dict(config), sort_keys=True)
@@ -89,7 +99,9 @@ class Trainer:
                 torch's, numpy's or Python's own random numbers: what another generator holds is not resumed.
 
         Raises:
-            InputError: a loss that is no finite scalar with gradients: the last checkpoint is from before it.
+            InputError: a loss that is no finite scalar with gradients, or gradients that are not finite: neither
+                weights nor the last checkpoint know of them.
+            CheckpointError: as `save`.
         """
         steps = checks.integer(steps, "steps", at_least=0)
         if self._random is not None:  # not before: what is made between may draw too
@@ -110,19 +122,44 @@ class Trainer:
                     "rate, or look at that step's data."
                 )
             value.backward()
+            self._check_gradients()
             self.optimizer.step()
             if self._log is not None:
                 self._log.add_scalar("loss", float(value.detach()), self.step)
                 self._log.add_scalar("learning rate", self.optimizer.param_groups[0]["lr"], self.step)
-            if self.scheduler is not None:
+            if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                self.scheduler.step(float(value.detach()))
+            elif self.scheduler is not None:
                 self.scheduler.step()
             self.losses.append(float(value.detach()))
             if self.step % self.every == 0 or self.step == steps:
                 self.save()
         return list(self.losses)
 
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def _check_gradients(self) -> None:
+        found = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in self._trained() if p.grad is not None
+        ]
+        if not _finite(found):
+            raise InputError(
+                f"the loss of step {self.step} is finite and its gradients are not. Look for roots, divisions and "
+                "logarithms of 0; the weights are as they were before the step."
+            )
+
     def save(self) -> None:
-        """Write a checkpoint, all of it or nothing."""
+        """Write a checkpoint, all of it or nothing.
+
+        Raises:
+            CheckpointError: it cannot be written, or weights are not finite; the one before it stays.
+        """
+        if not _finite([parameter.detach() for parameter in self._trained()]):
+            raise CheckpointError(
+                f"after step {self.step} the weights hold NaN or infinities, and {self.path} is left as it is. Go on "
+                "from it at a lower learning rate."
+            )
         state = {
             "config": self.config,
             "losses": self.losses,
@@ -133,11 +170,15 @@ class Trainer:
             "random": _random_state(),
         }
         unfinished = self.path.with_suffix(".unfinished")
-        with open(unfinished, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # or the name may reach the disk before the content
-        os.replace(unfinished, self.path)
+        try:
+            with open(unfinished, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())  # or the name may reach the disk before the content
+            os.replace(unfinished, self.path)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's, of a full disk
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self.path} cannot be written: {reason}. What was there is still there.") from None
 
     def close(self) -> None:
         """Finish the log. More may be trained after it, but is not logged."""
@@ -155,11 +196,11 @@ class Trainer:
         except Exception as error:  # unpickling raises what it likes
             raise CheckpointError(f"{self.path} cannot be read as a checkpoint ({error}). {way_out}") from None
         if config != self.config:
-            before, now = json.loads(config), json.loads(self.config)
+            then, now = json.loads(config), json.loads(self.config)
             apart = [
-                f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
-                for key in sorted({*before, *now})
-                if before.get(key) != now.get(key) or (key in before) != (key in now)
+                f"{key} was {then.get(key)!r} and is {now.get(key)!r}"
+                for key in sorted({*then, *now})
+                if then.get(key) != now.get(key) or (key in then) != (key in now)
             ]
             raise CheckpointError(f"{self.path} is of another configuration: {'; '.join(apart)}. {way_out}")
         if (scheduler is None) != (self.scheduler is None):
@@ -168,14 +209,23 @@ class Trainer:
         if kind != type(self.optimizer).__name__:
             mine = type(self.optimizer).__name__
             raise CheckpointError(f"{self.path} is of a run with the optimizer {kind}, not {mine}. {way_out}")
+        before = copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
         try:
             self.module.load_state_dict(state["module"])
             self.optimizer.load_state_dict(state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(scheduler)
         except (RuntimeError, ValueError, KeyError) as error:
+            self.module.load_state_dict(before[0])
+            self.optimizer.load_state_dict(before[1])
             raise CheckpointError(f"{self.path} is of other parameters ({error}). {way_out}") from None
         self.losses, self._random = losses, noise
+
+
+def _finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """All of them; a GPU is waited for once."""
+    each = [torch.isfinite(values).all().to(tensors[0].device) for values in tensors]
+    return not each or bool(torch.stack(each).all())
 
 
 def _random_state() -> dict[str, Any]:

@@ -193,6 +193,11 @@ def adapter_for(model: Any) -> Adapter:
     name = kind.__name__
     found = _registry.get(f"{kind.__module__.partition('.')[0]}.{name}") or _registry.get(name)
     if found is None or not isinstance(model, nn.Module):
+        for inside in ("_orig_mod", "module"):  # of torch.compile, and of what runs a model on several devices
+            if isinstance(model, nn.Module) and isinstance(getattr(model, inside, None), nn.Module):
+                raise InputError(
+                    f"{name} wraps a model, and an adapter runs its parts; pass the one inside, model.{inside}."
+                )
         raise InputError(
             f"there is no adapter for {name} ({kind.__module__}); known are {', '.join(adapters())}. Write one: derive "
             f"a class from gpu_lod.vlm.Adapter and decorate it with @gpu_lod.vlm.register_adapter({name!r})."
