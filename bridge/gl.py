@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_int, c_ssize_t, c_ubyte, c_uint, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_ssize_t, c_ubyte, c_uint, c_void_p
 from typing import Any
 
 from gpu_lod.errors import GLError, OutOfMemoryError, UnsupportedError
@@ -80,6 +80,11 @@ RASTERIZER_DISCARD, FRAMEBUFFER_SRGB, COLOR_LOGIC_OP = 0x8C89, 0x8DB9, 0x0BF2
 PRIMITIVE_RESTART, TEXTURE_CUBE_MAP_SEAMLESS, PRIMITIVE_RESTART_INDEX = 0x8F9D, 0x884F, 0x8F9E
 BLEND_DST_RGB, BLEND_SRC_RGB, BLEND_DST_ALPHA, BLEND_SRC_ALPHA = 0x80C8, 0x80C9, 0x80CA, 0x80CB
 SAMPLE_ALPHA_TO_COVERAGE, SAMPLE_COVERAGE, SAMPLE_MASK = 0x809E, 0x80A0, 0x8E51
+TRANSFORM_FEEDBACK_ACTIVE, TRANSFORM_FEEDBACK_PAUSED = 0x8E24, 0x8E23
+# Of compatibility profiles alone.
+CONTEXT_PROFILE_MASK, CONTEXT_COMPATIBILITY_PROFILE_BIT = 0x9126, 0x2
+ALPHA_TEST, POLYGON_STIPPLE, LIST_INDEX = 0x0BC0, 0x0B42, 0x0B33
+TEXTURE_FILTER_CONTROL, TEXTURE_LOD_BIAS = 0x8500, 0x8501
 POLYGON_MODE, FILL = 0x0B40, 0x1B02
 CLIP_DISTANCE0 = 0x3000
 TRIANGLES = 0x0004
@@ -122,15 +127,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "BufferStorage": (None, _u, c_ssize_t, _p, _u),
     "BufferSubData": (None, _u, c_ssize_t, c_ssize_t, _p),
     "ClearBufferSubData": (None, _u, _u, c_ssize_t, c_ssize_t, _u, _u, _p),
-    "ColorMask": (None, c_ubyte, c_ubyte, c_ubyte, c_ubyte),
+    "ColorMaski": (None, _u, c_ubyte, c_ubyte, c_ubyte, c_ubyte),
     "DeleteBuffers": (None, _i, _p),
     "DeleteFramebuffers": (None, _i, _p),
     "DeleteTextures": (None, _i, _p),
     "DeleteVertexArrays": (None, _i, _p),
     "Disable": (None, _u),
+    "Disablei": (None, _u, _u),
     "DispatchComputeIndirect": (None, c_ssize_t),
     "DrawArraysInstanced": (None, _u, _i, _i, _i),
     "Enable": (None, _u),
+    "Enablei": (None, _u, _u),
     "Finish": (None,),
     "FramebufferTexture": (None, _u, _u, _u, _i),
     "GenBuffers": (None, _i, _p),
@@ -138,26 +145,33 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "GenTextures": (None, _i, _p),
     "GenVertexArrays": (None, _i, _p),
     "GenerateMipmap": (None, _u),
+    "GetBooleani_v": (None, _u, _u, _p),
     "GetBufferSubData": (None, _u, c_ssize_t, c_ssize_t, _p),
     "GetError": (_u,),
+    "GetFloati_v": (None, _u, _u, _p),
     "GetIntegerv": (None, _u, _p),
     "GetInteger64v": (None, _u, _p),
     "GetIntegeri_v": (None, _u, _u, _p),
     "GetInteger64i_v": (None, _u, _u, _p),
     "GetString": (c_char_p, _u),
+    "GetTexEnvfv": (None, _u, _u, _p),
     "IsEnabled": (c_ubyte, _u),
+    "IsEnabledi": (c_ubyte, _u, _u),
     "IsTexture": (c_ubyte, _u),
     "MapBufferRange": (_p, _u, c_ssize_t, c_ssize_t, _u),
     "MemoryBarrier": (None, _u),
+    "PauseTransformFeedback": (None,),
     "PixelStorei": (None, _u, _i),
     "PolygonMode": (None, _u, _u),
     "PrimitiveRestartIndex": (None, _u),
+    "ResumeTransformFeedback": (None,),
     "TexBuffer": (None, _u, _u, _u),
+    "TexEnvf": (None, _u, _u, c_float),
     "TexParameteri": (None, _u, _u, _i),
     "TexStorage3D": (None, _u, _i, _u, _i, _i, _i),
     "TexSubImage3D": (None, _u, _i, _i, _i, _i, _i, _i, _i, _u, _u, _p),
     "UseProgram": (None, _u),
-    "Viewport": (None, _i, _i, _i, _i),
+    "ViewportIndexedf": (None, _u, c_float, c_float, c_float, c_float),
 }
 
 
@@ -219,6 +233,18 @@ class GL:
         value = ctypes.c_int64(0)
         self.GetInteger64i_v(name, index, ctypes.byref(value))
         return value.value
+
+    def flags(self, name: int, index: int, count: int) -> tuple[int, ...]:
+        """`count` values of glGetBooleani_v."""
+        values = (c_ubyte * count)()
+        self.GetBooleani_v(name, index, values)
+        return tuple(values)
+
+    def floats(self, name: int, index: int, count: int) -> tuple[float, ...]:
+        """`count` values of glGetFloati_v."""
+        values = (c_float * count)()
+        self.GetFloati_v(name, index, values)
+        return tuple(values)
 
     def string(self, name: int) -> str:
         return (self.GetString(name) or b"").decode("utf-8", "replace")

@@ -213,19 +213,28 @@ class Context(Sharing):
         """Use a context that the program already has: a moderngl context, or that of a window.
 
         The context must be current on the calling thread now and in every call. Each verb leaves the GL state as it
-        found it. Closing frees what gpu_lod made in it and leaves the context itself alone.
+        found it, of core profiles and of compatibility profiles; transform feedback is paused meanwhile. But errors
+        that nobody asked glGetError for are dropped, and queries in progress count what a verb draws. Call none between
+        glBeginConditionalRender and its end, which OpenGL does not tell of: nothing would be computed. Closing frees
+        what gpu_lod made in it and leaves the context itself alone: close before the context goes, for another one may
+        get its handle.
 
         Args:
-            source: a moderngl context, or None for whatever is current on this thread, such as a GLFW window's after
-                `glfw.make_context_current(window)`.
+            source: a moderngl context, which is the one that is current, or None for whatever is current on this
+                thread, such as a GLFW window's after `glfw.make_context_current(window)`.
             interop: as for `Context`.
 
         Raises:
+            InputError: no moderngl context.
             ContextNotCurrentError: nothing is current.
             GLUnavailableError: OpenGL older than 4.3.
             UnsupportedError: no GL_ARB_buffer_storage.
         """
         _check_interop(interop)
+        if source is not None and not isinstance(source, moderngl.Context):
+            raise InputError(
+                f"source is a {type(source).__name__}; expected a moderngl context, or None for what is current."
+            )
         here = egl.current()
         if not here.exists:
             raise ContextNotCurrentError(

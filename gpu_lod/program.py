@@ -45,6 +45,9 @@ class Program:
             self._uniforms[name].value = value
             self._held[name] = value
 
+    def forget(self) -> None:
+        self._held.clear()
+
     def dispatch(self, invocations: int) -> None:
         """Run at least so many invocations, over as many rows of workgroups as the limit of a dimension asks for."""
         groups = -(-invocations // LOCAL_SIZE)
@@ -121,6 +124,11 @@ class Programs:
         if not self._vertex_array:
             self._vertex_array = self._gl.gen("VertexArrays")
         return self._vertex_array
+
+    def forget(self) -> None:
+        """That uniforms have the values they were given: after an error it is open which of them the driver took."""
+        for program in self._cache.values():
+            program.forget()
 
     def clear(self) -> None:
         for program in self._cache.values():

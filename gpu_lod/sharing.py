@@ -30,6 +30,7 @@ from gpu_lod.errors import (
     OutOfMemoryError,
 )
 from gpu_lod.glstate import preserved
+from gpu_lod.program import Programs
 from gpu_lod.shield import Shield
 from gpu_lod.texture import TexturePool
 from gpu_lod.tuning import Tuning, tuning
@@ -110,6 +111,7 @@ class Sharing(Turns):
     private: PrivatePool
     textures: TexturePool
     constants: Constants
+    programs: Programs
     limits: Limits
     tuning: Tuning
     renderer: str
@@ -182,6 +184,9 @@ class Sharing(Turns):
             self.gl.clear_errors()
             yield self
             self.gl.check("this call")
+        except BaseException:
+            self.programs.forget()
+            raise
         finally:
             # Also after an exception: buffers go back to the pool, and torch may write to them at once.
             self._finish()

@@ -70,7 +70,7 @@ class Texture(Lease[ArrayTexture]):
         gl.BindFramebuffer(G.DRAW_FRAMEBUFFER, self.item.framebuffer)
         gl.FramebufferTexture(G.DRAW_FRAMEBUFFER, G.COLOR_ATTACHMENT0, self.glo, level)
         width, height = self.size(level)
-        gl.Viewport(0, 0, width, height if rows is None else rows)
+        gl.ViewportIndexedf(0, 0, 0, width, height if rows is None else rows)
 
 
 class Texels(Lease[TexelBuffer]):

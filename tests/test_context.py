@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import moderngl
+import numpy as np
 import pytest
 import torch
 from images import noise
@@ -30,6 +31,7 @@ from gpu_lod.errors import (
     ContextBusyError,
     ContextClosedError,
     ContextNotCurrentError,
+    GLError,
     GLUnavailableError,
     InputError,
     UnsupportedError,
@@ -360,8 +362,9 @@ def snapshot(gl: G.GL) -> dict[str, object]:
     scalars["pixel unpack"] = gl.integer(0x88EF)
     scalars["uniform buffer"] = gl.integer(0x8A28)
     lists = {
-        "viewport": gl.integers(G.VIEWPORT, 4),
-        "mask": gl.integers(G.COLOR_WRITEMASK, 4),
+        "viewports": [gl.floats(G.VIEWPORT, index, 4) for index in range(16)],
+        "masks": [gl.flags(G.COLOR_WRITEMASK, index, 4) for index in range(8)],
+        "by index": [[gl.IsEnabledi(name, index) for index in range(8)] for name in (G.BLEND, G.SCISSOR_TEST)],
         "polygon": gl.integers(G.POLYGON_MODE, 2)[0],
         "scissor": gl.integers(0x0C10, 4),
         "enabled": [
@@ -432,6 +435,11 @@ def test_adopted_moderngl_context_keeps_its_state() -> None:
         gl.BindVertexArray(mine.vertex_array(program, []).glo)
         mine.enable_only(moderngl.BLEND | moderngl.DEPTH_TEST | moderngl.CULL_FACE | moderngl.RASTERIZER_DISCARD)
         framebuffer.color_mask = (True, False, True, False)
+        gl.ColorMaski(2, 0, 1, 1, 0)
+        gl.Disablei(G.BLEND, 1)
+        gl.Enablei(G.SCISSOR_TEST, 3)
+        gl.ViewportIndexedf(0, 0.5, 2, 10.25, 4)
+        gl.ViewportIndexedf(5, 3, 2, 1, 4)
         framebuffer.scissor = (0, 0, 1, 1)
         mine.wireframe = True
         gl.ActiveTexture(G.TEXTURE0 + 3)
@@ -459,8 +467,54 @@ def test_adopted_moderngl_context_keeps_its_state() -> None:
     mine.release()
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_transform_feedback_goes_on(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under it no other program may be used: it is paused, and else a call that fails leaves the next one right."""
+    mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+    image = noise(1, 40, 61)
+    expected = lod.gaussian(image, 2, backend="torch")[1]
+    with mine:
+        source = "#version 430\nuniform ivec2 u_size; out float v; void main() { v = u_size.x; gl_Position = vec4(v); }"
+        program = mine.program(vertex_shader=source, varyings=["v"])
+        program["u_size"].value = 7, 8
+        points, captured = mine.vertex_array(program, []), mine.buffer(reserve=64)
+        mine.simple_framebuffer((4, 4)).use()
+        adopted = lod.Context.adopt(mine)
+        load = egl.loader_of_current().load_opengl_function
+        begin = ctypes.CFUNCTYPE(None, ctypes.c_uint)(load("glBeginTransformFeedback"))
+        end = ctypes.CFUNCTYPE(None)(load("glEndTransformFeedback"))
+        gl = adopted.gl
+        with adopted:
+            lod.gaussian(image, 4, backend="gl")
+            gl.UseProgram(program.glo)
+            gl.BindVertexArray(points.glo)
+            gl.BindBufferBase(0x8C8E, 0, captured.glo)
+            begin(0)
+            if paused:
+                torch.testing.assert_close(lod.gaussian(image, 2, backend="gl")[1], expected, rtol=0, atol=1e-6)
+                gl.DrawArraysInstanced(0, 0, 3, 1)
+                end()
+                assert program["u_size"].value == (7, 8)
+                assert np.frombuffer(captured.read(12), np.float32).tolist() == [7, 7, 7]
+            else:
+                monkeypatch.setattr(gl, "PauseTransformFeedback", lambda: None)
+                with pytest.raises(GLError, match="INVALID_OPERATION"):
+                    lod.gaussian(image, 2, backend="gl")
+                end()
+                gl.clear_errors()
+            torch.testing.assert_close(lod.gaussian(image, 2, backend="gl")[1], expected, rtol=0, atol=1e-6)
+        adopted.close()
+    mine.release()
+
+
+def test_what_is_no_context_is_not_adopted() -> None:
+    for source in (3, "cuda:0", lod.Context()):
+        with pytest.raises(InputError, match="expected a moderngl context, or None"):
+            lod.Context.adopt(source)  # type: ignore[arg-type]
+
+
 WINDOW = """
-    import glfw, torch, gpu_lod as lod
+    import ctypes, glfw, torch, gpu_lod as lod
     from gpu_lod.bridge import egl, gl as G
     assert glfw.init()
     glfw.window_hint(glfw.VISIBLE, False)
@@ -493,6 +547,38 @@ WINDOW = """
     assert state() == before
     assert egl.current() == here
     glfw.swap_buffers(window)
+    adopted.close()
+    # A compatibility profile has more that changes fragments, and levels of detail.
+    glfw.default_window_hints()
+    glfw.window_hint(glfw.VISIBLE, False)
+    old = glfw.create_window(64, 64, "gpu_lod", None, None)
+    glfw.make_context_current(old)
+    gl = G.GL(egl.loader_of_current().load_opengl_function)
+    assert gl.integer(G.CONTEXT_PROFILE_MASK) == G.CONTEXT_COMPATIBILITY_PROFILE_BIT
+    load = egl.loader_of_current().load_opengl_function
+    u, f = ctypes.c_uint, ctypes.c_float
+    ctypes.CFUNCTYPE(None, u, f)(load("glAlphaFunc"))(0x0200, 0.5)  # never
+    new_list, end_list = ctypes.CFUNCTYPE(None, u, u)(load("glNewList")), ctypes.CFUNCTYPE(None)(load("glEndList"))
+    gl.Enable(G.ALPHA_TEST)
+    gl.Enable(G.POLYGON_STIPPLE)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(load("glPolygonStipple"))(bytes(128))
+    gl.ActiveTexture(G.TEXTURE0)
+    gl.TexEnvf(G.TEXTURE_FILTER_CONTROL, G.TEXTURE_LOD_BIAS, 1.5)
+    with lod.Context.adopt() as adopted:
+        for verb, generator in ((lod.mipmap, "fragment"), (lod.hiz, "fragment"), (lod.hiz, "sampler")):
+            for a, b in zip(verb(image, generator=generator), verb(image, backend="torch")):
+                assert torch.allclose(a, b, atol=1e-6), (verb, generator)
+        new_list(1, 0x1300)
+        try:
+            lod.mipmap(image, backend="gl")
+        except lod.errors.UnsupportedError as error:
+            assert "display list" in str(error)
+        else:
+            raise SystemExit("a verb went into a display list")
+        end_list()
+        assert gl.IsEnabled(G.ALPHA_TEST) and gl.IsEnabled(G.POLYGON_STIPPLE)
+        gl.GetTexEnvfv(G.TEXTURE_FILTER_CONTROL, G.TEXTURE_LOD_BIAS, ctypes.byref(bias := f()))
+        assert bias.value == 1.5 and gl.GetError() == 0
     adopted.close()
     glfw.terminate()
     print("done")
