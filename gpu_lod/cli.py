@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from gpu_lod.errors import GpuLodError, InputError
@@ -13,8 +14,11 @@ FAILURE, USAGE = 1, 2
 def main() -> None:
     """Run the command line on `sys.argv`.
 
-    Exit codes: 0 done; 1 it failed, and a line on stderr says why; 2 the arguments make no sense.
+    Exit codes: 0 done; 1 it failed, and a line on stderr says why; 2 the arguments make no sense; 130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # tables have signs that not every encoding has
     # Taken out here, so that it may stand before or behind the command.
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -22,6 +26,8 @@ def main() -> None:
         from gpu_lod.commands import app
 
         app(arguments, prog_name="gpu-lod")
+    except KeyboardInterrupt:  # before the commands are there, which say so themselves
+        sys.exit(130)
     except Exception as error:
         if debug:
             raise
@@ -36,6 +42,8 @@ def _report(error: Exception) -> int:
         from gpu_lod.commands import as_options
 
         text = as_options(str(error))
+    elif isinstance(error, OSError) and error.filename is None and error.strerror:
+        text = f"the output cannot be written: {error.strerror}."
     else:
         text = f"{type(error).__name__}: {error} (--debug shows where)"
     print("gpu-lod: " + " ".join(text.split()), file=sys.stderr)

@@ -556,6 +556,10 @@ def cull(
         relevance = pooled(saliency(picture, "gradient" if of == "gradient" else "centre-surround"), patch)
         how: dict[str, Any] = {"backend": _backend(backend, device)}
         limit = float(np.quantile(relevance.numpy(), 1 - KEPT)) if threshold is None else threshold
+        if threshold is None and not math.isfinite(limit):
+            raise lod.errors.FileError(
+                f"{image} holds NaN or infinities, and so does its relevance. Name a --threshold."
+            )
         hz = lod.hiz(relevance, **how)
         choice = lod.explain(lod.cull, hz, limit, **how)
         culled = lod.cull(hz, limit, **how)

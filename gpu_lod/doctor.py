@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod.bridge import devices, egl
+from gpu_lod import cache, whole_file
+from gpu_lod.bridge import choose, devices, egl
 from gpu_lod.context import Context
-from gpu_lod.errors import GpuLodError
+from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.mipmap import mipmap
 from gpu_lod.mipmap import reference as mip_reference
 
@@ -82,6 +83,8 @@ def examine(device: int | None = None) -> list[Finding]:
                 findings += safely("NVIDIA EGL", _nvidia)
                 graphics = findings[-1].fix
             findings += safely("EGL devices", partial(_devices, known))
+        if known and os.environ.get("GPU_LOD_DEVICE"):
+            findings += safely("GPU_LOD_DEVICE", partial(_named, known))
         chosen = [one for one in known if device is None or one.index == device]
         if device is not None and known and not chosen:
             findings.append(Finding("OpenGL context", "fail", f"there is no EGL device {device}", "gpu-lod info"))
@@ -94,6 +97,7 @@ def examine(device: int | None = None) -> list[Finding]:
             findings += found
         if working and working < len(chosen):  # one good device is enough
             findings = [replace(one, status="warn") if one.status == "fail" else one for one in findings]
+        findings += safely("cache", _cache)
         findings += safely("CUDA", partial(doctor_cuda.examine, known, device, graphics))
     return findings
 
@@ -321,6 +325,35 @@ def look() -> tuple[bool, str]:
 def _devices(known: list[egl.EGLDevice]) -> Iterator[Finding]:
     known += devices()
     yield Finding("EGL devices", "ok", "; ".join(map(describe, known)))
+
+
+def _named(known: list[egl.EGLDevice]) -> Iterator[Finding]:
+    """The device that is to be the default one; where there is no such, no verb runs on OpenGL."""
+    try:
+        (device,) = choose(None, known)
+    except InputError as error:
+        found, _ = advice(error)
+        yield Finding(
+            "GPU_LOD_DEVICE", "fail", found, "unset GPU_LOD_DEVICE, or name a device that `gpu-lod info` lists"
+        )
+    else:
+        yield Finding("GPU_LOD_DEVICE", "ok", describe(device))
+
+
+def _cache() -> Iterator[Finding]:
+    """Where measured times and compiled kernels are kept."""
+    where = cache.folder("calibration")
+    if where is None:
+        yield Finding("cache", "ok", "off: nothing is kept between processes")
+        return
+    try:
+        whole_file.write(where / ".doctor", b"")
+        (where / ".doctor").unlink()
+    except OSError as error:
+        fix = "make it writable, name another place with GPU_LOD_CACHE, or turn it off with GPU_LOD_CACHE=off"
+        yield Finding("cache", "warn", f"{where} cannot be written: {error.strerror}", fix)
+    else:
+        yield Finding("cache", "ok", str(where))
 
 
 def describe(device: egl.EGLDevice) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from gpu_lod import whole_file
 from gpu_lod.errors import FileError, InputError
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF", ".tiff": "TIFF", ".webp": "WEBP"}
@@ -23,6 +24,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "TIFF": {"compression": "tiff_adobe_deflate"},
     "WEBP": {"lossless": True, "exact": True},  # exact: colours under transparent pixels are kept
 }
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_SAMPLE_FORMAT = 339
+"""The TIFF tag: 1, or none, for unsigned integers, 2 for signed ones."""
 _LARGEST_SIDE = {"JPEG": 65500, "WEBP": 16383}
 
 PathLike = str | os.PathLike[str]
@@ -56,10 +60,16 @@ def load(path: PathLike) -> torch.Tensor:
         except Image.DecompressionBombError as error:
             raise FileError(f"{path} is refused: {_reason(error)}.") from None
         except Exception:  # a broken header makes Pillow's parsers raise many kinds
+            if data[:4] in _TIFF:
+                raise FileError(
+                    f"{path} is a TIFF of a kind that Pillow does not read, as colours in floating point are. Write "
+                    "each channel as a picture, or another kind."
+                ) from None
             raise FileError(f"{path} is not a PNG, JPEG, TIFF or WebP picture.") from None
         try:
             picture.load()
-            values = _values(ImageOps.exif_transpose(picture), picture.format)
+            unsigned = getattr(picture, "tag_v2", {}).get(_SAMPLE_FORMAT) in ((1,), 1, None)
+            values = _values(ImageOps.exif_transpose(picture), picture.format, unsigned)
         except Exception as error:  # so do its decoders
             raise FileError(f"{path} is truncated, damaged or of an unknown kind: {_reason(error)}.") from None
     if values.ndim == 2:
@@ -67,13 +77,17 @@ def load(path: PathLike) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))
 
 
-def _values(picture: Image.Image, source: str | None) -> np.ndarray[Any, Any]:
-    """Pixels [H, W] or [H, W, C], uint8 or float32. `source`: the file's format, which transposing forgets."""
+def _values(picture: Image.Image, source: str | None, unsigned: bool) -> np.ndarray[Any, Any]:
+    """Pixels [H, W] or [H, W, C], uint8 or float32. `source`: the file's format, which transposing forgets, as it does
+    whether 32-bit integers are unsigned."""
     mode = picture.mode
     if mode.startswith("I;16") or (mode == "I" and source == "PNG"):
         return (np.array(picture).astype(np.float64) / 65535).astype(np.float32)
     if mode in ("I", "F"):
-        return np.array(picture).astype(np.float32)
+        values = np.array(picture)
+        if mode == "I" and unsigned:  # which Pillow takes for signed
+            values = values.view(np.uint32)
+        return values.astype(np.float32)
     transparent = "transparency" in picture.info  # one colour, or a palette's
     if mode not in _MODES or transparent:
         grey = mode in ("1", "L", "LA", "La")
@@ -105,8 +119,7 @@ def save(tensor: torch.Tensor, path: PathLike) -> None:
     encoded = io.BytesIO()  # so that a failing encoder leaves no half a file
     picture.save(encoded, format=kind, **_OPTIONS[kind])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded.getvalue())
+        whole_file.write(path, encoded.getvalue())
     except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be written: {_reason(error)}.") from None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -49,6 +50,22 @@ _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "b
 def _console() -> Console:
     # Piped, there is no width to fit, and breaking lines would only hurt whoever reads them.
     return Console(highlight=False, width=None if sys.stdout is not None and sys.stdout.isatty() else 160)
+
+
+_FOLDED = 24
+"""Characters that columns which may be folded have at least."""
+
+
+def _show(table: RichTable) -> None:
+    """A table on stdout. On a terminal that is too narrow its lines run on: nothing is left out."""
+    console = _console()
+    wide = console.options.update(width=10_000)
+    least = 3 * len(table.columns)
+    for column in table.columns:
+        longest = max(Measurement.get(console, wide, cell).maximum for cell in (column.header, *column.cells))
+        least += longest if column.no_wrap else min(longest, _FOLDED)
+    console.width = max(console.width, least)
+    console.print(table)
 
 
 @contextmanager
@@ -95,8 +112,8 @@ def show_tables(tables: list[Table], *, new: bool = False) -> None:
             seed = "seed: for what the tables above do not hold"
             console.print(f"calibrated: {table.path}" if table.path else seed, soft_wrap=True, markup=False)
         grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("verb", "job"):
-            grid.add_column(name, overflow="fold")
+        grid.add_column("verb", no_wrap=True)
+        grid.add_column("job", overflow="fold")
         for name in ("torch ms", "best other ms"):
             grid.add_column(name, justify="right", no_wrap=True)
         grid.add_column("auto takes", no_wrap=True)
@@ -110,7 +127,7 @@ def show_tables(tables: list[Table], *, new: bool = False) -> None:
                 f"{calibration.spoken(others[0][1])} {_spread(others[0][0])}" if others else "",
                 Text(calibration.spoken(taken), style="" if taken == "torch" else "bold green"),
             )
-        console.print(grid)
+        _show(grid)
 
 
 def _spread(timed: Timed) -> str:
@@ -199,7 +216,7 @@ def show_info(found: list[dict[str, Any]]) -> None:
         if entry["drm_file"]:
             table.add_row("DRM file", entry["drm_file"])
         table.add_row("CUDA device", "none" if entry["cuda_ordinal"] is None else str(entry["cuda_ordinal"]))
-        console.print(table)
+        _show(table)
 
 
 def show_findings(findings: list[Finding]) -> None:
@@ -210,7 +227,7 @@ def show_findings(findings: list[Finding]) -> None:
     for finding in findings:
         table.add_row(Text(*_MARKS[finding.status]), Text(finding.name, style="bold"), Text(finding.found))
     console = _console()
-    console.print(table)
+    _show(table)
     for finding in findings:
         if finding.fix:  # below the table and unbroken, so that it can be copied
             console.print(Text(f"\n{finding.name}:\n  → ").append(finding.fix, style="bold"), soft_wrap=True)
@@ -246,7 +263,7 @@ def show_rows(rows: list[Row], busy: str) -> None:
             ratio, difference,
         )  # fmt: skip
     console = _console()
-    console.print(table)
+    _show(table)
     steady = [row for row in rows if row.steady]
     gains = sum(row.ratio >= 1 for row in steady)
     unsteady = f", unsteady in {len(rows) - len(steady)}" if len(steady) < len(rows) else ""
@@ -270,7 +287,7 @@ def show_energies(energies: Sequence[torch.Tensor], shares: list[list[float]]) -
     for level, (values, parts) in enumerate(zip(energies, shares, strict=True)):
         height, width = values.shape[-2:]
         table.add_row(str(level), f"{width} x {height}", *(f"{100 * part:.1f}%" for part in parts))
-    _console().print(table)
+    _show(table)
 
 
 def show_culled(hz: Pyramid, culled: Culled, threshold: float, bounds: Sequence[Bounds]) -> None:
@@ -316,7 +333,7 @@ def show_allocations(results: list[Allocation | Skipped]) -> None:
             "exact" if math.isinf(result.psnr) else f"{result.psnr:.2f}", "untrained" if result.untrained else "",
         )  # fmt: skip
     console = _console()
-    console.print(table)
+    _show(table)
     for one in results:
         if not isinstance(one, Allocation):
             console.print(f"skipped {one.name}: {one.reason}", soft_wrap=True, markup=False)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_lod import cache
+from gpu_lod import cache, whole_file
 from gpu_lod.errors import CalibrationBusyError, FileError, InputError
 
 FORMAT = 1
@@ -322,7 +320,7 @@ def store(machine: Machine, entries: Iterable[Entry]) -> Path:
             with suppress(OSError, ValueError):
                 found = read(path)
                 table = found if found.machine == machine else table
-            _replace(path, table.merged(entries).as_text())
+            whole_file.write(path, table.merged(entries).as_text().encode("utf-8"))
     except OSError as error:
         raise FileError(
             f"the times cannot be kept in {path.parent}: {error}. Set GPU_LOD_CACHE to a folder that can be written to."
@@ -363,18 +361,6 @@ def measuring() -> Iterator[None]:
         except OSError:  # nothing can be kept there, as `store` says once there are times to show
             pass
         yield
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with open(handle, "w", encoding="utf-8") as unfinished:
-            unfinished.write(text)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def forget() -> list[Path]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from gpu_lod import whole_file
 from gpu_lod.errors import FileError, InputError
 from gpu_lod.token_set import TokenSet
 
@@ -81,8 +82,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
             {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, metadata
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        whole_file.write(path, data)
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 

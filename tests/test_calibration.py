@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from cuda_emulator import EmulatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from images import noise
+from rich.console import Console
 from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
@@ -913,6 +915,18 @@ def test_a_machine_that_is_at_work_is_told(
     printed = " ".join(capsys.readouterr().out.split())
     assert "GL is faster in 2 of 3 rows, slower in 0, unsteady in 1." in printed
     assert (f"other things to do ({words})" in printed) == bool(words)
+
+
+def test_tables_are_whole_on_narrow_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(printing, "_console", lambda: Console(file=out, width=40, highlight=False))
+    row = Row("a-picture", "mipmap", "single-pass", "512 x 512 x 3", 1, 0, 2, 0, "interpolate bilinear", 0.5, 0)
+    printing.show_rows([row], "")
+    printing.show_tables([Table(MACHINE, (dataclasses.replace(GAIN, at="1 x 3 x 512 x 512 float32, of many words"),))])
+    lines = out.getvalue().splitlines()
+    assert any("a-picture" in x and "single-pass" in x and "interpolate bilinear" in x for x in lines)
+    verb = GAIN.question.verb
+    assert "…" not in out.getvalue() and any(verb in x and "1 x 3 x 512 x 512" in x for x in lines)
 
 
 def test_pauses_do_not_take_the_time_of_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,26 @@ def test_one_good_device_is_enough(ctx: lod.Context, monkeypatch: pytest.MonkeyP
     assert checked(doctor.examine())["OpenGL on device 0"].status == "fail"
 
 
+@pytest.mark.parametrize(("value", "status"), [("0", "ok"), ("7", "fail"), ("abc", "fail")])
+def test_the_device_that_a_variable_names(
+    value: str, status: str, ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is none, every verb on OpenGL fails."""
+    monkeypatch.setenv("GPU_LOD_DEVICE", value)
+    finding = checked(doctor.examine(0))["GPU_LOD_DEVICE"]
+    assert finding.status == status and (status == "ok" or "unset GPU_LOD_DEVICE" in str(finding.fix))
+    monkeypatch.delenv("GPU_LOD_DEVICE")
+    assert "GPU_LOD_DEVICE" not in checked(doctor.examine(0))
+
+
+def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, status in ((tmp_path, "ok"), ("off", "ok"), ("/proc/none", "warn")):
+        monkeypatch.setenv("GPU_LOD_CACHE", str(place))
+        finding = only(doctor._cache())
+        assert finding.status == status and (status == "ok" or "cannot be written" in finding.found)
+    assert not [*(tmp_path / "calibration").iterdir()]
+
+
 def test_no_egl_library_sends_everyone_to_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_LOD_LIBEGL", "/nonexistent.so")
     set_torch(monkeypatch, "13.0", 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
@@ -71,6 +72,19 @@ def test_float_tiff_keeps_every_value(tmp_path: Path) -> None:
     values = torch.tensor([[[-3.5, 0.1, 1e6], [0.0, 2.0, -1e-6]]])
     save(values, tmp_path / "x.tiff")
     assert torch.equal(load(tmp_path / "x.tiff"), values)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int32])
+def test_integers_of_32_bits_keep_their_sign(tmp_path: Path, dtype: Any) -> None:
+    values = np.array([[0, 7, np.iinfo(dtype).max, np.iinfo(dtype).min]], dtype)
+    tifffile.imwrite(tmp_path / "x.tiff", values)
+    assert load(tmp_path / "x.tiff").tolist() == [values.astype(np.float32).tolist()]
+
+
+def test_a_tiff_that_is_not_read_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "x.tiff").write_bytes(b"II*\0" + bytes(40))
+    with pytest.raises(FileError, match="is a TIFF of a kind that Pillow does not read"):
+        load(tmp_path / "x.tiff")
 
 
 def test_floats_are_clamped_and_rounded_to_8_bits(tmp_path: Path) -> None:

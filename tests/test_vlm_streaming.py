@@ -32,6 +32,16 @@ def cells(found: Streamed, columns: int) -> list[set[int]]:
     return [set(row) for row in ((y * columns).long() * columns + (x * columns).long()).tolist()]
 
 
+def test_what_is_done_to_a_result_is_not_in_the_next() -> None:
+    """Patches that stay are held; a caller may normalise what it was given in place."""
+    memory, frame = TokenMemory(6, patch=8), torch.rand(3, 32, 40)
+    first = memory.update(frame).tokens.patches
+    before = first.clone()
+    first.sub_(0.5).div_(0.25)
+    again = memory.update(frame)
+    assert not again.refreshed.any() and torch.equal(again.tokens.patches, before)
+
+
 def test_hysteresis_lessens_churn(photo: torch.Tensor) -> None:
     """Over a panned photograph, with a scorer's noise and without."""
     frames = panned(photo, 8, 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpu_lod import __version__
+from gpu_lod import __version__, whole_file
 from gpu_lod.allocate import FoveatedPyramid
 from gpu_lod.context import Context
 from gpu_lod.cull import cull
@@ -102,7 +102,7 @@ def run(
                 progress(f"{picture.name}: {row.verb} measured")
                 rows.append(row)
         path = out / "table.json"
-        path.write_text(json.dumps(report(rows, written, ctx), indent=2) + "\n")
+        whole_file.write(path, (json.dumps(report(rows, written, ctx), indent=2) + "\n").encode())
         written.append(path)
     except OSError as error:
         raise FileError(f"{out} cannot be written to: {error.strerror or error}.") from None

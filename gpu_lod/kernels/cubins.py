@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import tempfile
 import warnings
 from pathlib import Path
 
-from gpu_lod import cache
+from gpu_lod import cache, whole_file
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -40,16 +38,9 @@ def keep(name: str, code: bytes) -> None:
     where = folder()
     if where is None:
         return
-    temporary = None
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=where)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(temporary, where / f"{name}.cubin")
+        whole_file.write(where / f"{name}.cubin", hashlib.sha256(code).digest() + code)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         _warn_once(where, str(error))
 
 

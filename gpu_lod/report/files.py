@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gpu_lod import whole_file
 from gpu_lod.errors import FileError
 
 SCHEMA: dict[str, Any] = json.loads(files(__name__.rpartition(".")[0]).joinpath("schema.json").read_text("utf-8"))
@@ -102,25 +101,10 @@ def write(text: str, path: Path) -> None:
     Raises:
         FileError: it cannot be written.
     """
-    unfinished = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            unfinished = Path(file.name)
-            file.write(text.encode("utf-8"))
-        unfinished.chmod(0o666 & ~_umask())
-        os.replace(unfinished, path)
+        whole_file.write(path, text.encode("utf-8"))
     except OSError as error:
         raise FileError(f"{path} cannot be written: {error.strerror}. Choose another place with -o.") from None
-    finally:
-        if unfinished is not None:
-            unfinished.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _refuse(name: str) -> NoReturn:

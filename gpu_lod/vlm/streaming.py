@@ -118,7 +118,8 @@ class TokenMemory:
         self._patches = self._read(frame, sites, refreshed)
         self._frame = frame.clone()  # a decoder may write the next frame into the same memory
         scores = scene.relevance.flatten(1).gather(1, self._cells)
-        found = (sites, scores, self._patches, replaced, refreshed, replaced.float().mean(1))
+        # A copy: what a caller does to the patches is not to be in those of the next frame.
+        found = (sites, scores, self._patches.clone(), replaced, refreshed, replaced.float().mean(1))
         sites, scores, patches, replaced, refreshed, churn = found if batched else (part[0] for part in found)
         return Streamed(TokenSet(sites, scores, patches, self.patch), replaced, refreshed, churn)
 

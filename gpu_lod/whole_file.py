@@ -1,0 +1,37 @@
+"""Files written in one step: whoever reads one finds the old one or the new one, whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+
+def write(path: Path, data: bytes) -> None:
+    """Makes the parent folder. A link goes on naming its file. What is no file, as /dev/stdout, or lies in a folder
+    that takes no other one, is written to as it is.
+
+    Raises:
+        OSError: it cannot be written, and then a file that was there is as it was.
+        ValueError: a null byte in the name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(os.path.realpath(path))
+    there = target.exists()
+    if there and (not target.is_file() or not os.access(target.parent, os.W_OK)):
+        target.write_bytes(data)
+        return
+    if there and not os.access(target, os.W_OK):
+        raise PermissionError(13, "Permission denied", str(path))
+    unfinished = target.with_name(f".gpu_lod.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(unfinished, "xb") as file:
+            file.write(data)
+        if there:
+            unfinished.chmod(target.stat().st_mode)
+        os.replace(unfinished, target)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
