@@ -1,8 +1,9 @@
-"""Draw the pictures of gallery.md again: verbs on a photograph or a page, and every allocator on these and a chart.
+"""Draw the pictures of gallery.md again: verbs on a photograph or a page, and every allocator on these and a chart; and
+the demo's sheet, which the README shows.
 
 python docs/gallery.py [VERB ...]
 
-All of them, or those of some verbs (the names of the commands).
+All of them, or those of some verbs (the names of the commands, and "demo").
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from skimage import data
+
+from gpu_lod import demo
+from gpu_lod.context import Context
 
 DOCS = Path(__file__).resolve().parent
 OUT = DOCS.parent / "out" / "gallery"
@@ -79,13 +83,18 @@ def main(arguments: list[str]) -> None:
     pictures = {"astronaut": Image.fromarray(data.astronaut()), "page": Image.fromarray(data.page()), "chart": chart()}
     for name, picture in pictures.items():
         picture.save(OUT / f"{name}.png")
-    chosen = arguments or [*VERBS, "allocate"]
-    if unknown := {*chosen} - {*VERBS, "allocate"}:
-        sys.exit(f"there is no {', '.join(sorted(unknown))}; expected {', '.join(VERBS)} or allocate")
+    there = [*VERBS, "demo", "allocate"]
+    chosen = arguments or there
+    if unknown := {*chosen} - {*there}:
+        sys.exit(f"there is no {', '.join(sorted(unknown))}; expected some of {', '.join(there)}")
     for verb in [verb for verb in VERBS if verb in chosen]:
         run(verb, f"{'page' if verb == 'energy' else 'astronaut'}.png", *VERBS[verb], "-o", f"{verb}.png")
         for drawn in (verb, f"{verb}.back") if "--back" in VERBS[verb] else (verb,):
             shrink(OUT / f"{drawn}.png", DOCS / f"{drawn}.jpg", *(SHEET if verb in SHEETS else ()))
+    if "demo" in chosen:
+        astronaut, _ = demo.pictures(None)
+        demo.page.draw(demo.sheet(astronaut, Context()), OUT / "demo.png")
+        shrink(OUT / "demo.png", DOCS / "astronaut.jpg")
     if "allocate" not in chosen:
         return
     for name, fixation in FIXATIONS.items():

@@ -14,7 +14,7 @@ from gpu_lod.errors import LimitError
 from gpu_lod.feature_maps import saliency_map
 from gpu_lod.kernels import device, saliency
 from gpu_lod.patch_grid import pooled
-from gpu_lod.salient_cells import saliency_cells
+from gpu_lod.salient_cells import _of_map, saliency_cells
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the emulator")
 
@@ -123,14 +123,24 @@ def test_large_values_and_what_is_not_finite(emulated: EmulatedDevice) -> None:
 
 
 def test_what_is_left_to_torch(emulated: EmulatedDevice) -> None:
-    """Small pictures, whose pyramids end before level 5; float64; and where gradients are asked for."""
-    for images in (noise(1, 3, 16, 16), noise(1, 3, 40, 40).double(), noise(1, 3, 40, 40).requires_grad_()):
+    """Small pictures, whose pyramids end before level 5; and float64."""
+    for images in (noise(1, 3, 16, 16), noise(1, 3, 40, 40).double()):
         found = saliency_cells(images, 8)
         torch.testing.assert_close(found.double(), by_the_map(images, 8, "mean"), rtol=0, atol=2e-6)
     assert not made(emulated)
     many = torch.zeros(1, 1, 1, 1).expand(2**11, 1, 2**10, 2**10)
     with pytest.raises(LimitError, match="patches of 1"):
         saliency.cells(device.device_of(many), many, [], (1.0,), 1, most=False)
+
+
+def test_gradients_change_no_value(emulated: EmulatedDevice) -> None:
+    images = noise(1, 3, 40, 40)
+    asked = images.clone().requires_grad_()
+    found = saliency_cells(asked, 8)
+    assert made(emulated) and torch.equal(found, saliency_cells(images, 8))
+    (gradient,) = torch.autograd.grad(found.square().sum(), asked)
+    (expected,) = torch.autograd.grad(_of_map(asked, 8, "mean").square().sum(), asked)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5)
 
 
 def test_views_and_batches(emulated: EmulatedDevice) -> None:
