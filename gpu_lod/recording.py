@@ -110,8 +110,8 @@ class Recording:
             _here.recording = None
 
     def _note(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        if name in _READ_BACK:
-            self.stop(f"it reads results back on the host (gl{name})")
+        if name == "GetBufferSubData":
+            self.stop("it reads results back on the host (glGetBufferSubData)")
         elif name == "BufferSubData":
             target, offset, nbytes, pointer = arguments
             if not self.is_input(pointer.value):
@@ -125,10 +125,10 @@ class Recording:
                 self._bound.add(arguments[2])
 
 
-_READ_BACK = ("GetBufferSubData", "BufferData")
 _ONCE = {
     *("GetError", "GetIntegerv", "GetInteger64v", "GetIntegeri_v", "GetInteger64i_v", "GetString", "IsEnabled"),
-    *("IsTexture", "Finish", "MapBufferRange", "BufferStorage", "TexBuffer", "TexStorage3D"),
+    *("GetBooleani_v", "GetFloati_v", "GetTexEnvfv", "IsEnabledi"),
+    *("IsTexture", "Finish", "MapBufferRange", "BufferData", "BufferStorage", "TexBuffer", "TexStorage3D"),
     *(f"{do}{kind}" for do in ("Gen", "Delete") for kind in ("Buffers", "Framebuffers", "Textures", "VertexArrays")),
 }
 """Commands that make things, which last, or ask."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from gpu_lod import by_kernel, checks, precision
 from gpu_lod.binomial import BINOMIAL
 from gpu_lod.dispatch import needs_grad
+from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import LEVELS, LUMA, PAIRS, luma_weights, saliency_map
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.kernels import device as kernels
@@ -67,6 +68,20 @@ def saliency_cells(images: torch.Tensor, patch: int, pool: Pool = "mean") -> tor
     together = max(1, _AT_ONCE // (height * width))
     parts = [_cells(images[first : first + together], patch, pool) for first in range(0, count, together)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def finite(cells: torch.Tensor) -> torch.Tensor:
+    """The same.
+
+    Raises:
+        InputError: they are not; a CUDA graph that is being captured does not look.
+    """
+    if checks.readable(cells) and not torch.isfinite(cells.detach()).all():
+        raise InputError(
+            "the saliency of the image is not finite: it holds NaN, infinities, or values that are too large. Repair "
+            "it with torch.nan_to_num, scale it to [0, 1], or give relevance of your own."
+        )
+    return cells
 
 
 def _of_map(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:

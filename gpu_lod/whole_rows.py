@@ -49,7 +49,7 @@ def _narrower(ctx: Context, source: Planes, target: Planes, step: int) -> None:
     rows = target.count * target.height
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        # Buffers are a multiple of 4 KiB: the last group stays inside.
+        # Buffers are a multiple of 1 KiB: the last group stays inside.
         index = target.bind(ctx, 0, first * row, -(-(first + count) * row // group) * group - 1)
         assert index == -first * row, "rows begin where a binding may"
         words = source.width // per_word

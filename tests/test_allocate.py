@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpu_lod as lod
 from gpu_lod.allocate import base, node_losses, ordering, tree_cut
 from gpu_lod.allocate.heat_diffusion import steady_state
+from gpu_lod.allocate.pyramid_top_k import _shares
 from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
@@ -456,6 +457,13 @@ def test_a_fixed_split_of_levels(side: int, expected: list[int]) -> None:
         )
         taken = tokens.scores[0][tokens.sites[0, :, 2] == level].double()
         assert torch.allclose(taken, torch.tensor(scores[:count]).double(), rtol=1e-5)
+
+
+def test_what_a_level_lacks_goes_to_the_finer_ones_first() -> None:
+    """The third lacks 9, and the second takes them; what no finer one takes, the coarser ones do."""
+    assert _shares([10, 20, 10, 0], [64, 40, 1, 1]) == [10, 29, 1, 0]
+    assert _shares([10, 20, 1, 0], [64, 16, 4, 1]) == [14, 16, 1, 0]
+    assert _shares([60, 20, 1, 0], [62, 16, 4, 1]) == [62, 16, 3, 0]
 
 
 def test_detail_and_magnification_are_what_a_foveated_cut_goes_by() -> None:

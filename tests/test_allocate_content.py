@@ -237,6 +237,13 @@ def test_detail_and_relevance_decide_where_tokens_go() -> None:
     assert (flat[flat[:, 2] == 0, 0] > 0.5).all(), "where there is nothing to see, relevance alone decides"
 
 
+def test_another_budget_scales_the_split_and_rounds_down() -> None:
+    """Of 64 tokens 64 * 224 / 273 = 52.5 are split; the 12 that are left go by weight, here to the first band alone."""
+    scene = Scene((64, 64), 8, torch.ones(1, 8, 8), *[None] * 4)
+    counts = lod.allocate.FrequencyAware(64, 8)._counts(scene, torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64))
+    assert counts.tolist() == [[42, 8, 7, 7]]
+
+
 # -- FrequencyAware ----------------------------------------------------------------------------------------------------
 
 

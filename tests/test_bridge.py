@@ -58,6 +58,23 @@ def test_pool_reuses_and_evicts_least_recently_used() -> None:
     assert pool.idle_bytes == 0
 
 
+def test_a_class_that_is_used_is_not_the_least_recently_used() -> None:
+    """Though an item of it lies idle from before."""
+    deleted: list[int] = []
+    pool: Pool[Item] = Pool(max_idle_bytes=120)
+
+    def use(*keys: int) -> None:
+        leases = [Lease(pool.take(key, lambda key=key: Item(key, deleted)), pool.returned) for key in keys]
+        del leases
+        pool.drain()
+
+    use(30, 30)
+    use(40)
+    use(30)
+    use(25)
+    assert deleted == [40]
+
+
 def test_lease_finalizer_is_safe_in_any_thread() -> None:
     returned: Returns[Item] = Returns()
     leases = [Lease(Item(1, []), returned) for _ in range(200)]

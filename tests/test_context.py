@@ -235,6 +235,32 @@ def test_a_signal_in_the_middle_of_a_call() -> None:
     assert torch.equal(lod.mipmap(image, generator="compute")[3], expected)
 
 
+def test_who_waits_for_a_context_that_closes_is_told() -> None:
+    out = succeed("""
+        import threading, time, gpu_lod as lod
+        closed = lod.Context()
+        def enter():
+            try:
+                with closed:
+                    print("went in")
+            except lod.GpuLodError as error:
+                print(type(error).__name__)
+        with closed:
+            waiting = threading.Thread(target=enter)
+            waiting.start()
+            time.sleep(0.3)  # so that it waits for the lock
+            closed.close()
+        waiting.join(20)
+        """)
+    assert out == "ContextClosedError\n"
+
+
+def test_errors_of_others_are_not_blamed_on_a_verb(ctx: lod.Context) -> None:
+    with ctx:
+        ctx.gl.Enable(0xFFFF)  # no capability
+        lod.mipmap(noise(1, 8, 8), generator="compute")
+
+
 def test_close_keeps_tensors_and_a_fresh_context_follows() -> None:
     succeed("""
         import gc, pytest, torch, gpu_lod as lod

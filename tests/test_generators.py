@@ -296,6 +296,18 @@ def test_parts_of_planes_and_rows(restored_limits: lod.Context, generator: str, 
         check(lod.mipmap(image, reduce="max", generator=generator), image, "max")
 
 
+@pytest.mark.parametrize("generator", ["compute", "registers"])
+def test_any_limit_that_holds_a_row_is_enough(restored_limits: lod.Context, generator: str) -> None:
+    """What is bound begins at an aligned byte, before the range that is asked for."""
+    restored_limits.limits.texels = 0
+    image = noise(2, 3, 50, 37)
+    expected = lod.mipmap(image, backend="torch")
+    for limit in range(3000, 12000, 300):
+        restored_limits.limits.storage_bytes = limit
+        for found, level in zip(lod.mipmap(image, generator=generator), expected, strict=True):
+            torch.testing.assert_close(found, level, rtol=0, atol=1e-6)
+
+
 def test_bindings_beyond_4_gib() -> None:
     """Offsets of bytes are whole numbers of any size; what a shader counts begins anew in every binding."""
     bound: list[tuple[int, ...]] = []

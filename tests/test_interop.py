@@ -86,6 +86,21 @@ VERBS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
 }
 
 
+def test_a_plan_that_needs_more_buffers_than_its_rehearsal(ctx: lod.Context, cuda: FakeCuda) -> None:
+    """It keeps them all: what is dropped between verbs lies in one buffer before, and in six then."""
+
+    def function(image: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            image = lod.foveate(image, (0.4, 0.6), backend="gl")
+        return image
+
+    bridge_of(ctx).trim()
+    planned = lod.plan(function, noise(1, 3, 40, 31))
+    assert planned.replays, planned.reason
+    image = noise(1, 3, 40, 31)
+    assert torch.equal(planned(image), function(image))
+
+
 def test_a_plan_hands_over_once_a_call(ctx: lod.Context, cuda: FakeCuda) -> None:
     """All buffers of all verbs to GL in one call, and back in one."""
 

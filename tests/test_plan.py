@@ -134,6 +134,10 @@ def test_other_work_in_between_disturbs_nothing(ctx: lod.Context) -> None:
         (lambda x: lod.mipmap(x.zero_(), generator="compute")[1], "aten.zero_"),
         (lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"), "tolist|torch computes"),
         (lambda x: lod.gather_patches(x, torch.tensor([[0.5, 0.5, 1.0]]), 4, backend="gl"), "levels"),
+        (
+            lambda x: lod.mipmap(lod.mipmap(x, backend="gl").levels[1].transpose(-1, -2), backend="gl").levels[1],
+            "torch computes",  # it copies what a verb made
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_run_again(function: Callable[..., torch.Tensor], why: str) -> None:

@@ -22,7 +22,7 @@ from gpu_lod.kernels.vortices import tiles
 from gpu_lod.patch_grid import Pool, pooled
 from gpu_lod.planewise import joined
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.salient_cells import saliency_cells
+from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet, blended
 
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
@@ -281,12 +281,7 @@ class Allocator(ABC):
             top = image.levels[0] if isinstance(image, Pyramid) else image
             top = top if top.ndim == 4 else top[None]
             if "relevance" in self.needs:
-                grid = saliency_cells(top, self.patch, self.pool)
-                if checks.readable(grid) and not torch.isfinite(grid.detach()).all():
-                    raise InputError(
-                        "the saliency of the image is not finite: it holds NaN, infinities, or values that are too "
-                        "large. Repair it with torch.nan_to_num, scale it to [0, 1], or give relevance of your own."
-                    )
+                grid = finite(saliency_cells(top, self.patch, self.pool))
             else:
                 grid = _grid_of(size, self.patch, batch, top.device)
         else:
@@ -396,6 +391,10 @@ def names() -> list[str]:
 
 
 def make(name: str, *args: Any, **kwargs: Any) -> Allocator:
-    """An allocator by its name."""
+    """An allocator by its name.
+
+    Raises:
+        InputError: an unknown name; the message lists those there are.
+    """
     checks.choice(name, "name", names())
     return _registry[name](*args, **kwargs)

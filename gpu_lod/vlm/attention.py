@@ -56,18 +56,22 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
         return lambda module, inputs, output: found.__setitem__(name, output)
 
     watched = {"attention": part, "keys": part.k_proj, "hidden": whole}
-    hooks = [module.register_forward_hook(keep(name)) for name, module in watched.items()]
+    hooks = []
     before = tower.config._attn_implementation
-    tower.set_attn_implementation("eager")
     try:
+        hooks += [module.register_forward_hook(keep(name)) for name, module in watched.items()]
+        tower.set_attn_implementation("eager")
         model(pixel_values=pixel_values)
     finally:
-        tower.set_attn_implementation(before)
         for hook in hooks:
             hook.remove()
+        tower.set_attn_implementation(before)
     weights = found["attention"][1] if isinstance(found["attention"], tuple) else None
     if weights is None:
-        raise UnsupportedError(f'the attention of {type(model).__name__} returns no weights, with "eager" either.')
+        raise UnsupportedError(
+            f'the attention of {type(model).__name__} returns no weights, with "eager" either. Hand attention maps of '
+            "your own to the pruners."
+        )
     hidden = found["hidden"][0] if isinstance(found["hidden"], tuple) else found["hidden"]
     return VisionAttention(weights, found["keys"], hidden)
 
@@ -79,6 +83,9 @@ def attention_received(attention: torch.Tensor, prefix: int = 0) -> torch.Tensor
 
     Args:
         prefix: tokens before the patches, the first of which is the class token; 0 is none.
+
+    Raises:
+        InputError: another shape, or a prefix that leaves no patch.
 
     Source: Yang et al., "VisionZip" (2025), sections 3.2 and 3.4.
     """

@@ -12,7 +12,7 @@ from gpu_lod import checks, dispatch, precision
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps
 from gpu_lod.patch_grid import pooled
-from gpu_lod.salient_cells import saliency_cells
+from gpu_lod.salient_cells import finite, saliency_cells
 
 PROPOSITIONAL = (6, 7, 8, 12)
 """What is there: gradient and high-pass."""
@@ -186,8 +186,12 @@ def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
     """What stands out, with no model and no query: channel 5 of `feature_maps`, averaged over the patches of the grid.
 
     Shape: image [B, C, H, W] or [C, H, W] gives [B, Hg, Wg] or [Hg, Wg].
+
+    Raises:
+        InputError: no such image, one that holds NaN, infinities or values that are too large, or a patch that is no
+            side.
     """
     image = checks.image(image)
-    patch = checks.integer(patch, "patch", at_least=1)
-    found = saliency_cells(image if image.ndim == 4 else image[None], patch)
+    patch = checks.integer(patch, "patch", at_least=1, at_most=2**12)
+    found = finite(saliency_cells(image if image.ndim == 4 else image[None], patch))
     return found if image.ndim == 4 else found[0]

@@ -164,7 +164,10 @@ def register_adapter(*names: str) -> Callable[[A], A]:
 
     Args:
         names: of the model's class, alone ("MyViT") or with the package ("timm.VisionTransformer"). Derived classes do
-            not count: they may compute something else.
+            not count: they may compute something else. A name that is taken has the new adapter from now on.
+
+    Raises:
+        InputError: no names, or no class of adapters.
     """
 
     def add(adapter: A) -> A:
