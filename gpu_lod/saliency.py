@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from gpu_lod.feature_maps import LUMA
 from gpu_lod.halving import stored
 from gpu_lod.mipmap import reference
 
@@ -14,7 +15,6 @@ Kind = Literal["centre-surround", "gradient"]
 PATCH = 14
 
 _SCALES = ((1, 4), (2, 5), (3, 6))  # (centre, surround) levels
-_LUMA = (0.299, 0.587, 0.114)
 
 
 def unit(image: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def luma(image: torch.Tensor) -> torch.Tensor:
     channels = colour(image)
     if channels.shape[0] == 1:
         return channels
-    weights = torch.tensor(_LUMA, device=image.device)[:, None, None]
+    weights = torch.tensor(LUMA, device=image.device)[:, None, None]
     return stored((channels.float() * weights).sum(0, keepdim=True), image.dtype)
 
 

@@ -10,7 +10,7 @@ from gpu_lod.context import Context
 from gpu_lod.pyramid import Reduce
 from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_planes, word_defines, wrapped
 
-_MOST = 3
+LEVELS_AT_ONCE = 3
 """Levels a dispatch: four would take 16 x 16 texels an invocation, more than registers hold."""
 
 
@@ -47,7 +47,7 @@ def together(chain: Sequence[Planes], level: int) -> int:
     count = 0
     if chain[level].offset % 16:  # the image stands where the caller placed it
         return 0
-    while count < _MOST and level + count + 1 < len(chain):
+    while count < LEVELS_AT_ONCE and level + count + 1 < len(chain):
         above, below = chain[level + count], chain[level + count + 1]
         if above.height % 2 or above.width % 2 or below.width % below.per_word:
             break

@@ -15,12 +15,10 @@ from gpu_lod.copies import put
 from gpu_lod.mipmap import image_gradient, mipmap
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
+from gpu_lod.several_levels import LEVELS_AT_ONCE
 from gpu_lod.texture import Sampled
 from gpu_lod.transfer import Planes, packed_bytes, packed_in
 from gpu_lod.uploads import STAGING_BYTES, Uploader, finish, new_textures
-
-LEVELS_AT_ONCE = 3
-"""What the registers generator makes in one dispatch; so many below a tile's first."""
 
 MOST = 1.8, 1.0
 """Memory beside the image and the result, in images and in results: what textures leave of it, the tiles share."""

@@ -45,7 +45,6 @@ _QUICK = ("Random", "Downsample", "GridTopK", "PyramidTopK", "Stratified", "Toke
           "FoveatedPyramid", "LogPolar", "AdaptiveStratified", "PseudoLogPolar", "SoftTopKCoverage", "SoftVortex",
           "VortexLearned", *CUTS)  # fmt: skip
 UNTRAINED = ", untrained"
-BY_RELEVANCE = ("saliency", "query", "trained", "start")
 TRAINED = ("GridTopK", "FoveatedPyramid", "TokenDAG")
 """Those that see relevance that was trained."""
 CHUNK, TIMED = 8, 2
@@ -104,7 +103,7 @@ class Unit:
     budget: int
     allocator: str
     relevance: str | None
-    """One of BY_RELEVANCE; None for those that look at none"""
+    """saliency, query, trained or start; None for those that look at none"""
     fixation: str | None
     """centre, saliency or oracle; None for those that take none"""
     error: float = 0.0

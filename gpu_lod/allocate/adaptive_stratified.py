@@ -86,7 +86,7 @@ class AdaptiveStratified(Learned):
         Shape: query [B, D] or [D], which is a batch of one.
         """
         query = checks.tensor(query, "query")
-        logits = self._logits(self._query(query, True, query.shape[0] if query.ndim == 2 else 1))
+        logits = self._logits(self._query(query, query.shape[0] if query.ndim == 2 else 1))
         return Categorical(logits=logits[:, 0]), Categorical(logits=logits[:, 1])
 
     def expected_loss(self, losses: torch.Tensor, query: Any) -> torch.Tensor:

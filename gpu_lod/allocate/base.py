@@ -296,7 +296,7 @@ class Allocator(ABC):
         if image is not None:
             top = image.levels[0] if isinstance(image, Pyramid) else image
             checks.same_device(top, grid, "relevance")
-        query = None if query is None else self._query(query, batched, batch).to(grid.device)
+        query = None if query is None else self._query(query, batch).to(grid.device)
         if labels is not None:
             labels = label_maps(labels, batched, batch, size, self.patch).to(grid.device)
         return Scene(size, self.patch, grid, points, image, query, labels), batched
@@ -333,7 +333,7 @@ class Allocator(ABC):
             return self._pooled(values.double()).float()  # sums of such are no numbers of single precision
         return self._pooled(values)
 
-    def _query(self, query: Any, batched: bool, batch: int) -> torch.Tensor:
+    def _query(self, query: Any, batch: int) -> torch.Tensor:
         values = checks.dense(query, "query")
         width = self.query_width
         shape = tuple(values.shape)

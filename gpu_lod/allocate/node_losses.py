@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks
 from gpu_lod.allocate.energy import checked
-from gpu_lod.allocate.scene import Scene, unit
+from gpu_lod.allocate.scene import Scene
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.losses import losses as levels_of
 from gpu_lod.kernels.sources import ELEMENTS
+from gpu_lod.saliency import unit
 
 AT_ONCE = 2**20
 """Pixels that a CPU looks at at once: fresh memory for many more costs it more than the sums do; so do small bands."""

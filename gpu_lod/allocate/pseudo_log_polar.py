@@ -13,10 +13,9 @@ from gpu_lod.allocate.learned import Learned, by_score, convex, even_points, par
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.cached import numbers
+from gpu_lod.cortical_sites import GOLDEN_ANGLE
 from gpu_lod.errors import InputError
 from gpu_lod.patch_grid import Pool
-
-_GOLDEN_ANGLE = math.pi * (3 - math.sqrt(5))
 
 MARGIN = 1 / 32
 """The gaze is kept so far from the edges: there is room for centres on all sides of it."""
@@ -109,7 +108,7 @@ def _start(count: int, inside: int, sigma: float) -> torch.Tensor:
     index = torch.arange(inside, dtype=torch.float64, device="cpu")
     # The radius within which (i + 1/2) / n of a normal distribution in the plane lies.
     radius = sigma * (-2 * torch.log1p(-(index + 0.5) / max(1, inside))).sqrt()
-    angle = index * _GOLDEN_ANGLE
+    angle = index * GOLDEN_ANGLE
     fovea = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1)
     # No farther out than half a spacing from the edge; in the middle there is room 1/2 on either side.
     rest = max(1, count - inside)

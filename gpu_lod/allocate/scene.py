@@ -15,6 +15,7 @@ from gpu_lod.allocate.scale import Summable
 from gpu_lod.cached import constant, known, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.saliency import unit
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,20 @@ class Scene:
             for relevance, image, fixation, query, labels in zip(self.relevance.split(count), *parts, strict=True)
         ]
 
+    def some(self, index: torch.Tensor) -> Scene:
+        """The scene of some of the images."""
+        if len(index) == self.batch:
+            return self
+
+        def part(value: Any) -> Any:
+            if isinstance(value, Pyramid):
+                return Pyramid(tuple(level[index] for level in value.levels), value.reduce, value.generator)
+            return None if value is None else value[index]
+
+        names = ("relevance", "fixation", "image", "query", "labels")
+        given = {name: part(getattr(self, name)) for name in names}
+        return replace(self, **given, chain=[])  # the levels of these images, not of all
+
     def centres(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x of the centres of each column of level-0 patches, and y of those of each row, in parts of the sides."""
         rows, columns = self.grid
@@ -165,11 +180,6 @@ def label_maps(labels: Any, batched: bool, batch: int, size: tuple[int, int], pa
             f"one a patch{all_alike}."
         )
     return values.long().expand(batch, *shape[-2:])
-
-
-def unit(values: torch.Tensor) -> torch.Tensor:
-    """fp32, uint8 over 255."""
-    return values.float() / 255 if values.dtype == torch.uint8 else values.float()
 
 
 def cells_of(size: tuple[int, int], patch: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class TokenBank(nn.Module):
         asked = counts if not self.allocator.nested else torch.full_like(counts, longest)
         for count in asked.unique().tolist():
             which = (asked == count).nonzero()[:, 0]
-            chosen = self._choose(scene if len(which) == scene.batch else _some(scene, which), count)
+            chosen = self._choose(scene.some(which), count)
             if len(chosen) > 2 and weights is None:
                 weights = sites.new_zeros(*scores.shape, scene.grid[0] * scene.grid[1])
             for values, found in zip((sites, scores, weights), chosen, strict=False):
@@ -202,21 +202,3 @@ def _benefit(relevance: torch.Tensor) -> torch.Tensor:
     values = relevance.double().clamp(-largest, 16 * largest)
     low = values.where(~none, 0.0).min().clamp(max=0)
     return (values - low).where(~none, 0.0).sum((1, 2))
-
-
-def _some(scene: Scene, which: torch.Tensor) -> Scene:
-    """Images of a batch."""
-
-    def part(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values[which]
-
-    image = scene.image.levels[0] if isinstance(scene.image, Pyramid) else scene.image
-    return replace(
-        scene,
-        relevance=scene.relevance[which],
-        fixation=part(scene.fixation),
-        image=part(image),
-        query=part(scene.query),
-        labels=part(scene.labels),
-        chain=[],  # the levels of these images, not of all
-    )

@@ -10,8 +10,6 @@ from gpu_lod.report.rows import Row, best, figure, is_plain, median, over_floor,
 CLAIM = "The GPU's texture hardware builds a mip chain in 0.1 ms where PyTorch's pooling takes 5 ms (50x)."
 CLAIMED_MS, CLAIMED_RATIO = 0.1, 50.0
 SIDES = (1024, 2048, 4096)
-HARDWARE = ("gl driver", "gl fragment")
-"""Those that go through texture and raster units; compute shaders reduce buffers and use neither."""
 POOLING = "torch avg_pool2d"
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 Row = dict[str, Any]
 Kind = Literal["gl", "cuda", "torch", "peer", "auto"]
-KINDS: tuple[Kind, ...] = ("gl", "cuda", "torch", "peer")
 
 
 def kind_of(side: str) -> Kind:

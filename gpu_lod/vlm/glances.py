@@ -219,7 +219,7 @@ class Glances(nn.Module):
         first = _tokens(scene, batched, self.base.patch, [(sites, scores)], mean, std)
         second = _blank(first, self.more.budget)
         if len(index := bought.nonzero()[:, 0]):
-            fine = _some(fine, index)
+            fine = fine.some(index)
             if later:
                 fine, _ = _scene(self.more, fine.image, None, fine.query, None)
             chosen = _successive(self.more, fine, 1, 0.15, 1.0, sites[index])
@@ -329,20 +329,6 @@ def _tokens(
         # Counts have no gradients.
         patches = gather_patches(scene.image, sites.detach() if counts else sites, patch, mean=mean, std=std)
     return TokenSet(sites, scores, patches, patch)
-
-
-def _some(scene: Scene, index: torch.Tensor) -> Scene:
-    """The scene of some images of a batch."""
-    if len(index) == scene.batch:
-        return scene
-
-    def some(value: Any) -> Any:
-        if isinstance(value, Pyramid):
-            return Pyramid(tuple(level[index] for level in value.levels), value.reduce, value.generator)
-        return None if value is None else value[index]
-
-    names = ("relevance", "fixation", "image", "query", "labels")
-    return replace(scene, **{name: some(getattr(scene, name)) for name in names})
 
 
 def _blank(tokens: TokenSet, count: int) -> TokenSet:
