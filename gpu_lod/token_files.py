@@ -1,4 +1,4 @@
-"""Files about tokens: sites to JSON or safetensors, and the labels and queries that allocators take."""
+"""Files about tokens: sites to JSON or safetensors and back, and the labels and queries that allocators take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from gpu_lod import whole_file
-from gpu_lod.errors import FileError, InputError
+from gpu_lod.errors import FileError, GpuLodError, InputError
 from gpu_lod.token_set import TokenSet
 
 CONVENTION = (
@@ -35,11 +34,11 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     """Sites [K, 3] and scores [K] of unbatched tokens, with what is known about them. Makes the parent folder.
 
     JSON has no infinity and no NaN: null stands for them. Features [K, D] are written too if there are any, which JSON
-    does not hold, and weights [K, Hg Wg], which JSON leaves out. `safetensors.torch.load_file` reads the tensors.
+    does not hold, and weights [K, Hg Wg], which JSON leaves out. `read_sites` reads either.
 
     Args:
-        about: allocator, image, size and so on, by name; strings or what JSON holds. safetensors keeps it as metadata,
-            in JSON.
+        about: allocator, image, size and so on, by name; strings or what JSON holds. safetensors keeps it as metadata:
+            strings as they are where they read as no JSON, anything else in JSON.
         patches: [K, C, P, P] too, in safetensors.
 
     Raises:
@@ -74,7 +73,10 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
             for name, values in (("features", tokens.features), ("weights", tokens.weights))
             if values is not None
         }
-        metadata = {key: value if isinstance(value, str) else _json(value) for key, value in about.items()}
+        metadata = {
+            key: value if isinstance(value, str) and _said(value) is value else _json(value)
+            for key, value in about.items()
+        }
         # Names of files need not be UTF-8, which metadata is: as in JSON, what is not is escaped.
         metadata = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
         # Copies, for tensors that share memory are refused.
@@ -85,6 +87,76 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         whole_file.write(path, data)
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def read_sites(path: Path) -> tuple[TokenSet, dict[str, Any]]:
+    """What `write_sites` wrote: tokens on the CPU, of fp32 where they come from JSON, and what is known about them.
+
+    A score that JSON does not hold is infinite: scores are high first, so it is inf before a finite one and -inf after.
+
+    Raises:
+        FileError: missing, unreadable, or no such file.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        try:
+            about = json.loads(_look(path))
+        except (ValueError, RecursionError) as error:
+            raise FileError(f"{path} is no JSON that can be read: {error}.") from None
+        if not isinstance(about, dict):
+            raise FileError(f"{path} holds a {type(about).__name__}; expected an object with sites and scores.")
+        found = {name: about.pop(name) for name in ("sites", "scores") if name in about}
+    elif suffix == ".safetensors":
+        found, metadata = _safetensors(path)
+        about = {key: _said(value) for key, value in metadata.items()}
+    else:
+        raise FileError(f"{path}: unknown extension {path.suffix!r}; sites are read from .json or .safetensors.")
+    if missing := [name for name in ("sites", "scores", "patch") if name not in (*found, *about)]:
+        raise FileError(f"{path} holds no {' and no '.join(missing)}; expected a file of sites, as --sites writes it.")
+    patch = about.pop("patch")
+    try:
+        if suffix == ".json":
+            found = {"sites": torch.tensor(found["sites"]), "scores": torch.tensor(_unbounded(found["scores"]))}
+            found = {name: values.float() for name, values in found.items()}
+        tokens = TokenSet(
+            found["sites"], found["scores"], found.get("patches"), patch, found.get("weights"), found.get("features")
+        )
+    except (GpuLodError, TypeError, ValueError, RuntimeError) as error:
+        raise FileError(f"{path} is no file of sites: {error}") from None
+    if tokens.sites.ndim != 2 or not tokens.sites.is_floating_point() or not tokens.sites.isfinite().all():
+        raise FileError(
+            f"{path} holds sites {tuple(tokens.sites.shape)} of {tokens.sites.dtype}; expected finite [K, 3]."
+        )
+    return tokens, {key: value for key, value in about.items() if key not in ("budget", "convention")}
+
+
+def _unbounded(scores: list[float | None]) -> list[float]:
+    """Infinities again for what JSON does not hold."""
+    last = max((index for index, score in enumerate(scores) if score is not None), default=len(scores))
+    return [
+        score if score is not None else math.inf if index < last else -math.inf for index, score in enumerate(scores)
+    ]
+
+
+def _said(value: str) -> Any:
+    """Metadata of safetensors, which are strings: JSON, or the string itself."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    _look(path)
+    try:
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except SafetensorError as error:
+        raise FileError(f"{path} is no safetensors file that can be read: {error}.") from None
 
 
 def _json(value: Any, indent: int | None = None) -> str:
@@ -111,6 +183,8 @@ def read_labels(path: Path) -> torch.Tensor:
     Raises:
         FileError: missing, unreadable, or no such map.
     """
+    from PIL import Image
+
     if path.suffix.lower() == ".npy":
         values = _numpy(path)
     else:
@@ -144,13 +218,7 @@ def read_query(path: Path) -> torch.Tensor:
             raise FileError(f"{path} holds {values.dtype} {values.shape}; expected a query: numbers of shape (D,).")
         query = torch.from_numpy(values.astype(np.float32))
     elif suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        try:
-            tensors = load(_look(path))
-        except SafetensorError as error:
-            raise FileError(f"{path} is no safetensors file that can be read: {error}.") from None
+        tensors, _ = _safetensors(path)
         if len(tensors) != 1 and "query" not in tensors:
             raise FileError(f"{path} holds {', '.join(sorted(tensors)) or 'nothing'}; expected a tensor named query.")
         query = tensors.get("query", next(iter(tensors.values()))).float()

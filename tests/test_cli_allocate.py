@@ -17,7 +17,7 @@ import torch
 from command_line import cat, done, refused, serving
 from PIL import Image, ImageDraw
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 import gpu_lod as lod
 from gpu_lod import allocate as allocators
@@ -27,6 +27,7 @@ from gpu_lod.errors import FileError, InputError
 from gpu_lod.images import load
 from gpu_lod.rebuild import psnr
 
+INF = math.inf
 SMALL = ("--budget", "20", "--patch", "4")
 
 
@@ -112,6 +113,66 @@ def test_weights_are_written(tmp_path: Path) -> None:
     with safe_open(tmp_path / "t.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("weights"), tokens.weights)
     token_files.write_sites(tmp_path / "t.json", tokens, {})
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.safetensors"])
+def test_sites_are_read_back(tmp_path: Path, name: str) -> None:
+    """Tokens and all that is known about them, to the bit; JSON without what it does not hold."""
+    about = {"allocator": "SoftVortex", "size": [16, 24], "psnr": None, "image": "12", "of": {"a": [1.5, "b"]}}
+    for tokens in (
+        lod.allocate.SoftVortex(4, 4)(torch.rand(3, 16, 24)).detach(),
+        lod.allocate.GridTopK(5, 4)(relevance=torch.tensor([[INF, 1, 2], [0.3, -INF, 4]])),
+        lod.allocate.GridTopK(2, 4)(relevance=torch.full((1, 2), INF)),
+    ):
+        patches = tokens.patches is not None and name.endswith("tensors")
+        if name.endswith("tensors"):
+            tokens = replace(tokens, features=torch.rand(tokens.budget, 3).bfloat16())
+        token_files.write_sites(tmp_path / name, tokens, about, patches)
+        found, said = token_files.read_sites(str(tmp_path / name))  # type: ignore[arg-type]
+        assert said == about and found.patch == 4
+        for field in ("sites", "scores", "patches", "weights", "features"):
+            held, read = getattr(tokens, field), getattr(found, field)
+            if field in ("sites", "scores") or (name.endswith("tensors") and held is not None):
+                assert torch.equal(read, held) and read.dtype == held.dtype, field
+            else:
+                assert read is None, field
+
+
+def test_files_that_hold_no_sites(tmp_path: Path) -> None:
+    tensor, score = torch.zeros(1, 3), torch.zeros(1)
+    whole = {"sites": [[0.5, 0.5, 0]], "scores": [1.0], "patch": 4}
+    for number, (change, message) in enumerate(
+        (
+            (None, "holds no sites and no scores and no patch; expected a file of sites, as --sites"),
+            ({"patch": None}, "no file of sites: patch is None"),
+            ({"scores": ["a"]}, "no file of sites"),
+            ({"scores": 3}, "no file of sites"),
+            ({"scores": [1.0, 2.0]}, r"no file of sites: sites are \(1, 3\) and scores \(2,\)"),
+            ({"sites": [[0.5, 0.5], [0.5]]}, "no file of sites"),
+            ({"sites": [[[0.5, 0.5, 0]]], "scores": [[1.0]]}, r"holds sites \(1, 1, 3\) .*expected finite \[K, 3\]"),
+            ({"sites": [[math.nan, 0.5, 0]]}, "expected finite"),
+        )
+    ):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps({} if change is None else whole | change))
+        with pytest.raises(FileError, match=message):
+            token_files.read_sites(path)
+    for name, data, message in (
+        ("a.json", b"{", "no JSON that can be read"),
+        ("b.json", b"[1]", "holds a list; expected an object"),
+        ("c.json", b"[" * 100_000, "no JSON that can be read"),
+        ("d.json", b"\xff\xfe\xff", "no JSON that can be read"),
+        ("e.safetensors", b"{}", "no safetensors file"),
+        ("f.safetensors", save({"query": tensor}), "holds no sites and no scores and no patch"),
+        ("g.safetensors", save({"sites": tensor.int(), "scores": score}, {"patch": "4"}), "sites .*torch.int32"),
+        ("h.safetensors", save({"sites": tensor, "scores": score}, {"patch": "four"}), "patch is 'four'"),
+        ("i.txt", b"", "unknown extension '.txt'"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(FileError, match=message):
+            token_files.read_sites(tmp_path / name)
+    with pytest.raises(FileError, match="does not exist"):
+        token_files.read_sites(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.safetensors"])
