@@ -61,9 +61,13 @@ def tensor_over(address: int, nbytes: int, owner: object, device: torch.device) 
     try:
         tensor = torch.as_tensor(_Memory(address, nbytes, owner), device=device)
     except RuntimeError as error:
-        raise DeviceMismatchError(f"torch cannot use mapped memory of a GL buffer on {device}: {error}") from None
+        raise DeviceMismatchError(
+            f"torch cannot use mapped memory of a GL buffer on {device}: {error}. {cuda_errors.SAME_GPU}"
+        ) from None
     if tensor.data_ptr() != address:  # it was copied, to another device
-        raise DeviceMismatchError(f"torch finds the mapped memory of a GL buffer on another device than {device}.")
+        raise DeviceMismatchError(
+            f"torch finds the mapped memory of a GL buffer on another device than {device}. {cuda_errors.SAME_GPU}"
+        )
     return tensor
 
 

@@ -26,7 +26,7 @@ _GRAPHICS = (
     "a container pass NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility; see `gpu-lod doctor`, or use "
     "backend='torch'."
 )
-_SAME_GPU = (
+SAME_GPU = (
     "OpenGL and CUDA must run on one GPU: open the context with gpu_lod.Context(device=tensor.device), or use "
     "backend='torch'."
 )
@@ -58,7 +58,7 @@ _ERRORS: dict[int, _Row] = _table(
         ([34, 35, 36, 803, 804], CudaUnavailableError, _DRIVER),
         ([46], CudaUnavailableError, "Another process holds the GPU exclusively: wait, or choose another one."),
         ([100], CudaUnavailableError, "No CUDA device is visible; look at CUDA_VISIBLE_DEVICES. " + _DRIVER),
-        ([101], DeviceMismatchError, _SAME_GPU),
+        ([101], DeviceMismatchError, SAME_GPU),
         ([201], InteropError, "No CUDA context is current on this thread; call torch.cuda.init() first."),
         ([205, 206], MappingError, "Close other programs that share buffers on this GPU, then try again. " + _GRAPHICS),
         ([207, 208, 211, 212, 213], MappingError, _REPORT),
@@ -72,7 +72,7 @@ _ERRORS: dict[int, _Row] = _table(
             [219],
             DeviceMismatchError,
             "CUDA does not know the OpenGL context that is current. It belongs to another GPU or to a software "
-            "renderer. " + _SAME_GPU,
+            "renderer. " + SAME_GPU,
         ),
         (
             [304],

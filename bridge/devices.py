@@ -47,7 +47,7 @@ def choose(requested: int | None, found: Sequence[Device]) -> list[Device]:
         GLUnavailableError: no device at all.
     """
     if not found:
-        raise GLUnavailableError("EGL lists no device.")
+        raise GLUnavailableError("EGL lists no device. gpu-lod doctor says what is missing.")
     if requested is None and os.environ.get("GPU_LOD_DEVICE"):
         text = os.environ["GPU_LOD_DEVICE"]
         if not text.isdecimal():

@@ -159,7 +159,9 @@ def devices() -> list[EGLDevice]:
         raise GLUnavailableError(f"EGL knows no device (error {egl.get_error():#x}). {INSTALL_HINT}")
     handles = (c_void_p * count.value)()
     if not egl.query_devices(count.value, handles, ctypes.byref(count)):
-        raise GLUnavailableError(f"EGL counts its devices but does not list them (error {egl.get_error():#x}).")
+        raise GLUnavailableError(
+            f"EGL counts its devices but does not list them (error {egl.get_error():#x}). {INSTALL_HINT}"
+        )
     return [_describe(egl, index, handle) for index, handle in enumerate(handles[: count.value])]
 
 
@@ -263,12 +265,18 @@ def switch(old: Current, new: Current) -> None:
         if egl.query_api() != _OPENGL_API:
             egl.bind_api(_OPENGL_API)  # the API binding is per thread and starts as OpenGL ES
         if not egl.make_current(*new.egl):
-            raise GLUnavailableError(f"eglMakeCurrent failed with error {egl.get_error():#x}.")
+            raise GLUnavailableError(
+                f"eglMakeCurrent failed with error {egl.get_error():#x}: the context is current on another thread, or "
+                "was destroyed. Release it there, or make a new one."
+            )
     elif new.glx is not None:
         glx = _glx()
         assert glx is not None
         if not glx.make_current(*new.glx):
-            raise GLUnavailableError("glXMakeContextCurrent failed.")
+            raise GLUnavailableError(
+                "glXMakeContextCurrent failed: the context is current on another thread, or its window was closed. "
+                "Release it there, or make a new one."
+            )
 
 
 def release_current() -> Current:

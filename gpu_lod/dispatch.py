@@ -466,7 +466,7 @@ class _WithReferenceGradient(torch.autograd.Function):
         return (None, None, *(next(result) if w else None for w in wanted))
 
 
-def run_gl(
+def with_reference_gradient(
     forward: Callable[..., Any], reference: Callable[..., Any], *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """`forward(*inputs)`, a sequence of tensors made by shaders or kernels, differentiable if an input asks for it.

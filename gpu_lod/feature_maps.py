@@ -168,7 +168,7 @@ def feature_maps(
         x, before, features = named(tensors)
         return (reference(x, points, before, features, dtype, video),)
 
-    (result,) = dispatch.run_gl(shaders, plain, *inputs)
+    (result,) = dispatch.with_reference_gradient(shaders, plain, *inputs)
     return result
 
 

@@ -355,7 +355,7 @@ class _Job:
     def _read(self, planes: Planes, binding: int, first: int, last: int, begin: int, end: int, floats: int = 1) -> int:
         """`_rows`, or all of the planes as a buffer texture."""
         if self.fetched:
-            return planes.fetch(self.ctx, binding, floats) + first * planes.area
+            return planes.fetch(binding, floats) + first * planes.area
         return self._rows(planes, binding, first, last, begin, end)
 
     def _rows(self, planes: Planes, binding: int, first: int, last: int, begin: int, end: int) -> int:
@@ -374,7 +374,7 @@ class _Job:
         for channel, binding in enumerate((1, 6, 7) if channels > 2 else (1,)):
             first = image * channels + channel
             if self._as_texels(source):
-                origin = source.fetch(self.ctx, binding, 4 if self._in_groups(source) else 1) + first * self.area
+                origin = source.fetch(binding, 4 if self._in_groups(source) else 1) + first * self.area
             else:
                 origin = self._rows(source, binding, first, first + (count - 1) * channels, row, stop)
             tops.append(origin)

@@ -185,7 +185,7 @@ def _eights(ctx: Context, source: Planes, target: Planes) -> None:
     fetched = source.fetchable(ctx)
     program = ctx.programs.compute("gaussian_eights.comp", FETCHED=fetched)
     for plane, count, row, stop in parts(ctx, target.count, (0, target.height), fits, target.width, 2):
-        origin = source.fetch(ctx, 1, 4) if fetched else source.bind(ctx, 1, *read(plane, count, row, stop))
+        origin = source.fetch(1, 4) if fetched else source.bind(ctx, 1, *read(plane, count, row, stop))
         first = target.bind(ctx, 0, *rows_of(target, plane, count, row, stop)) + plane * target.area
         program.set(
             u_source_size=(source.width, source.height),

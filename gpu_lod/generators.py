@@ -214,7 +214,7 @@ def reduce_by(
     *,
     above: int,
     uniforms: Mapping[str, object] | None = None,
-    fetch: Callable[[Context, int], int] | None = None,
+    fetch: Callable[[int], int] | None = None,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
 
@@ -236,7 +236,7 @@ def reduce_by(
 
     for chunk in chunks(ctx, target, fits):
         last = chunk.first + chunk.elements - 1
-        origin = fetch(ctx, 1) if fetch else source.bind(ctx, 1, *span(chunk.first, last))
+        origin = fetch(1) if fetch else source.bind(ctx, 1, *span(chunk.first, last))
         if scratch is not None:
             scratch.bind(ctx, 2, chunk.first, last)
         here = {

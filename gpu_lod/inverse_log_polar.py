@@ -77,7 +77,7 @@ def inverse_log_polar(
         return reference(polar, points, (height, width), *rest)
     ctx = context_for(polar)
     points = dispatch.kept(points, [polar])
-    (result,) = dispatch.run_gl(
+    (result,) = dispatch.with_reference_gradient(
         lambda x: (_gl(ctx, x, points, (height, width), *rest),),
         lambda x: (reference(x, points, (height, width), *rest),),
         polar,
@@ -280,7 +280,7 @@ def _fours(
             first, made = image * channels + channel, min(planes, channels - channel)
             last = first + images * made - 1
             read = first * source.area, (last + 1) * source.area - 1
-            origin = source.fetch(ctx, 1) if defines["FETCHED"] else source.bind(ctx, 1, *read)
+            origin = source.fetch(1) if defines["FETCHED"] else source.bind(ctx, 1, *read)
             index = target.bind(ctx, 0, first * target.area, (last + 1) * target.area - 1)
             program.set(
                 u_size=(target.width, target.height),
@@ -308,7 +308,7 @@ def _words(
 
     for chunk in chunks(ctx, target, lambda first, last: source.span_fits(ctx, *span(first, last))):
         last = chunk.first + chunk.elements - 1
-        origin = source.fetch(ctx, 1) if defines["FETCHED"] else source.bind(ctx, 1, *span(chunk.first, last))
+        origin = source.fetch(1) if defines["FETCHED"] else source.bind(ctx, 1, *span(chunk.first, last))
         here = {
             "u_source_first": origin + chunk.plane * source.area,
             "u_first_plane": chunk.plane,

@@ -256,8 +256,8 @@ def _expand(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: in
         last = chunk.first + chunk.elements - 1
         uniforms = {
             "u_coarse_size": (coarse.width, coarse.height),
-            "u_fine_first": (fine.fetch(ctx, 1) if fetched else fine.bind(ctx, 1, chunk.first, last)) + chunk.first,
-            "u_coarse_first": (coarse.fetch(ctx, 2) if fetched else coarse.bind(ctx, 2, *span(chunk.first, last)))
+            "u_fine_first": (fine.fetch(1) if fetched else fine.bind(ctx, 1, chunk.first, last)) + chunk.first,
+            "u_coarse_first": (coarse.fetch(2) if fetched else coarse.bind(ctx, 2, *span(chunk.first, last)))
             + chunk.plane * coarse.area,
         }
         make_words(ctx, "expand.comp", target, chunk, uniforms=uniforms, defines=defines)
@@ -272,7 +272,7 @@ def _in_fours(fine: Planes, coarse: Planes, target: Planes) -> bool:
 
 def _fours(ctx: Context, fine: Planes, coarse: Planes, target: Planes, sign: int) -> None:
     program = ctx.programs.compute("expand_fours.comp", SIGN=f"{sign}.0")
-    origins = fine.fetch(ctx, 1, 4), coarse.fetch(ctx, 2)
+    origins = fine.fetch(1, 4), coarse.fetch(2)
 
     def fits(count: int, tall: int) -> bool:
         return target.span_fits(ctx, 0, (count - 1) * target.area + tall * target.width)

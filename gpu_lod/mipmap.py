@@ -241,7 +241,7 @@ def _below(
     """The same of levels that shaders or kernels make, of extremes too."""
     if reduce == "mean":
         return _means(below, image, levels)
-    return dispatch.run_gl(below, lambda x: reference(x, levels, reduce)[1:], image)
+    return dispatch.with_reference_gradient(below, lambda x: reference(x, levels, reduce)[1:], image)
 
 
 def sampled(
@@ -312,7 +312,7 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     ctx = context_for(image)
     generator = chosen.generator or generator_of(ctx.tuning, image, converted=values is not None)
     if values is not None:
-        converted = dispatch.run_gl(
+        converted = dispatch.with_reference_gradient(
             lambda x: _gl_converted(ctx, x, levels, reduce, generator, values),
             lambda x: reference(x, levels, reduce, values),
             image,
@@ -343,7 +343,9 @@ def _cuda(image: torch.Tensor, levels: int, reduce: Reduce, values: Conversion |
             top = (wide if reduce == "mean" else stored(wide, values.dtype)).contiguous()
             return [stored(level, values.dtype) for level in (top, *chain(device, top, levels, reduce))]
 
-        made = dispatch.run_gl(converted, lambda source: reference(source, levels, reduce, values), image)
+        made = dispatch.with_reference_gradient(
+            converted, lambda source: reference(source, levels, reduce, values), image
+        )
         return Pyramid(tuple(made), reduce, "cuda")
     top = image if dispatch.needs_grad(image) else image.contiguous()
     result = _below(lambda source: chain(device, source.contiguous(), levels, reduce), top, levels, reduce)

@@ -119,7 +119,7 @@ def oriented_energy(
     if chosen.backend == "torch":
         return tuple(reference(image, count, orientations))
     ctx = context_for(image)
-    return dispatch.run_gl(
+    return dispatch.with_reference_gradient(
         lambda x: _gl(ctx, x, count, orientations), lambda x: reference(x, count, orientations), image
     )
 
@@ -477,7 +477,7 @@ def _energy_at(
     for plane, count, row, end in parts(ctx, source.count, wanted, fits, width, run):
         begin = plane * area + max(row - REACH, 0) * width
         last = (plane + count - 1) * area + min(end + REACH, height) * width - 1
-        origin = source.fetch(ctx, 1, 4 if aligned else 1) if fetched else source.bind(ctx, 1, begin, last)
+        origin = source.fetch(1, 4 if aligned else 1) if fetched else source.bind(ctx, 1, begin, last)
         firsts = [0] * 4
         for binding, k in zip((0, 2, 3, 4), angles, strict=False):
             top = (plane * apart + k) * target.area - wanted[0] * width

@@ -81,7 +81,7 @@ def _several(
     )
     program.set(u_size=(last.width, last.height))
     words = last.width // last.per_word
-    origin = source.fetch_words(ctx, 0, 4) * source.per_word if fetched else 0
+    origin = source.fetch_words(0, 4) * source.per_word if fetched else 0
     for first, planes, row, end in parts(ctx, last.count, (0, last.height), fits, source.width):
         firsts = [origin + first * source.area, 0, 0, 0, 0]
         for binding, target, scale in bound:

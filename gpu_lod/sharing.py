@@ -279,7 +279,9 @@ class Sharing(Turns):
         dtype = torch.float32 if dtype is None else dtype
         sides = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if dtype not in (torch.uint8, torch.float16, torch.bfloat16, torch.float32):
-            raise InputError(f"dtype is {dtype}; GL buffers hold uint8, float16, bfloat16 or float32.")
+            raise InputError(
+                f"dtype is {dtype}; GL buffers hold uint8, float16, bfloat16 or float32. Convert by .float()."
+            )
         if not sides or not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in sides):
             raise InputError(f"shape is {sides}; expected one or more positive integers.")
         sides = tuple(map(int, sides))  # numpy's too

@@ -238,11 +238,11 @@ def run(
         how = of_levels if isinstance(source, Pyramid) else of_image
         (result,) = linear(lambda *inputs: (sample(),), how, *source.levels)
     elif isinstance(source, Pyramid):
-        (result,) = dispatch.run_gl(
+        (result,) = dispatch.with_reference_gradient(
             lambda *levels: (sample(),), lambda *levels: (reference(list(levels)),), *source.levels
         )
     else:
-        (result,) = dispatch.run_gl(
+        (result,) = dispatch.with_reference_gradient(
             lambda image: (sample(),), lambda image: (reference(mip_chain(image, len(source))),), source.image
         )
     return result

@@ -101,18 +101,18 @@ class Planes:
         within = self.offset + self.nbytes <= self.dtype.itemsize * ctx.limits.texels
         return ctx.software and self.buffer.views is not None and within
 
-    def fetch(self, ctx: Context, unit: int, together: int = 1) -> int:
+    def fetch(self, unit: int, together: int = 1) -> int:
         """Bind the buffer to a texture unit, texels of so many elements: several of fp32 alone. Returns the index,
         in elements, of element 0 of the planes."""
         self._as_texels(unit, _TEXELS[self.dtype, together])
         return self.offset // self.dtype.itemsize
 
-    def fetch_bits(self, ctx: Context, unit: int) -> int:
+    def fetch_bits(self, unit: int) -> int:
         """The same, an element's bits a texel."""
         self._as_texels(unit, _BITS[self.dtype.itemsize])
         return self.offset // self.dtype.itemsize
 
-    def fetch_words(self, ctx: Context, unit: int, together: int = 1) -> int:
+    def fetch_words(self, unit: int, together: int = 1) -> int:
         """The same as words of 32 bits, one or four a texel. Returns the index of the first word."""
         self._as_texels(unit, {1: G.R32UI, 4: G.RGBA32UI}[together])
         return self.offset // 4

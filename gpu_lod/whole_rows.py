@@ -44,7 +44,7 @@ def _narrower(ctx: Context, source: Planes, target: Planes, step: int) -> None:
     ctx.gl.MemoryBarrier(READ_BARRIERS)
     per_word, row = target.per_word, target.width
     group = 2 * per_word
-    origin = source.fetch_words(ctx, 1)
+    origin = source.fetch_words(1)
     program = ctx.programs.compute("narrower_rows.comp", PER_WORD=per_word)
     rows = target.count * target.height
     for first in range(0, rows, step):

@@ -157,7 +157,7 @@ def test_what_torch_writes_after_shaders_fetch_it(ctx: lod.Context) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         with ctx.active():
             planes, values = new_planes(ctx, (1, 8, 8), torch.float32)
-            planes.fetch(ctx, 1)
+            planes.fetch(1)
             put(ctx, values, x)
         return lod.mipmap(x, generator="compute")[1]
 

@@ -142,7 +142,9 @@ def log_polar(
     """
     samples = len(rings) * len(wedges)
     if samples >= 2**31:
-        raise LimitError(f"{len(rings)} rings of {len(wedges)} wedges are {samples} samples; a map may have 2^31 - 1.")
+        raise LimitError(
+            f"{len(rings)} rings of {len(wedges)} wedges are {samples} samples; a map may have 2^31 - 1. Ask for fewer."
+        )
     target = source_like(source, source.channels, len(rings), len(wedges))
     points = placed(source.device, fixation, source.where)
     longer = max(source.height, source.width)
@@ -183,7 +185,8 @@ def foveate(
     height, width = source.height, source.width
     if height > MOST_ROWS * _ROWS or width > MOST_COLUMNS:
         raise LimitError(
-            f"the image is {width} x {height}, and a CUDA launch ends at {MOST_ROWS * _ROWS} rows of {MOST_COLUMNS}."
+            f"the image is {width} x {height}, and a CUDA launch ends at {MOST_ROWS * _ROWS} rows of {MOST_COLUMNS}. "
+            "Cut it into parts, or use backend='torch'."
         )
     target = source_like(source, source.channels, height, width)
     points = placed(source.device, fixation, source.where)
