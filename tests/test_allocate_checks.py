@@ -18,8 +18,9 @@ from images import noise
 from torch.utils import _pytree
 
 import gpu_lod as lod
-from gpu_lod import allocate, allocation, token_files
+from gpu_lod import allocate, token_files
 from gpu_lod.allocate import coverage_loss, dead_bin_loss, repulsion_loss, soft_top_k, tree_cut
+from gpu_lod.commands import allocation
 from gpu_lod.errors import InputError, UnsupportedError
 
 IMAGE, RELEVANCE = noise(2, 3, 56, 56), noise(2, 4, 4)

@@ -32,8 +32,9 @@ from rich.console import Console
 from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
-from gpu_lod import calibration, dispatch, printing, shaders, tables, timing
+from gpu_lod import calibration, dispatch, shaders, tables, timing
 from gpu_lod.calibrate import Report, _measure, calibrate
+from gpu_lod.commands import printing
 from gpu_lod.demo.rows import Row
 from gpu_lod.dispatch import NO_TEXTURE
 from gpu_lod.errors import (

@@ -18,7 +18,8 @@ from command_line import cat, done, refused, run, serving
 from PIL import Image
 
 import gpu_lod as lod
-from gpu_lod import demo, drawing, printing
+from gpu_lod import demo
+from gpu_lod.commands import drawing, printing
 from gpu_lod.demo import panels
 from gpu_lod.images import atlas, load, save
 from gpu_lod.saliency import luma
@@ -303,7 +304,8 @@ def test_calibrate(tmp_path: Path) -> None:
 def test_calibrate_keeps_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
     code = """
         import contextlib, os, signal, sys
-        from gpu_lod import cli, printing
+        from gpu_lod import cli
+        from gpu_lod.commands import printing
         signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
         @contextlib.contextmanager
         def progress():

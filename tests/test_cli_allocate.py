@@ -21,8 +21,9 @@ from safetensors.torch import save, save_file
 
 import gpu_lod as lod
 from gpu_lod import allocate as allocators
-from gpu_lod import allocation, token_files, token_sheet
+from gpu_lod import token_files
 from gpu_lod.allocate import base
+from gpu_lod.commands import allocation, token_sheet
 from gpu_lod.errors import FileError, InputError
 from gpu_lod.images import load
 from gpu_lod.rebuild import psnr

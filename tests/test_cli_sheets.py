@@ -15,7 +15,7 @@ from PIL import Image
 from skimage import data
 
 import gpu_lod as lod
-from gpu_lod import drawing, sheets
+from gpu_lod.commands import drawing, sheets
 from gpu_lod.images import atlas, load
 from gpu_lod.patch_grid import pooled, starts_of
 from gpu_lod.saliency import saliency

@@ -24,9 +24,10 @@ import torch
 from fake_cuda import FakeCuda
 
 import gpu_lod as lod
-from gpu_lod import doctor, doctor_cuda, printing
+from gpu_lod import doctor, doctor_cuda
 from gpu_lod.bridge import Device, InteropBridge
 from gpu_lod.bridge.devices import Gpu
+from gpu_lod.commands import printing
 from gpu_lod.doctor import Finding, advice, safely
 from gpu_lod.errors import BufferMovedError, GLUnavailableError, InputError, InteropError
 

@@ -13,10 +13,10 @@ import torch
 from PIL import Image, ImageDraw
 
 import gpu_lod as lod
+from gpu_lod.commands.drawing import as_rgb, as_tensor, level_colours
+from gpu_lod.commands.lettering import NAME, NOTE, TITLE, fitted, font
 from gpu_lod.cull import Culled
 from gpu_lod.demo.panels import FAINT, INK, PAPER, TIMES, level_colour, span
-from gpu_lod.drawing import as_rgb, as_tensor, level_colours
-from gpu_lod.lettering import NAME, NOTE, TITLE, fitted, font
 from gpu_lod.patch_grid import starts_of
 from gpu_lod.pyramid import Pyramid
 

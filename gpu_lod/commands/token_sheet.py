@@ -10,10 +10,10 @@ import matplotlib
 import torch
 from PIL import Image, ImageDraw
 
-from gpu_lod.allocation import Allocation, Skipped
+from gpu_lod.commands.allocation import Allocation, Skipped
+from gpu_lod.commands.drawing import as_rgb, as_tensor
+from gpu_lod.commands.lettering import NAME, NOTE, TITLE, fitted, font
 from gpu_lod.demo.panels import FAINT, INK, PAPER, TIMES
-from gpu_lod.drawing import as_rgb, as_tensor
-from gpu_lod.lettering import NAME, NOTE, TITLE, fitted, font
 from gpu_lod.token_set import TokenSet
 
 NUMBERED = 64

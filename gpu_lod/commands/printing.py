@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -19,19 +21,19 @@ from rich.text import Text
 
 from gpu_lod import calibration
 from gpu_lod.bridge import devices
-from gpu_lod.context import Context
+from gpu_lod.context import Context, context_for
 from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.tables import Table, Timed
 
 if TYPE_CHECKING:
     import torch
 
-    from gpu_lod.allocation import Allocation, Skipped
+    from gpu_lod.commands.allocation import Allocation, Skipped
+    from gpu_lod.commands.sheets import Bounds
     from gpu_lod.cull import Culled
     from gpu_lod.demo.rows import Row
     from gpu_lod.doctor import Finding
     from gpu_lod.pyramid import Pyramid
-    from gpu_lod.sheets import Bounds
 
 EXTENSIONS = (
     "GL_ARB_buffer_storage",
@@ -317,7 +319,7 @@ def _fate(one: Bounds, threshold: float) -> str:
 
 
 def show_allocations(results: list[Allocation | Skipped]) -> None:
-    from gpu_lod.allocation import Allocation
+    from gpu_lod.commands.allocation import Allocation
 
     made = [result for result in results if isinstance(result, Allocation)]
     levels = sorted({level for result in made for level in result.levels})
@@ -337,3 +339,39 @@ def show_allocations(results: list[Allocation | Skipped]) -> None:
     for one in results:
         if not isinstance(one, Allocation):
             console.print(f"skipped {one.name}: {one.reason}", soft_wrap=True, markup=False)
+
+
+def show_made(
+    verb: str, image: Path, paths: list[Path], results: Any, choice: Any, as_json: bool,
+    more: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    if as_json:
+        return print_json(
+            {
+                "verb": verb,
+                "input": str(image),
+                "output": [str(path) for path in paths],
+                "shapes": [list(result.shape) for result in results],
+                "dtype": str(results[0].dtype).removeprefix("torch."),
+                "backend": choice.backend,
+                "generator": choice.generator,
+                "reason": choice.reason,
+                "renderer": _renderer(results) if choice.backend == "gl" else None,
+                **(more or {}),
+            }
+        )
+    show_written(paths)
+
+
+def _renderer(results: Any) -> str | None:
+    """Of the context that the results live in."""
+    return context_for(*results).renderer
+
+
+def show_written(paths: list[Path]) -> None:
+    for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
