@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -88,14 +89,106 @@ class TokenSet:
         """The same tensors without their gradients."""
         return self._each(torch.Tensor.detach)
 
-    def to(self, device: torch.device | str | int) -> TokenSet:
-        """The same on a device.
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TokenSet:
+        """The same on a device; `non_blocking` as torch's: without waiting, from pinned memory.
 
         Raises:
             InputError: no device, as a dtype, in which sites would be others.
         """
         where = device_of(device)
-        return self._each(lambda value: value.to(where))
+        return self._each(lambda value: value.to(where, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TokenSet:
+        """The same in page-locked memory, as a DataLoader's `pin_memory=True` asks for; torch raises where it has no
+        such."""
+        return self._each(torch.Tensor.pin_memory)
+
+    @staticmethod
+    def stack(sets: Iterable[TokenSet]) -> TokenSet:
+        """Unbatched sets to a batch, in copies: what a DataLoader takes as `collate_fn`. `unstack` gives them back.
+
+        Shape: sites [K, 3] of B sets to [B, K, 3], and so each field that is there.
+
+        Raises:
+            InputError: no sets, batched ones, or sets of another K, patch, dtype, device or size of a field, or of
+                which some have one and others do not.
+        """
+        members = list(sets) if isinstance(sets, Iterable) else [sets]
+        if not members or not all(isinstance(one, TokenSet) and one.sites.ndim == 2 for one in members):
+            what = ", ".join(repr(one) if isinstance(one, TokenSet) else type(one).__name__ for one in members[:4])
+            raise InputError(
+                f"sets are [{what}]; expected unbatched token sets, one a picture. Part batches with unstack(), and "
+                "join them with [*first.unstack(), *second.unstack()]."
+            )
+        first = members[0]
+        for index, one in enumerate(members):
+            if one.patch != first.patch:
+                raise InputError(
+                    f"set {index} has patches of side {one.patch} and set 0 of {first.patch}; expected one for all. "
+                    "Give their allocators the same patch=."
+                )
+            if one.budget != first.budget:
+                raise InputError(
+                    f"set {index} has {one.budget} tokens and set 0 {first.budget}; expected one K for all. Give their "
+                    "allocators the same budget, keep the best few of each with tokens.take(torch.arange(few)), or "
+                    "share a budget with TokenBank, which packs sets of several lengths."
+                )
+            for name in _TENSORS:
+                kinds = [_kind(getattr(each, name)) for each in (one, first)]
+                if kinds[0] != kinds[1]:
+                    raise InputError(
+                        f"{name} of set {index} are {kinds[0]} and of set 0 {kinds[1]}; expected the same for all. "
+                        "Make all sets alike, in one size of picture if they blend, move them with .to(device), or "
+                        f"leave out what some lack with dataclasses.replace(tokens, {name}=None)."
+                    )
+        there = [name for name in _TENSORS if getattr(first, name) is not None]
+        joined: dict[str, Any] = {name: torch.stack([getattr(one, name) for one in members]) for name in there}
+        return replace(first, **joined)
+
+    def unstack(self) -> list[TokenSet]:
+        """The tokens of each picture of a batch, unbatched: views of these.
+
+        Raises:
+            InputError: tokens of one picture, without a batch.
+        """
+        if self.sites.ndim == 2:
+            raise InputError(
+                f"sites are {tuple(self.sites.shape)}, of one picture; expected a batch, [B, K, 3]. Some of its tokens "
+                "are tokens.take(indices)."
+            )
+        return [self._each(itemgetter(b)) for b in range(len(self.sites))]
+
+    def take(self, indices: torch.Tensor) -> TokenSet:
+        """Some of the tokens, in the order of their indices, with all that belongs to them. Differentiable.
+
+        Shape: indices [k], of the same tokens of every picture, or [B, k], of each picture's own; sites become
+            [B, k, 3], and so each field; without B for an unbatched set.
+        Convention: integers from 0 to K - 1; one may be taken several times. Take in ascending order to keep the best
+            first.
+
+        Raises:
+            InputError: indices that are no such integers, or of another shape.
+        """
+        index = checks.dense(indices, "indices")
+        lead, kind = tuple(self.sites.shape[:-2]), index.dtype
+        if kind == torch.bool or kind.is_floating_point or index.ndim == 0 or tuple(index.shape[:-1]) not in ((), lead):
+            expected = " or ".join(f"[{', '.join(map(str, (*first, 'k')))}]" for first in dict.fromkeys([(), lead]))
+            raise InputError(
+                f"indices are {kind} {tuple(index.shape)}; expected integers {expected}. Those of a mask [K] are "
+                "mask.nonzero()[:, 0]."
+            )
+        index = index.long()
+        if index.numel() and checks.readable(index):
+            low, high = (int(end) for end in checks.values(index).aminmax())
+            if low < 0 or high >= self.budget:
+                raise InputError(
+                    f"indices are from {low} to {high}; expected 0 to {self.budget - 1}, those of {self.budget} tokens."
+                )
+        index = index.to(self.sites.device)
+        if not lead:
+            return self._each(lambda value: value[index])
+        rows = torch.arange(lead[0], device=index.device)[:, None]
+        return self._each(lambda value: value[rows, index])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenSet:
         there = {name: getattr(self, name) for name in _TENSORS}
@@ -128,6 +221,11 @@ class TokenSet:
         if self.features is not None:
             what += f", features {tuple(self.features.shape)}"
         return f"<TokenSet of {self.budget} sites {tuple(self.sites.shape)}, {what}>"
+
+
+def _kind(value: torch.Tensor | None) -> str:
+    """What of a field has to be the same for all that are stacked."""
+    return "None" if value is None else f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
 def device_of(device: torch.device | str | int) -> torch.device:

@@ -1279,6 +1279,76 @@ def test_bad_features(features: Any, hint: str) -> None:
         lod.TokenSet(noise(2, 4, 3), noise(2, 4), None, 14, features=features)
 
 
+FIELDS = ("sites", "scores", "patches", "weights", "features")
+
+
+def same_tokens(one: lod.TokenSet, other: lod.TokenSet) -> bool:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in FIELDS]
+    return one.patch == other.patch and all(a is b if b is None else torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def blends() -> lod.TokenSet:
+    """All fields are there."""
+    tokens = lod.allocate.SoftVortex(4)(noise(3, 3, 28, 28))
+    return replace(tokens, features=noise(3, 4, 7)).detach()
+
+
+def test_token_sets_are_stacked_and_unstacked(blends: lod.TokenSet) -> None:
+    sets = blends.unstack()
+    assert [one.sites.shape for one in sets] == [(4, 3)] * 3
+    assert sets[1].sites.data_ptr() == blends.sites[1].data_ptr() and torch.equal(sets[1].features, blends.features[1])
+    assert same_tokens(lod.TokenSet.stack(sets), blends) and same_tokens(lod.TokenSet.stack(iter(sets)), blends)
+    bare = [replace(one, patches=None, weights=None, features=None) for one in sets]
+    assert lod.TokenSet.stack(bare[1:]).patches is None and torch.equal(lod.TokenSet.stack(bare).sites, blends.sites)
+    part = replace(sets[0], features=sets[0].features.clone().requires_grad_())
+    lod.TokenSet.stack([part, sets[1]]).unstack()[0].features.sum().backward()
+    assert torch.equal(part.features.grad, torch.ones(4, 7))
+
+
+def test_a_loader_stacks_and_pins(blends: lod.TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = torch.utils.data.DataLoader(blends.unstack(), batch_size=3, collate_fn=lod.TokenSet.stack)  # type: ignore[arg-type]
+    (batch,) = loader
+    assert same_tokens(batch, blends)
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda value: pinned.append(value) or value.clone())
+    loaded = torch.utils.data._utils.pin_memory.pin_memory([batch])[0]
+    assert loaded is not batch and same_tokens(loaded, blends) and len(pinned) == len(FIELDS)
+    packed = lod.allocate.TokenBank(lod.allocate.GridTopK(), 7)(noise(2, 3, 28, 28))
+    again = packed.pin_memory()
+    assert torch.equal(again.sites, packed.sites) and again.longest == packed.longest and len(pinned) == 9
+
+
+def test_moves_need_not_wait(blends: lod.TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = lod.allocate.TokenBank(lod.allocate.GridTopK(), 7)(noise(2, 3, 28, 28))
+    waits: list[bool] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda value, where, non_blocking: waits.append(non_blocking) or value)
+    for tokens in (blends, packed):
+        tokens.to("cpu")
+        assert set(waits) == {False}
+        waits.clear()
+        tokens.to("cpu", non_blocking=True)
+        assert set(waits) == {True}
+        waits.clear()
+
+
+def test_some_tokens_are_taken_with_all_that_is_theirs(blends: lod.TokenSet) -> None:
+    own = torch.tensor([[3, 0], [1, 1], [0, 2]])
+    for index in (own, own.to(torch.uint8), own.numpy()):
+        taken = blends.take(index)
+        for name in FIELDS:
+            value = getattr(blends, name)
+            expected = torch.stack([torch.stack([value[b, k] for k in row]) for b, row in enumerate(own.tolist())])
+            assert torch.equal(getattr(taken, name), expected), name
+    alike, one = torch.tensor([2, 0, 1]), blends.unstack()[2]
+    assert same_tokens(blends.take(alike), blends.take(alike.expand(3, -1)))
+    assert same_tokens(one.take(alike), blends.take(alike).unstack()[2])
+    assert same_tokens(blends.take(torch.arange(4)), blends)
+    learned = replace(blends, features=blends.features.clone().requires_grad_())
+    learned.take(own).features.sum().backward()
+    assert learned.features.grad[:, :, 0].tolist() == [[1, 0, 0, 1], [0, 2, 0, 0], [1, 0, 1, 0]]
+
+
 def test_cpu_and_cuda_are_compared_with_all_that_allocators_look_at() -> None:
     assert {look for _, look in CASES_BESIDE} == {None, "fixation", "labels", "query"}
     for name, look in CASES_BESIDE:

@@ -84,6 +84,48 @@ def test_tokens_go_to_devices_alone(device: Any) -> None:
     assert tokens.to("cpu").sites is tokens.sites
 
 
+@pytest.mark.parametrize(
+    ("other", "hint"),
+    [
+        (lambda one: allocate.GridTopK(5)(IMAGE[0]), r"set 1 has 5 tokens and set 0 4.*take\(torch\.arange"),
+        (lambda one: allocate.GridTopK(4, patch=7)(IMAGE[0]), "patches of side 7 and set 0 of 14.*same patch="),
+        (lambda one: replace(one, patches=None), "patches of set 1 are None and of set 0 torch.float32"),
+        (lambda one: replace(one, patches=one.patches.half()), "float16 .* on cpu and of set 0 torch.float32"),
+        (lambda one: replace(one, features=torch.ones(4, 2)), r"features of set 1 are torch.float32 \(4, 2\)"),
+        (lambda one: replace(one, scores=one.scores.to("meta")), "scores of set 1 are .*on meta .*on cpu"),
+        (lambda one: allocate.GridTopK(4)(IMAGE), r"sites \(2, 4, 3\).*expected unbatched.*unstack\(\)"),
+        (lambda one: one.sites, "Tensor.*expected unbatched"),
+    ],
+)
+def test_token_sets_that_are_no_batch(other: Callable[[lod.TokenSet], Any], hint: str) -> None:
+    one = allocate.GridTopK(4)(IMAGE[0])
+    refuse(hint, lod.TokenSet.stack, [one, other(one)])
+
+
+def test_what_is_no_stack() -> None:
+    refuse("expected unbatched token sets", lod.TokenSet.stack, [])
+    refuse("expected unbatched token sets", lod.TokenSet.stack, 7)
+    refuse("of one picture; expected a batch", allocate.GridTopK(4)(IMAGE[0]).unstack)
+
+
+@pytest.mark.parametrize(
+    ("indices", "hint"),
+    [
+        (torch.tensor([0, 4]), "from 0 to 4; expected 0 to 3, those of 4 tokens"),
+        (torch.tensor([-1]), "from -1 to -1"),
+        (torch.ones(4, dtype=torch.bool), r"bool \(4,\); expected integers \[k\] or \[2, k\].*mask.nonzero"),
+        (torch.ones(2), "float32"),
+        (torch.zeros(3, 1, dtype=torch.int64), r"\(3, 1\)"),
+        (torch.tensor(0), r"\(\)"),
+        ("0", "indices is"),
+    ],
+)
+def test_tokens_that_cannot_be_taken(indices: Any, hint: str) -> None:
+    refuse(hint, allocate.GridTopK(4)(IMAGE).take, indices)
+    if isinstance(indices, torch.Tensor) and indices.ndim == 2:
+        refuse(r"expected integers \[k\]\.", allocate.GridTopK(4)(IMAGE[0]).take, indices)
+
+
 def test_token_sets_that_do_not_fit_themselves() -> None:
     tokens = allocate.GridTopK(4)(IMAGE)
     refuse(r"weights are \(2, 5, 16\); expected \[2, 4, Hg Wg\]", replace, tokens, weights=torch.ones(2, 5, 16))

@@ -65,10 +65,14 @@ class PackedTokens:
         """The same tensors without their gradients."""
         return self._each(torch.Tensor.detach)
 
-    def to(self, device: torch.device | str | int) -> PackedTokens:
-        """The same on a device."""
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedTokens:
+        """The same on a device; `non_blocking` as torch's."""
         where = device_of(device)
-        return self._each(lambda value: value.to(where))
+        return self._each(lambda value: value.to(where, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedTokens:
+        """The same in page-locked memory, as `TokenSet.pin_memory`."""
+        return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedTokens:
         changed: PackedTokens = _pytree.tree_map(change, self)
