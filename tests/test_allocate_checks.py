@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import json
 import math
@@ -23,6 +24,29 @@ from gpu_lod.allocate import coverage_loss, dead_bin_loss, repulsion_loss, soft_
 from gpu_lod.commands import allocation
 from gpu_lod.errors import InputError, UnsupportedError
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "AdaptiveStratified": {"width": 8, "hidden": 4, "seed": 1},
+    "Downsample": {"rows": 2},
+    "FoveatedPyramid": {"e0": 0.2, "max_level": 2},
+    "FrequencyAware": {"split": (2, 2, 2, 2)},
+    "HeatDiffusion": {"length": 3.0},
+    "HybridAtlas": {"background": 0.2, "segments": 5, "compactness": 2.0},
+    "LogPolar": {"fovea": 0.5, "radius": 0.2},
+    "PseudoLogPolar": {"fovea": 0.5, "sigma": 0.1, "temperatures": (2.0, 0.5)},
+    "PyramidTopK": {"weights": (1.0, 0.5), "split": (4, 5)},
+    "Random": {"seed": 3},
+    "SoftTopKCoverage": {"bins": (2, 4), "strength": 2.0, "temperature": 0.5},
+    "SoftVortex": {"vortices": 3, "radius": 0.2, "twist": 1.0, "width": 0.5},
+    "Spiral": {"kind": "fibonacci", "peaks": 2},
+    "Stratified": {"strata": (2, 2)},
+    "TokenDAG": {"morph": 0.5, "max_level": 3},
+    "Voronoi": {"peaks": 2},
+    "VortexField": {"vortices": 2, "radius": 0.2},
+    "VortexLearned": {"vortices": 2, "radius": 0.2, "temperature": 0.5},
+    "Wavelet": {"levels": 2, "wavelet": "db2"},
+    "Whirlwind": {"peaks": 2, "floor": 0.2},
+}
+"""Arguments of their own, none as by default."""
 IMAGE, RELEVANCE = noise(2, 3, 56, 56), noise(2, 4, 4)
 NAN, INF = math.nan, math.inf
 
@@ -167,7 +191,31 @@ def test_parameters_are_for_one_budget() -> None:
 def test_allocators_say_what_they_are() -> None:
     assert repr(allocate.GridTopK(9, 4)) == "GridTopK(budget=9, patch=4, pool='mean')"
     assert "budget=9, patch=14" in repr(allocate.SoftVortex(9))
+    cut = allocate.FoveatedPyramid(e0=0.2, max_level=2)
+    assert repr(cut) == "FoveatedPyramid(budget=273, patch=14, pool='mean', e0=0.2, max_level=2)"
+    assert repr(cut) in repr(allocate.TokenBank(cut, 9))
+    assert "strength=2.0" in repr(allocate.TokenBank(allocate.SoftTopKCoverage(strength=2), 9))
     refuse("no choose", allocate.register, allocate.Allocator)
+
+
+@pytest.mark.parametrize("name", [name for name in allocate.names() if vars(allocate).get(name)])
+def test_allocators_print_all_that_is_not_as_by_default(name: str) -> None:
+    common, others = {"budget": 9, "patch": 4, "pool": "max"}, OTHERS.get(name, {})
+    plain = allocate.make(name)
+    assert {*common, *others, "self"} == {*inspect.signature(type(plain).__init__).parameters}, "all are tried"
+    assert plain.extra_repr() == "budget=273, patch=14, pool='mean'" and plain.extra_repr() in repr(plain)
+    every = ", ".join(f"{key}={value!r}" for key, value in (common | others).items())
+    assert allocate.make(name, **common, **others).extra_repr() == every
+
+
+def test_allocators_of_ones_own_print_what_they_hold() -> None:
+    class Mine(allocate.Stratified):
+        def __init__(self, *args: Any, gain: float = 1.0, other: int = 0, weights: Any = None, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.gain, self._other, self.weights = gain, other, weights
+
+    mine = Mine(9, strata=(2, 2), gain=3.0, other=5, weights=torch.ones(3))
+    assert repr(mine) == "Mine(budget=9, patch=14, pool='mean', strata=(2, 2), gain=3.0)"
 
 
 def test_blends_are_learned_from_features_of_inference_mode() -> None:

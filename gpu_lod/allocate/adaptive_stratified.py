@@ -60,6 +60,7 @@ class AdaptiveStratified(Learned):
         super().__init__(budget, patch, pool)
         width = self.query_width = checks.integer(width, "width", at_least=1)
         hidden = checks.integer(hidden, "hidden", at_least=1)
+        self._made_with = {"width": width, "hidden": hidden, "seed": seed}
         # torch's own start would be drawn of the program's random numbers.
         device = torch.get_default_device()
         first = nn.utils.skip_init(nn.Linear, width, hidden, device=device)

@@ -121,7 +121,16 @@ class Allocator(ABC):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        return f"budget={self.budget}, patch={self.patch}, pool={self.pool!r}"
+        """What every allocator has, and the arguments of its own that are not as by default, where it holds them under
+        their names."""
+        found = {"budget": self.budget, "patch": self.patch, "pool": self.pool}
+        held = vars(self) | vars(self).get("_made_with", {})
+        for name, default in _arguments(type(self)).items():
+            value = held.get(name, default)
+            # As they are printed, for not everything that is equal is True.
+            if not isinstance(value, (torch.Tensor, torch.nn.Module)) and repr(value) != repr(default):
+                found.setdefault(name, value)
+        return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
     def work(self, scene: Scene) -> int:
         """Numbers that it goes through for each image of a scene, where they are many; 0 where they are few."""
@@ -358,6 +367,19 @@ class Allocator(ABC):
                 f"the budget is {self.budget}, and there are {there} {what}. Use a larger image, smaller patches, or a "
                 "smaller budget."
             )
+
+
+def _arguments(kind: type) -> dict[str, Any]:
+    """What `__init__` takes, by name, with defaults; and that of a parent where it hands on whatever it is given."""
+    found: dict[str, Any] = {}
+    for cls in kind.__mro__:
+        if "__init__" in vars(cls):
+            taken = inspect.signature(vars(cls)["__init__"]).parameters.values()
+            handed_on = [one for one in taken if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+            found = {one.name: one.default for one in taken if one not in handed_on} | found
+            if not handed_on:
+                break
+    return found
 
 
 def _grid_of(size: tuple[int, int], patch: int, batch: int, device: torch.device) -> torch.Tensor:

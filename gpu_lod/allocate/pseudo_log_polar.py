@@ -62,6 +62,7 @@ class PseudoLogPolar(Learned):
         super().__init__(budget, patch, pool)
         fovea = checks.between(fovea, "fovea", 0, 1)
         sigma = checks.between(sigma, "sigma", 1e-4, 10)  # closer, and fp32 cannot tell centres apart
+        self._made_with = {"fovea": fovea, "sigma": sigma}
         self.temperatures = checks.numbers(temperatures, "temperatures", 2)
         if min(self.temperatures) <= 0:
             raise InputError(f"the temperatures are {self.temperatures}; expected positive numbers.")

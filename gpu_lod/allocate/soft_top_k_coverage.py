@@ -66,6 +66,7 @@ class SoftTopKCoverage(Learned):
         self.bins = checks.size(bins)
         strength = checks.between(strength, "strength", 0, 1e6)
         temperature = checks.between(temperature, "temperature", 1e-6, 1e6)
+        self._made_with = {"strength": strength, "temperature": temperature}
         self.strength = nn.Parameter(torch.tensor(strength, dtype=torch.float32))
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), dtype=torch.float32))
 

@@ -63,6 +63,7 @@ class SoftVortex(Learned):
         radius = checks.between(radius, "radius", 1e-6, 1e6)
         twist = checks.between(twist, "twist", -1e3, 1e3)
         self.width = checks.between(width, "width", 1e-6, 1e6)
+        self._made_with = {"vortices": vortices, "radius": radius, "twist": twist}
         self.centre_logits = parameter(even_points(vortices).logit())
         self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius), dtype=torch.float32))
         self.strengths = nn.Parameter(torch.ones(vortices, dtype=torch.float32))

@@ -53,6 +53,7 @@ class VortexLearned(Learned):
         vortices = checks.integer(vortices, "vortices", at_least=1, at_most=1024)
         radius = checks.between(radius, "radius", 1e-6, 1e6)
         temperature = checks.between(temperature, "temperature", 1e-6, 1e6)
+        self._made_with = {"vortices": vortices, "radius": radius, "temperature": temperature}
         self.centre_logits = parameter(even_points(vortices).logit())
         self.log_strengths = nn.Parameter(torch.zeros(vortices, dtype=torch.float32))
         self.log_radii = nn.Parameter(torch.full((vortices,), math.log(radius), dtype=torch.float32))
