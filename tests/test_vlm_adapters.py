@@ -14,10 +14,16 @@ from scripts import succeed
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     SiglipVisionConfig,
     SiglipVisionModel,
+    ViTConfig,
+    ViTModel,
 )
 
 import gpu_lod as lod
@@ -62,6 +68,19 @@ def clip(attention: str = "sdpa") -> Any:
     return CLIPVisionModel(config).eval()
 
 
+def dino(**how: Any) -> Any:
+    return shaken(Dinov2Model(Dinov2Config(**SMALL, image_size=NATIVE, patch_size=14, **how)))
+
+
+def dino_with_registers() -> Any:
+    how = {"image_size": NATIVE, "patch_size": 14, "num_register_tokens": 3}
+    return shaken(Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SMALL, **how)))
+
+
+def hf_vit() -> Any:
+    return shaken(ViTModel(ViTConfig(**SMALL, image_size=NATIVE, patch_size=14)))
+
+
 def vit(**how: Any) -> Any:
     how = {"class_token": True, "global_pool": "token" if how.get("class_token", True) else "avg", **how}
     model = timm.models.VisionTransformer(
@@ -100,16 +119,25 @@ def interpolated(model: Any, image: torch.Tensor) -> Any:
     return found.last_hidden_state, found.pooler_output
 
 
+def plain(model: Any, image: torch.Tensor) -> Any:
+    found = model(image)
+    return found.last_hidden_state, found.pooler_output
+
+
 def features(model: Any, image: torch.Tensor) -> Any:
     hidden = model.forward_features(image)
     return hidden, model.forward_head(hidden, pre_logits=True)
 
 
+LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 ROPE = {"ref_feat_shape": (4, 4), "attn_type": "rope"}
 FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[Any, torch.Tensor], Any]]] = {
     "SigLIP": (siglip, interpolated),
     "SigLIP 2": (siglip2, naflex),
     "CLIP": (clip, interpolated),
+    "ViT": (hf_vit, interpolated),
+    "DINOv2": (dino, plain),
+    "DINOv2, registers": (dino_with_registers, plain),
     "timm, class token": (vit, features),
     "timm, no class token": (lambda: vit(class_token=False), features),
     "timm, registers, class apart": (lambda: vit(reg_tokens=3, no_embed_class=True, pre_norm=True), features),
@@ -144,13 +172,97 @@ def test_the_full_grid_is_the_untouched_model(family: str, size: tuple[int, int]
             same(lod.vlm.encode(model, image, shuffled), expected, shuffled.order)
 
 
-@pytest.mark.parametrize("family", ["SigLIP", "SigLIP 2", "CLIP"])
+@pytest.mark.parametrize("family", ["SigLIP", "SigLIP 2", "CLIP", "ViT", "DINOv2", "DINOv2, registers"])
 def test_sizes_that_patches_do_not_divide(family: str) -> None:
     """The encoder leaves out the rest, and its table lies over the whole patches."""
     make, run = FAMILIES[family]
     model, image = make(), torch.randn(1, 3, 65, 97)
     with torch.no_grad():
         same(lod.vlm.encode(model, image, Whole((65, 97), 14)), run(model, image))
+
+
+@pytest.mark.parametrize("family", ["SigLIP", "CLIP", "ViT", "DINOv2, registers", "timm, class token", "Eva"])
+def test_states_of_layers(family: str) -> None:
+    """As transformers keeps them: no norm follows, and several lie side by side."""
+    make, _ = FAMILIES[family]
+    model, image = make(), torch.randn(2, 3, NATIVE, NATIVE)
+    seen: list[torch.Tensor] = []
+    parts = next(part for part in model.modules() if len(list(part.children())) == 2 and isinstance(part, LISTS))
+    hooks = [part.register_forward_hook(lambda m, i, out: seen.append(out)) for part in parts]
+    with torch.no_grad():
+        model(image)
+        for hook in hooks:
+            hook.remove()
+        whole = Whole((NATIVE, NATIVE), 14)
+        for layer, expected in (
+            (-2, seen[0]),
+            (0, seen[0]),
+            (1, seen[1]),
+            ([1, -2], torch.cat([seen[1], seen[0]], -1)),
+        ):
+            found = lod.vlm.encode(model, image, whole, layer=layer)
+            assert torch.allclose(found.hidden, expected, atol=1e-4) and found.pooled is None
+            assert found.features.shape[:2] == (2, 16)
+        with pytest.raises(InputError, match=r"layer is 2; .* has 2, from 0 or from -1 backward"):
+            lod.vlm.encode(model, image, whole, layer=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_of_several_sizes_are_one_batch(family: str) -> None:
+    """Each as it is alone, with inputs of its own."""
+    model = FAMILIES[family][0]()
+    images = [torch.rand(3, *size) for size in ((90, 120), (57, 200), (90, 120))]
+    allocator, where = lod.allocate.GridTopK(20), [(0.1, 0.2), (0.5, 0.5), (0.9, 0.6)]
+    maps = [torch.rand(7, 9), torch.rand(5, 15), torch.rand(7, 9)]
+    with torch.no_grad():
+        found = lod.vlm.encode(model, images, allocator, relevance=maps)
+        assert found.sizes == ((90, 120), (57, 200), (90, 120)) and found.tokens.sites.shape == (3, 20, 3)
+        for index, (image, relevance) in enumerate(zip(images, maps, strict=True)):
+            alone = lod.vlm.encode(model, image, allocator, relevance=relevance)
+            assert torch.allclose(found.hidden[index], alone.hidden, atol=1e-5)
+            assert found.pooled is not None and torch.allclose(found.pooled[index], alone.pooled, atol=1e-5)
+        about = lod.allocate.FoveatedPyramid(20)
+        for points in (where, torch.tensor(where)):
+            seen = lod.vlm.encode(model, images, about, fixation=points)
+            alone = lod.vlm.encode(model, images[2], about, fixation=where[2])
+            assert torch.equal(seen.tokens.sites[2], alone.tokens.sites)
+        assert lod.vlm.encode(model, images[::2], allocator).size == (90, 120)
+
+
+def test_one_fixation_and_one_query_are_for_all_pictures_of_a_list() -> None:
+    model, images = siglip(), [torch.rand(3, 90, 120), torch.rand(3, 57, 200)]
+    about = lod.allocate.FoveatedPyramid(20)
+    with torch.no_grad():
+        found = lod.vlm.encode(model, images, about, fixation=(0.2, 0.7))
+        alone = lod.vlm.encode(model, images[1], about, fixation=(0.2, 0.7))
+        assert torch.equal(found.tokens.sites[1], alone.tokens.sites)
+        waves, query = lod.allocate.FrequencyAware(20), torch.tensor([0.1, 0.9, 0.3, 0.2])
+        found = lod.vlm.encode(model, images, waves, query=query)
+        alone = lod.vlm.encode(model, images[1], waves, query=query)
+        assert torch.equal(found.tokens.sites[1], alone.tokens.sites)
+        for how, hint in (
+            ({"relevance": maps}, rf"relevance is {what}; expected 2, one for each picture")
+            for maps, what in (([torch.rand(7, 9)], "1 of them"), (3.0, "3.0"))
+        ):
+            with pytest.raises(InputError, match=hint):
+                lod.vlm.encode(model, images, about, **how)
+        for pictures, shapes in (([], "none"), ([images[0][None]], r"\(1, 3, 90, 120\)"), (["a.png"], r"\(\)")):
+            with pytest.raises(InputError, match=f"pictures of the list are {shapes}; expected tensors"):
+                lod.vlm.encode(model, pictures, about)
+
+
+def test_what_was_encoded_is_a_tree_and_goes_to_a_file(tmp_path: Any) -> None:
+    encoded = lod.vlm.encode(clip(), [torch.rand(3, 90, 120), torch.rand(3, 57, 200)], lod.allocate.GridTopK(5))
+    assert encoded.hidden.requires_grad and not encoded.detach().hidden.requires_grad
+    torch.save(encoded.detach(), tmp_path / "e.pt")
+    found = torch.load(tmp_path / "e.pt")
+    assert torch.equal(found.features, encoded.features) and found.sizes == encoded.sizes and found.prefix == 1
+    doubled = torch.utils._pytree.tree_map(lambda value: 2 * value, found)
+    assert torch.equal(doubled.pooled, 2 * found.pooled) and torch.equal(doubled.tokens.sites, 2 * found.tokens.sites)
+    moved = encoded.to("meta")
+    assert moved.hidden.is_meta and moved.tokens.sites.is_meta and moved.pooled is not None and moved.pooled.is_meta
+    with pytest.raises(InputError, match="expected a torch device"):
+        encoded.to(torch.float16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["SigLIP", "CLIP"])
@@ -260,6 +372,8 @@ def test_pixels_are_normalised_as_the_processor_does() -> None:
         plain = type("Plain", (Processor,), {"do_normalize": False})
         raw = type("Raw", (plain,), {"do_rescale": False})
         assert close(image / 127.5, processor=plain()) and close(image.float(), processor=raw())
+        image = image / 255  # values in [0, 1] are as they are where nothing rescales
+        assert close((image * 2 - mean) / std, processor=Processor()) and close(image, processor=raw())
 
 
 def test_blends_are_normalised() -> None:
@@ -286,7 +400,8 @@ def test_blends_are_normalised() -> None:
         ({"model": torch.nn.Linear(2, 2)}, "no adapter for Linear.*timm.Eva.*register_adapter"),
         ({"model": None}, "no adapter for NoneType"),
         ({"allocator": lod.allocate.GridTopK(4, patch=16)}, "patch=14"),
-        ({"allocator": "GridTopK"}, "expected one of gpu_lod.allocate"),
+        ({"allocator": "GridTopK"}, "expected an Allocator, as those that"),
+        ({"allocator": lod.allocate.TokenBank(lod.allocate.GridTopK(4), 8)}, r"on each of its \.unpack\(\)"),
         ({"image": torch.rand(1, 1, 56, 56)}, "1 channels"),
         ({"image": "photo.png"}, "torch tensor"),
         ({"allocator": lod.allocate.GridTopK(40)}, "budget is 40"),
@@ -310,9 +425,103 @@ def test_tokens_that_do_not_fit() -> None:
     ):
         with pytest.raises(InputError, match=hint):
             adapter(tokens, (56, 56))
-    adapter.model.train()
-    with pytest.raises(InputError, match="eval"):
-        adapter(lod.allocate.GridTopK(4)(image.float()), (56, 56))
+
+
+def test_arguments_of_adapters_that_do_not_fit() -> None:
+    adapter = lod.vlm.adapter_for(siglip())
+    tokens = lod.allocate.GridTopK(4)(torch.rand(2, 3, 56, 70))
+    pixels = dataclasses.replace(tokens, sites=tokens.sites * torch.tensor([70.0, 56.0, 1.0]))
+    below = dataclasses.replace(tokens, sites=tokens.sites - torch.tensor([0.0, 0.0, 1.0]))
+    none = lod.TokenSet(tokens.sites[:, :0], tokens.scores[:, :0], tokens.patches[:, :0], 14)  # type: ignore[index]
+    packed = lod.allocate.TokenBank(lod.allocate.GridTopK(4), 8)(torch.rand(2, 3, 56, 70))
+    for given, size, hint in (
+        (pixels, (56, 70), r"Divide pixel positions by \(width, height\)"),
+        (below, (56, 70), "level"),
+        (none, (56, 70), r"sites are \(2, 0, 3\), that is none"),
+        (packed, (56, 70), r"tokens\.unpack\(\)"),
+        ([tokens], (56, 70), r"TokenSet\.stack\(sets\)"),
+        (None, (56, 70), "expected a TokenSet"),
+        (tokens, (56,), "size"),
+        (tokens, [(56, 70)], "1 sizes and 2 pictures"),
+        (tokens, [(56, 70), (56, 0)], "height|width"),
+    ):
+        with pytest.raises(InputError, match=hint):
+            adapter(given, size)
+    with torch.no_grad():
+        expected = adapter(tokens, (56, 70)).hidden
+        for size in ([(56, 70)] * 2, torch.tensor([[56, 70]] * 2), [56, 70]):
+            found = adapter(tokens, size)
+            assert torch.equal(found.hidden, expected) and found.size == (56, 70)
+    with pytest.raises(UnsupportedError, match="no states of single layers"):
+        Own(torch.nn.Linear(2, 2))(lod.allocate.GridTopK(4, 1)(torch.rand(2, 2, 3)), (2, 3), layer=-1)
+
+
+class Own(lod.vlm.Adapter):
+    """Of a user: nothing but `run`, which takes one size."""
+
+    patch, channels = 1, 2
+
+    def run(self, tokens: lod.TokenSet, size: tuple[int, int]) -> lod.vlm.Encoded:
+        assert tokens.patches is not None and isinstance(size[0], int)
+        hidden = self.model(tokens.patches.flatten(2)) * size[0]
+        return lod.vlm.Encoded(hidden, tokens, size, pooled=hidden.mean(1), deepstack=(hidden, -hidden))
+
+
+def test_an_adapter_of_one_size_runs_pictures_one_by_one() -> None:
+    adapter, allocator = Own(torch.nn.Linear(2, 2)), lod.allocate.GridTopK(3, 1)
+    images = [torch.rand(2, 2, 3), torch.rand(2, 3, 5)]
+    found = lod.vlm.encode(adapter, images, allocator)
+    alone = [lod.vlm.encode(adapter, image, allocator) for image in images]
+    assert found.sizes == ((2, 3), (3, 5)) and found.pooled is not None and found.merged is None
+    for index, one in enumerate(alone):
+        for ours, own in (
+            (found.hidden, one.hidden),
+            (found.pooled, one.pooled),
+            (found.deepstack[1], one.deepstack[1]),
+        ):
+            assert torch.allclose(ours[index], own, atol=1e-6)
+    assert torch.equal(found.tokens.sites[1], alone[1].tokens.sites)
+
+
+@pytest.mark.parametrize("make", [siglip, clip, dino, vit, lambda: vit(global_pool="map"), eva])
+def test_models_in_training_mode_are_taken_where_nothing_is_random(make: Callable[..., Any]) -> None:
+    model, image = make(), torch.rand(1, 3, NATIVE, NATIVE)
+    expected = lod.vlm.encode(model, image, lod.allocate.GridTopK(4)).hidden
+    model.train()
+    assert torch.equal(lod.vlm.encode(model, image, lod.allocate.GridTopK(4)).hidden, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: vit(proj_drop_rate=0.1), "p of .* is 0.1"),
+        (lambda: vit(drop_path_rate=0.2), "drop_prob of .* is 0.[12]"),
+        (lambda: vit(patch_drop_rate=0.3), "prob of patch_drop is 0.3"),
+        (lambda: vit(attn_drop_rate=0.1), "is 0.1"),
+        (lambda: dino(drop_path_rate=0.2), "drop_prob of .* is 0.2"),
+        (lambda: dino(attention_probs_dropout_prob=0.2), "attention_dropout of .* is 0.2"),
+        (
+            lambda: SiglipVisionModel(SiglipVisionConfig(**SMALL, patch_size=14, attention_dropout=0.1)),
+            "dropout of .* 0.1",
+        ),
+        (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "0 is a BatchNorm"),
+    ],
+)
+def test_random_models_in_training_mode_are_refused(make: Callable[..., Any], what: str) -> None:
+    model = make()
+    adapter = Own(model) if isinstance(model, torch.nn.Sequential) else lod.vlm.adapter_for(model)
+    model.train()
+    tokens = lod.allocate.GridTopK(4, adapter.patch)(torch.rand(1, adapter.channels, 56, 56))
+    with pytest.raises(InputError, match=rf"training mode, .*{what}\)\. Call model\.eval\(\)"):
+        adapter(tokens, (56, 56))
+
+
+def test_pictures_that_timm_pads() -> None:
+    model, allocator = vit(dynamic_img_pad=True), lod.allocate.GridTopK(4)
+    with torch.no_grad():
+        lod.vlm.encode(model, torch.rand(1, 3, 56, 70), allocator)
+        with pytest.raises(UnsupportedError, match=r"dynamic_img_pad\), and \(60, 70\) pixels .* Pad or crop"):
+            lod.vlm.encode(model, torch.rand(1, 3, 60, 70), allocator)
 
 
 def test_models_that_compute_something_else() -> None:
@@ -322,8 +531,11 @@ def test_models_that_compute_something_else() -> None:
     with pytest.raises(UnsupportedError, match="rope_type"):
         lod.vlm.adapter_for(eva(rope_type="mixed", attn_type="rope"))
     derived = type("Derived", (timm.models.VisionTransformer,), {})
-    with pytest.raises(InputError, match="no adapter for Derived"):
+    with pytest.raises(InputError, match="no adapter for Derived, which is derived from VisionTransformer"):
         lod.vlm.adapter_for(derived(img_size=28, patch_size=14, embed_dim=8, depth=1, num_heads=1))
+    sharded = type("FSDPViT", (timm.models.VisionTransformer,), {"unshard": None})
+    with pytest.raises(InputError, match=r"FSDPViT is sharded .*fully_shard\(block\)"):
+        lod.vlm.adapter_for(sharded(img_size=28, patch_size=14, embed_dim=8, depth=1, num_heads=1))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own imports

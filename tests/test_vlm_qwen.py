@@ -123,21 +123,39 @@ def test_hidden_states_are_in_the_order_of_the_tokens(make: Any) -> None:
     assert found.merged is not None and torch.allclose(merged, found.merged, atol=1e-5)
 
 
-def test_windows_are_left_out_but_for_the_full_grid() -> None:
-    """In a tower of windows alone: a unit sees its window; with one unit less, or one of them coarse, it sees all."""
-    tower, image = qwen25().model.visual, torch.randn(1, 3, 80, 80)
+def looked_at(sites: torch.Tensor, size: tuple[int, int] = (80, 80)) -> list[list[int]]:
+    """The tokens whose pixels each token depends on, in a tower of windows of 2 x 2 units alone."""
+    tower, image = qwen25().model.visual, torch.randn(len(sites), 3, *size)
     tower.fullatt_block_indexes = []
-    whole = Whole(25)(image)
-    coarse = whole.sites.clone()
-    coarse[0, 7, 2] = 1
-    seen = []
-    for sites in (whole.sites, whole.sites[:, :24], coarse):
+    found = []
+    for token in range(sites.shape[1]):
         patches = lod.gather_patches(image, sites, 16).requires_grad_()
         tokens = lod.TokenSet(sites, torch.ones(sites.shape[:2]), patches, 16)
-        lod.vlm.adapter_for(tower)(tokens, (80, 80)).features[0, 0].sum().backward()
+        lod.vlm.adapter_for(tower)(tokens, size).features[0, token].sum().backward()
         assert patches.grad is not None
-        seen.append((patches.grad[0].abs().amax((1, 2, 3)) > 0).nonzero()[:, 0].tolist())
-    assert seen == [[0, 1, 5, 6], list(range(24)), list(range(25))]  # windows are 2 x 2 units
+        found.append((patches.grad[0].abs().amax((1, 2, 3)) > 0).nonzero()[:, 0].tolist())
+    return found
+
+
+def test_a_token_attends_in_the_window_of_its_centre() -> None:
+    """As in the model on the full grid, where one is missing, and where one is coarse."""
+    whole = Whole(25)(torch.rand(1, 3, 80, 80)).sites
+    windows = [[n for n in range(25) if (n // 10, n % 5 // 2) == (m // 10, m % 5 // 2)] for m in range(25)]
+    assert looked_at(whole) == windows
+    assert looked_at(whole[:, :24]) == [[n for n in window if n < 24] for window in windows[:24]]
+    coarse = whole.clone()
+    coarse[0, 7] = torch.tensor([0.61, 0.2, 1.0])  # from the second window of the first row to the same
+    assert looked_at(coarse)[7] == windows[7]
+
+
+def test_windows_of_a_coarse_set_are_those_of_a_smaller_picture() -> None:
+    """A whole level in the windows that the picture of that size has, each picture of a batch by its own level."""
+    small = Whole(16)(torch.rand(1, 3, 64, 64)).sites
+    coarse = small.clone()
+    coarse[..., 2] = 1
+    windows = [[n for n in range(16) if (n // 8, n % 4 // 2) == (m // 8, m % 4 // 2)] for m in range(16)]
+    assert looked_at(coarse, (128, 128)) == windows
+    assert looked_at(torch.cat([coarse, small]), (128, 128)) == windows
 
 
 @each_model
@@ -216,6 +234,72 @@ def test_the_full_grid_gives_the_untouched_models_words(make: Any, padded: bool)
     assert float(expected.std()) > 0.1, "too flat to tell anything"
 
 
+@pytest.mark.parametrize("right", [False, True])
+@each_model
+def test_several_pictures_of_several_sizes_in_a_prompt(make: Any, right: bool) -> None:
+    """Two in one row, one in the next, none in the last: words, positions and labels of the untouched model."""
+    model = make()
+    images = [torch.randn(3, *size) for size in ((48, 112), (80, 80), (64, 32))]
+    sides = [pixel_values(image[None]) for image in images]
+    counts = [21, 25, 8]
+    texts = torch.randint(WORDS, (3, 9))
+    runs = [[IMAGE] * count for count in counts]
+    one, two, three = texts.tolist()
+    rows = [[*one[:3], *runs[0], *one[3:5], *runs[1], *one[5:]], [*two[:4], *runs[2], *two[4:]], three]
+    longest = max(map(len, rows))
+
+    def laid_out(rows: list[list[int]], pad: int) -> torch.Tensor:
+        more = [[pad] * (longest - len(row)) for row in rows]
+        return torch.tensor([[*row, *end] if right else [*end, *row] for row, end in zip(rows, more, strict=True)])
+
+    ids, mask = laid_out(rows, PAD), laid_out([[1] * len(row) for row in rows], 0)
+    kinds, grid = (ids == IMAGE).int(), torch.cat([grid for _, grid in sides])
+    with torch.no_grad():
+        expected = model(
+            input_ids=ids, attention_mask=mask, pixel_values=torch.cat([pixels for pixels, _ in sides]),
+            image_grid_thw=grid, mm_token_type_ids=kinds,
+        ).logits  # fmt: skip
+        places, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=grid, attention_mask=mask)
+        encoded = [lod.vlm.encode(model, image, Whole(n)) for image, n in zip(images, counts, strict=True)]
+        labels = torch.where(ids == IMAGE, IMAGE, ids)
+        inputs = lod.vlm.inputs_for(model, ids, encoded, mask, labels=labels)
+        assert torch.equal(inputs["input_ids"], ids) and torch.equal(inputs["attention_mask"], mask)
+        there = mask.bool()
+        assert torch.equal(inputs["position_ids"][:, there], places[:, there])
+        assert torch.allclose(model(**inputs).logits[there], expected[there], atol=1e-4)
+        assert torch.equal(inputs["labels"], torch.where(ids == IMAGE, -100, ids))
+        # From a placeholder each, rows of other lengths grow to the same ones.
+        short = [[*one[:3], IMAGE, *one[3:5], IMAGE, *one[5:]], [*two[:4], IMAGE, *two[4:]], three]
+        longest = 11
+        given, kept = laid_out(short, PAD), laid_out([[1] * len(row) for row in short], 0)
+        again = lod.vlm.inputs_for(model, given, encoded, kept, labels=torch.where(kept > 0, given, -100))
+        own = again["attention_mask"].bool()
+        assert own.sum(1).tolist() == there.sum(1).tolist() and bool(own[:, 0].all()) is right
+        assert torch.equal(again["input_ids"][own], ids[there])
+        assert torch.allclose(model(**again).logits[own], expected[there], atol=1e-4)
+        assert (again["labels"][~own] == -100).all()
+        assert torch.equal(again["labels"][own], torch.where(ids == IMAGE, -100, ids)[there])
+
+
+@each_model
+def test_pictures_of_several_sizes_are_one_batch(make: Any) -> None:
+    model, images = make(), [torch.rand(3, *size) for size in ((96, 128), (80, 80), (64, 176))]
+    allocator = lod.allocate.FoveatedPyramid(10, patch=16)
+    with torch.no_grad():
+        found = lod.vlm.encode(model, images, allocator)
+        alone = [lod.vlm.encode(model, image, allocator) for image in images]
+        assert found.sizes == ((96, 128), (80, 80), (64, 176))
+        for index, one in enumerate(alone):
+            assert torch.allclose(found.features[index], one.features, atol=1e-5)
+            assert all(
+                torch.allclose(a[index], b, atol=1e-5) for a, b in zip(found.deepstack, one.deepstack, strict=True)
+            )
+        ids = prompt(1, 3)
+        both, apart = (lod.vlm.inputs_for(model, ids, encoded) for encoded in (found, alone))
+        assert torch.equal(both["position_ids"], apart["position_ids"])
+        assert torch.allclose(model(**both).logits, model(**apart).logits, atol=1e-4)
+
+
 @each_model
 def test_529_tokens_generate(make: Any) -> None:
     """As many words with the cache as without it, sampled by beams too, at whole and at fractional positions."""
@@ -284,21 +368,23 @@ def test_what_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
         deep = lod.vlm.encode(other, image, Whole(16))
     ids = prompt(16, 2)
     twice = torch.cat([ids, ids], dim=1)
-    ragged = ids.clone()
-    ragged[0, 4] = 5
     for arguments, hint in (
         ((model.model.visual, ids, encoded), "does not generate"),
         ((model, ids, deep), "not of the tower"),
         ((other, ids, encoded), "not of the tower"),
-        ((model, ids[:1], encoded), "1 rows of input_ids and 2 pictures"),
-        ((model, twice, encoded), "not in one run"),
-        ((model, torch.randint(WORDS, (2, 9)), encoded), "0 image tokens"),
-        ((model, ragged, encoded), "different lengths"),
+        ((model, ids[:1], encoded), "have 1 runs of image tokens .* there are 2 pictures"),
+        ((model, twice, encoded), "have 4 runs of image tokens .* there are 2 pictures"),
+        ((model, torch.randint(WORDS, (2, 9)), encoded), "have 0 runs of image tokens"),
+        ((model, ids, [encoded, encoded]), "have 2 runs .* there are 4 pictures"),
+        ((model, ids, [encoded.tokens]), "encoded is .*TokenSet.*; expected what gpu_lod.vlm.encode"),
         ((model, ids.float(), encoded), "integers"),
         ((model, ids, encoded, torch.ones(2, 3)), "attention_mask"),
+        ((model, ids, encoded, None, True, torch.ones(2, 3)), r"labels is \(2, 3\)"),
     ):
         with pytest.raises(InputError, match=hint):
             lod.vlm.inputs_for(*arguments)
+    with pytest.raises(InputError, match="position_ids is given, which is made of the encoded tokens"):
+        lod.vlm.generate(model, ids, encoded, position_ids=ids)
     model.config.text_config.max_position_embeddings = 20
     with pytest.raises(LimitError, match="positions for 20"):
         lod.vlm.inputs_for(model, ids, encoded)

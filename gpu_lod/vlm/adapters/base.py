@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree
 
 from gpu_lod import checks
-from gpu_lod.errors import InputError
-from gpu_lod.token_set import TokenSet
+from gpu_lod.allocate.token_bank import PackedTokens
+from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.token_set import TokenSet, device_of, register_tree
 from gpu_lod.vlm.merging import Merged
 
 _registry: dict[str, type[Adapter]] = {}
 A = TypeVar("A", bound="type[Adapter]")
+Size = tuple[int, int]
+"""(H, W) in pixels."""
+Layer = int | Sequence[int] | None
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What an encoder made of tokens, in their order.
+    """What an encoder made of tokens, in their order. It is a pytree.
 
     Shape: hidden [B, prefix + K, D], or [B, 4 K, D] where a token is 2 x 2 merged patches; pooled [B, D]; merged
         [B, K, E]; deepstack: [B, K, E] each. Without B for unbatched tokens.
     """
 
     hidden: torch.Tensor
-    """The encoder's own last hidden state, its class and register tokens first."""
+    """The encoder's own last hidden state, or that of the layer asked for, its class and register tokens first."""
     tokens: TokenSet
-    size: tuple[int, int]
-    """(H, W) of the picture in pixels."""
+    size: Size | tuple[Size, ...]
+    """(H, W) of the pictures in pixels, or of each."""
     prefix: int = 0
     """Class and register tokens."""
     pooled: torch.Tensor | None = None
@@ -43,9 +48,31 @@ class Encoded:
     """What the first layers of the language model add, of encoders that have such."""
 
     @property
+    def sizes(self) -> tuple[Size, ...]:
+        """(H, W) of each picture."""
+        if isinstance(self.size[0], tuple):
+            return self.size
+        return (self.size,) * (len(self.tokens.sites) if self.tokens.sites.ndim == 3 else 1)
+
+    @property
     def features(self) -> torch.Tensor:
         """[B, K, D] of the tokens alone: merged, where there is such."""
         return self.hidden[..., self.prefix :, :] if self.merged is None else self.merged
+
+    def detach(self) -> Encoded:
+        """The same tensors without their gradients."""
+        found: Encoded = _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self)
+        return found
+
+    def to(self, device: torch.device | str | int) -> Encoded:
+        """The same on a device.
+
+        Raises:
+            InputError: no device, as a dtype, in which sites would be others.
+        """
+        where = device_of(device)
+        found: Encoded = _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), self)
+        return found
 
     def reduced(self, by: Merged) -> Encoded:
         """Fewer tokens after the encoder: what `bipartite_merge`, `vision_zip` or `sparse_vlm` made of the features.
@@ -80,8 +107,11 @@ class Encoded:
         )
 
 
+register_tree(Encoded, ("hidden", "tokens", "pooled", "merged", "deepstack"), "size", "prefix")
+
+
 class Adapter(ABC):
-    """Runs a frozen encoder on a token set. One family of models is one adapter.
+    """Runs an encoder on a token set. One family of models is one adapter.
 
     One of your own sets `patch` and `channels` in its `__init__`, defines `run`, and is registered for the name of the
     model's class:
@@ -96,29 +126,85 @@ class Adapter(ABC):
                 where = lod.vlm.grid_positions(tokens.sites, size, self.patch)[..., 1:]  # [B, K, 2]
                 hidden = self.model.blocks(self.model.embed(tokens.patches) + self.model.positions(where))
                 return lod.vlm.Encoded(hidden, tokens, size)
+
+    One whose class is derived from a known one and computes the same is a line:
+
+        lod.vlm.register_adapter("MyCLIP")(type(lod.vlm.adapter_for(clip)))
     """
 
     patch: int
     """Side of the patches that it reads, in samples."""
     channels: int
+    layered: ClassVar[bool] = False
+    """Whether `run` takes a layer."""
+    at_once: ClassVar[bool] = False
+    """Whether `run` takes a size a picture, a tuple of them. If not, pictures of several sizes go one by one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.model).__name__}, patch={self.patch}, channels={self.channels})"
+
     @abstractmethod
-    def run(self, tokens: TokenSet, size: tuple[int, int]) -> Encoded:
+    def run(self, tokens: TokenSet, size: Any) -> Encoded:
         """Encode tokens with patches [B, K, C, P, P] of pictures of (H, W) pixels; all is checked already."""
 
-    def __call__(self, tokens: TokenSet, size: tuple[int, int]) -> Encoded:
+    def __call__(self, tokens: TokenSet, size: Any, layer: Layer = None) -> Encoded:
         """Encode a token set.
 
         Shape: patches [B, K, C, P, P], or without B; normalised as the model expects.
 
+        Args:
+            size: (H, W) of the pictures in pixels; or [B, 2], one of each: sets of pictures of several sizes go in
+                together, for they have K tokens each.
+            layer: the block whose output is taken, from 0, or from the last one backward: -2 is LLaVA's, and no norm
+                follows. Several give their states side by side, as [B, K, n D]. None is all of the model, norm and
+                pooling included.
+
         Raises:
-            InputError: patches that do not fit the model or are not there, or a model in training mode.
+            InputError: patches that do not fit the model or are not there; sites that are no fractions of the picture;
+                other than one size a picture; a layer that is not there; a model in training mode that does something
+                at random in it.
+            UnsupportedError: a layer of a family whose models merge, or that has none.
         """
-        size = checks.size(size)
-        patches = tokens.patches if isinstance(tokens, TokenSet) else None
+        patches = self._patches(tokens)
+        if what := _random(self.model):
+            raise InputError(
+                f"{type(self.model).__name__} is in training mode, in which its results are random ({what}). Call "
+                "model.eval(), or set that to 0."
+            )
+        size = _size(size, tokens)
+        how: dict[str, Any] = {}
+        if layer is not None:
+            if not self.layered:
+                raise UnsupportedError(
+                    f"{type(self).__name__} gives no states of single layers. Leave layer out, and take .hidden."
+                )
+            how["layer"] = layer
+        if tokens.sites.ndim == 3:
+            if isinstance(size[0], tuple) and not self.at_once:
+                return _joined([self.run(_some(tokens, index), one, **how) for index, one in enumerate(size)], tokens)
+            return self.run(tokens, size, **how)
+        one = TokenSet(tokens.sites[None], tokens.scores[None], patches[None], tokens.patch)
+        found = self.run(one, size, **how)
+        return replace(
+            found,
+            hidden=found.hidden[0],
+            tokens=tokens,
+            pooled=None if found.pooled is None else found.pooled[0],
+            merged=None if found.merged is None else found.merged[0],
+            deepstack=tuple(features[0] for features in found.deepstack),
+        )
+
+    def _patches(self, tokens: Any) -> torch.Tensor:
+        """Those of tokens that are what the model takes."""
+        if isinstance(tokens, PackedTokens):
+            raise InputError("these are PackedTokens, of several lengths. Encode each of tokens.unpack() by itself.")
+        if not isinstance(tokens, TokenSet):
+            hint = " Join a list with TokenSet.stack(sets)." if isinstance(tokens, (list, tuple)) else ""
+            raise InputError(f"tokens are {checks.shown(tokens)}; expected a TokenSet.{hint}")
+        patches, sites = tokens.patches, tokens.sites
         if patches is None:
             raise InputError("there are no patches to encode; pass a TokenSet that an allocator read from an image.")
         expected = (self.channels, self.patch, self.patch)
@@ -128,25 +214,149 @@ class Adapter(ABC):
                 f"ones [B, K, {', '.join(map(str, expected))}]. Give the allocator patch={self.patch}, and "
                 "mean and std where the image is uint8."
             )
+        if not sites.numel():
+            raise InputError(
+                f"sites are {tuple(sites.shape)}, that is none; expected at least one. Leave the call out."
+            )
+        checks.highest_level(sites.detach())  # raises where they are not in the picture
         weight = next(self.model.parameters())
         if weight.device != patches.device:
             raise InputError(f"the patches are on {patches.device}, the model on {weight.device}; move one with .to().")
-        if self.model.training:
-            raise InputError(
-                f"{type(self.model).__name__} is in training mode, in which its results are random. Call model.eval()."
-            )
-        if tokens.sites.ndim == 3:
-            return self.run(tokens, size)
-        one = TokenSet(tokens.sites[None], tokens.scores[None], patches[None], tokens.patch)
-        found = self.run(one, size)
-        return replace(
-            found,
-            hidden=found.hidden[0],
-            tokens=tokens,
-            pooled=None if found.pooled is None else found.pooled[0],
-            merged=None if found.merged is None else found.merged[0],
-            deepstack=tuple(features[0] for features in found.deepstack),
+        return patches
+
+
+class Staged(Adapter):
+    """An encoder of one kind of block, of which any may be the last: what goes in depends on the picture's size, and
+    the blocks do not look at it."""
+
+    layered = True
+    at_once = True
+
+    @abstractmethod
+    def start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor | None, ...]:
+        """What the first block reads, [B, T, D], and what each block reads beside it, [B, ...]."""
+
+    @abstractmethod
+    def blocks(self) -> Sequence[Any]:
+        """The blocks, in their order."""
+
+    @abstractmethod
+    def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last hidden state of the model, and what it pools, of the last block's output."""
+
+    def step(self, block: Any, hidden: torch.Tensor, *beside: torch.Tensor | None) -> torch.Tensor:
+        """One block."""
+        found: torch.Tensor = block(hidden, None)
+        return found
+
+    def prefix(self) -> int:
+        """Class and register tokens."""
+        return 0
+
+    def run(self, tokens: TokenSet, size: Size | tuple[Size, ...], layer: Layer = None) -> Encoded:
+        blocks = self.blocks()
+        wanted = None if layer is None else _layers(layer, len(blocks), type(self.model).__name__)
+        hidden, *beside = batched(self.start, tokens, size)
+        assert hidden is not None
+        kept: dict[int, torch.Tensor] = {}
+        for index, block in enumerate(blocks if wanted is None else blocks[: max(wanted) + 1]):
+            hidden = self.step(block, hidden, *beside)
+            if wanted is not None and index in wanted:
+                kept[index] = hidden
+        if wanted is None:
+            hidden, pooled = self.finish(hidden)
+            return Encoded(hidden, tokens, size, self.prefix(), pooled)
+        return Encoded(torch.cat([kept[index] for index in wanted], -1), tokens, size, self.prefix())
+
+
+class TwoTowers(Staged):
+    """A vision tower of transformers, or the model of two towers that holds it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.tower = getattr(self.model, "vision_model", self.model)
+        self.patch = self.tower.config.patch_size
+        self.channels = self.tower.config.num_channels
+
+
+def batched(
+    start: Callable[[TokenSet, Size], tuple[torch.Tensor | None, ...]], tokens: TokenSet, size: Size | tuple[Size, ...]
+) -> list[torch.Tensor | None]:
+    """Of every picture what depends on its size, in one batch."""
+    if not isinstance(size[0], tuple):
+        return list(start(tokens, size))
+    each = [start(_some(tokens, index), one) for index, one in enumerate(size)]
+    return [None if values[0] is None else torch.cat(values) for values in zip(*each, strict=True)]
+
+
+def _size(size: Any, tokens: TokenSet) -> Size | tuple[Size, ...]:
+    """(H, W) of all pictures, or of each where they differ."""
+    if isinstance(size, torch.Tensor):
+        size = size.tolist()
+    if not isinstance(size, (tuple, list)) or not any(isinstance(one, (tuple, list)) for one in size):
+        return checks.size(size)
+    count = len(tokens.sites) if tokens.sites.ndim == 3 else 1
+    sizes = tuple(checks.size(one) for one in size)
+    if len(sizes) != count:
+        raise InputError(
+            f"there are {len(sizes)} sizes and {count} pictures; expected one (H, W) for all, or one each."
         )
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _some(tokens: TokenSet, index: int) -> TokenSet:
+    """A picture of a batch, in a batch of one."""
+    assert tokens.patches is not None
+    own = slice(index, index + 1)
+    return TokenSet(tokens.sites[own], tokens.scores[own], tokens.patches[own], tokens.patch)
+
+
+def _joined(found: list[Encoded], tokens: TokenSet) -> Encoded:
+    """Pictures that were encoded one by one, in a batch."""
+
+    def joined(values: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [value for value in values if value is not None]
+        return torch.cat(there) if there else None
+
+    first = found[0]
+    return replace(
+        first,
+        hidden=torch.cat([one.hidden for one in found]),
+        tokens=tokens,
+        size=tuple(size for one in found for size in one.sizes),
+        pooled=joined(one.pooled for one in found),
+        merged=joined(one.merged for one in found),
+        deepstack=tuple(torch.cat(values) for values in zip(*(one.deepstack for one in found), strict=True)),
+    )
+
+
+def _layers(layer: Any, count: int, what: str) -> list[int]:
+    """Blocks by index, from the front."""
+    each = list(layer) if isinstance(layer, (tuple, list)) else [layer]
+    whole = all(isinstance(one, int) and not isinstance(one, bool) and -count <= one < count for one in each)
+    if not each or not whole:
+        raise InputError(f"layer is {layer!r}; {what} has {count}, from 0 or from -1 backward.")
+    return [one % count for one in each]
+
+
+_CHANCES = ("p", "drop_prob", "dropout", "attention_dropout", "prob")
+"""Names under which modules of torch, transformers and timm keep the share that they drop in training."""
+
+
+def _random(model: nn.Module) -> str | None:
+    """What a model that is in training mode does at random, or to batches as wholes."""
+    if not model.training:
+        return None
+    for name, part in model.named_modules():
+        if not part.training:
+            continue
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            return f"{name} is a BatchNorm"
+        for kind in _CHANCES:
+            chance = getattr(part, kind, None)
+            if isinstance(chance, (int, float)) and chance > 0:
+                return f"{kind} of {name or type(model).__name__} is {chance:g}"
+    return None
 
 
 def embed(patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -196,13 +406,26 @@ def adapter_for(model: Any) -> Adapter:
     name = kind.__name__
     found = _registry.get(f"{kind.__module__.partition('.')[0]}.{name}") or _registry.get(name)
     if found is None or not isinstance(model, nn.Module):
+        if name.startswith("FSDP") and hasattr(model, "unshard"):
+            raise InputError(
+                f"{name} is sharded by fully_shard, which acts where the model's own forward is called, and an adapter "
+                "runs its parts. Shard its blocks alone, each by fully_shard(block), and not the model."
+            )
         for inside in ("_orig_mod", "module"):  # of torch.compile, and of what runs a model on several devices
             if isinstance(model, nn.Module) and isinstance(getattr(model, inside, None), nn.Module):
                 raise InputError(
                     f"{name} wraps a model, and an adapter runs its parts; pass the one inside, model.{inside}."
                 )
+        for base in kind.__mro__[1:] if isinstance(model, nn.Module) else ():
+            if f"{base.__module__.partition('.')[0]}.{base.__name__}" in _registry or base.__name__ in _registry:
+                raise InputError(
+                    f"there is no adapter for {name}, which is derived from {base.__name__} and may compute something "
+                    f"else. If it does not, take that one's: gpu_lod.vlm.register_adapter({name!r})(type(adapter)), "
+                    f"with the adapter of a {base.__name__}."
+                )
         raise InputError(
-            f"there is no adapter for {name} ({kind.__module__}); known are {', '.join(adapters())}. Write one: derive "
-            f"a class from gpu_lod.vlm.Adapter and decorate it with @gpu_lod.vlm.register_adapter({name!r})."
+            f"there is no adapter for {name} ({kind.__module__}); known are {', '.join(adapters())}. Pass the encoder "
+            "that is in it, if it is one of those, or write one: derive a class from gpu_lod.vlm.Adapter and decorate "
+            f"it with @gpu_lod.vlm.register_adapter({name!r})."
         )
     return found(model)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
 
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import Size, TwoTowers, embed, register_adapter, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import grid_positions
 
@@ -16,20 +16,14 @@ from gpu_lod.vlm.positions import grid_positions
 @register_adapter(
     "transformers.CLIPVisionModel", "transformers.CLIPVisionModelWithProjection", "transformers.CLIPModel"
 )
-class Clip(Adapter):
+class Clip(TwoTowers):
     """CLIP: a class token, which has a position of its own, and a learned table, read bicubically as the model's
     `interpolate_pos_encoding=True` does. `pooled` is the class token after the last norm, before any projection.
 
     Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021).
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.tower = getattr(self.model, "vision_model", self.model)
-        self.patch = self.tower.config.patch_size
-        self.channels = self.tower.config.num_channels
-
-    def run(self, tokens: TokenSet, size: tuple[int, int]) -> Encoded:
+    def start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor]:
         assert tokens.patches is not None
         embeddings = self.tower.embeddings
         at = grid_positions(tokens.sites, size, self.patch)[..., 1:]
@@ -38,6 +32,13 @@ class Clip(Adapter):
         hidden = embed(tokens.patches, embeddings.patch_embedding.weight, None)
         hidden = hidden + sample_position_table(table[1:], at, (side, side), whole_cells(size, self.patch))
         first = (embeddings.class_embedding + table[0]).expand(len(hidden), 1, -1)
-        hidden = self.tower.pre_layrnorm(torch.cat([first.to(hidden.dtype), hidden], dim=1))
-        hidden = self.tower.encoder(inputs_embeds=hidden).last_hidden_state
-        return Encoded(hidden, tokens, size, prefix=1, pooled=self.tower.post_layernorm(hidden[:, 0]))
+        return (self.tower.pre_layrnorm(torch.cat([first.to(hidden.dtype), hidden], dim=1)),)
+
+    def blocks(self) -> Any:
+        return self.tower.encoder.layers
+
+    def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, self.tower.post_layernorm(hidden[:, 0])
+
+    def prefix(self) -> int:
+        return 1

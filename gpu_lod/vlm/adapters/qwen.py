@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import Adapter, Encoded, Size, batched, embed, register_adapter, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import grid_positions, rotary_embedding
 
@@ -18,6 +18,8 @@ class _Tower(Adapter):
     """What both share: a token is a merge unit, 2 x 2 neighbouring patches of one level, so `patch` is twice the
     tower's own. Sites choose units; each is split into its four patches, whose positions lie half a unit's side apart,
     2^level cells at a level. A still picture is its own next frame, as for the model."""
+
+    at_once = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -28,37 +30,44 @@ class _Tower(Adapter):
         self.patch = self.merge * self.side
         self.channels = self.tower.config.in_channels
 
-    def run(self, tokens: TokenSet, size: tuple[int, int]) -> Encoded:
-        assert tokens.patches is not None
+    def run(self, tokens: TokenSet, size: Size | tuple[Size, ...]) -> Encoded:
         batch, budget = tokens.sites.shape[:2]
-        at = self._positions(tokens.sites, size)  # [B, 4 K, 2]
-        patches = tokens.patches.unfold(-2, self.side, self.side).unfold(-2, self.side, self.side)
-        patches = patches.movedim(2, 4).flatten(1, 3)  # [B, 4 K, C, P, P], a unit's row by row
-        layer = self.tower.patch_embed.proj
-        hidden = self._placed(embed(patches, layer.weight.sum(2), layer.bias), at, size)
-        order, windows = self._windows(tokens.sites, size)
-        images = torch.arange(batch, device=at.device)[:, None]
+        hidden, at, window = batched(self._start, tokens, size)
+        assert hidden is not None and at is not None
         parts = self.merge**2
+        pictures = torch.arange(batch, device=at.device)[:, None]
+        order = (torch.zeros_like(tokens.scores) if window is None else window).argsort(dim=1, stable=True)
 
-        def arranged(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-            return values.unflatten(1, (budget, parts))[images, by].flatten(0, 2)
+        def arranged(values: torch.Tensor) -> torch.Tensor:
+            return values.unflatten(1, (budget, parts))[pictures, order].flatten(0, 2)
 
-        cos, sin = rotary_embedding(arranged(at, order), self.tower.rotary_pos_emb.inv_freq)
+        cos, sin = rotary_embedding(arranged(at), self.tower.rotary_pos_emb.inv_freq)
         whole = torch.arange(batch + 1, dtype=torch.int32, device=at.device) * (budget * parts)
-        hidden, deepstack = arranged(hidden, order), []
+        lengths = whole if window is None else _ends(window.gather(1, order), parts)
+        hidden, deepstack = arranged(hidden), []
         for index, block in enumerate(self.tower.blocks):
-            lengths = whole if windows is None or index in self.tower.fullatt_block_indexes else windows
-            hidden = block(hidden, cu_seqlens=lengths, position_embeddings=(cos, sin))
+            full = window is None or index in self.tower.fullatt_block_indexes
+            hidden = block(hidden, cu_seqlens=whole if full else lengths, position_embeddings=(cos, sin))
             if index in self.deep_layers():
                 merger = self.tower.deepstack_merger_list[self.deep_layers().index(index)]
                 deepstack.append(merger(hidden).unflatten(0, (batch, budget)))
         back = order.argsort(1)
-        merged = self.tower.merger(hidden).unflatten(0, (batch, budget))[images, back]
-        hidden = hidden.unflatten(0, (batch, budget, parts))[images, back].flatten(1, 2)
-        deepstack = [features[images, back] for features in deepstack]
+        merged = self.tower.merger(hidden).unflatten(0, (batch, budget))[pictures, back]
+        hidden = hidden.unflatten(0, (batch, budget, parts))[pictures, back].flatten(1, 2)
+        deepstack = [features[pictures, back] for features in deepstack]
         return Encoded(hidden, tokens, size, merged=merged, deepstack=tuple(deepstack))
 
-    def _positions(self, sites: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    def _start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor | None, ...]:
+        """What depends on the size of the picture: [B, 4 K, D] patches, [B, 4 K, 2] their positions, [B, K] windows."""
+        assert tokens.patches is not None
+        at = self._positions(tokens.sites, size)
+        patches = tokens.patches.unfold(-2, self.side, self.side).unfold(-2, self.side, self.side)
+        patches = patches.movedim(2, 4).flatten(1, 3)  # [B, 4 K, C, P, P], a unit's row by row
+        layer = self.tower.patch_embed.proj
+        hidden = self._placed(embed(patches, layer.weight.sum(2), layer.bias), at, size)
+        return hidden, at, self._windows(tokens.sites, size)
+
+    def _positions(self, sites: torch.Tensor, size: Size) -> torch.Tensor:
         """[B, 4 K, 2]: (y, x) of each patch of each unit, in the tower's own patches."""
         level, y, x = grid_positions(sites, size, self.side).unbind(-1)
         step = (torch.arange(self.merge, dtype=level.dtype, device=sites.device) - (self.merge - 1) / 2) * torch.exp2(
@@ -67,7 +76,7 @@ class _Tower(Adapter):
         rows, columns = (y[..., None] + step)[..., :, None], (x[..., None] + step)[..., None, :]
         return torch.stack(torch.broadcast_tensors(rows, columns), dim=-1).flatten(1, 3)
 
-    def _placed(self, hidden: torch.Tensor, at: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    def _placed(self, hidden: torch.Tensor, at: torch.Tensor, size: Size) -> torch.Tensor:
         """Patches with learned positions, if there are such."""
         return hidden
 
@@ -75,9 +84,17 @@ class _Tower(Adapter):
         """Blocks whose features go to the language model, too."""
         return []
 
-    def _windows(self, sites: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, K] the order of the tokens, and where windows of patches begin and end, if there are such."""
-        return torch.arange(sites.shape[1], device=sites.device).expand(sites.shape[:2]), None
+    def _windows(self, sites: torch.Tensor, size: Size) -> torch.Tensor | None:
+        """[B, K] the window that each token attends in, by number, if there are windows."""
+        return None
+
+
+def _ends(window: torch.Tensor, parts: int) -> torch.Tensor:
+    """Where windows begin and end, of tokens [B, K] that are in order of their windows, each of so many patches."""
+    new = torch.ones_like(window, dtype=torch.bool)
+    new[:, 1:] = window[:, 1:] != window[:, :-1]
+    begins = new.flatten().nonzero()[:, 0]
+    return (torch.cat([begins, begins.new_tensor([window.numel()])]) * parts).int()
 
 
 @register_adapter(
@@ -89,30 +106,20 @@ class Qwen25(_Tower):
     """Qwen2.5-VL's tower: units of 28 x 28 pixels, rotary positions, attention in windows of 112 pixels in most of its
     blocks.
 
-    A free set of sites has no windows: a coarse token would lie in several, and a window could hold one token. So every
-    block attends to all tokens of the picture. Only where the set is the full level-0 grid, in whatever order, the
-    windows are the model's own, and the result is that of the untouched model.
+    A token attends in the window that its centre lies in, as in the model, and with the full level-0 grid as the set
+    the result is that of the untouched model: what a token less or more changes is little. Where no token is of level
+    0, windows are as much larger as the finest ones, so that a level of its own is looked at as a picture of that size.
 
     Source: Bai et al., "Qwen2.5-VL Technical Report" (2025).
     """
 
-    def _windows(self, sites: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows, columns = whole_cells(size, self.patch)
-        plain = super()._windows(sites, size)
-        if sites.shape[1] != rows * columns or size != (rows * self.patch, columns * self.patch):
-            return plain
-        level, y, x = grid_positions(sites, size, self.patch).unbind(-1)
-        cells = y * columns + x
-        every = torch.arange(rows * columns, dtype=cells.dtype, device=cells.device)
-        if not bool(((level == 0) & (y == y.round()) & (cells.sort(1).values == every)).all()):
-            return plain
-        side = max(1, self.tower.config.window_size // self.patch)
-        across = -(-columns // side)
-        window = (y.long() // side) * across + x.long() // side
-        counts = torch.zeros(len(sites), across * -(-rows // side), dtype=torch.long, device=sites.device)
-        counts.scatter_add_(1, window, torch.ones_like(window))
-        ends = (counts.flatten() * self.merge**2).cumsum(0)
-        return window.argsort(dim=1, stable=True), torch.cat([ends.new_zeros(1), ends]).int()
+    def _windows(self, sites: torch.Tensor, size: Size) -> torch.Tensor:
+        level, y, x = grid_positions(sites.detach(), size, self.patch).unbind(-1)
+        finest = torch.exp2(level.amin(1, keepdim=True).round())
+        side = max(1, self.tower.config.window_size // self.patch) * finest
+        across = whole_cells(size, self.patch)[1] + 1
+        row, column = (((at + 0.5) / side).floor().clamp(min=0).long() for at in (y, x))
+        return row * across + column
 
 
 @register_adapter(
@@ -126,7 +133,7 @@ class Qwen3(_Tower):
     Source: Bai et al., "Qwen3-VL Technical Report" (2025).
     """
 
-    def _placed(self, hidden: torch.Tensor, at: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    def _placed(self, hidden: torch.Tensor, at: torch.Tensor, size: Size) -> torch.Tensor:
         table = self.tower.pos_embed.weight
         side = math.isqrt(table.shape[0])
         cells = whole_cells(size, self.side)

@@ -6,34 +6,32 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import Size, TwoTowers, embed, register_adapter, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import grid_positions
 
 
 @register_adapter("transformers.SiglipVisionModel", "transformers.SiglipModel")
-class Siglip(Adapter):
+class Siglip(TwoTowers):
     """SigLIP, and SigLIP 2 of fixed resolution, which is the same class: a learned table of positions, read bicubically
     as the model's `interpolate_pos_encoding=True` does; attention pooling over the tokens.
 
     Source: Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023).
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.tower = getattr(self.model, "vision_model", self.model)
-        self.patch = self.tower.config.patch_size
-        self.channels = self.tower.config.num_channels
-
-    def run(self, tokens: TokenSet, size: tuple[int, int]) -> Encoded:
+    def start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor]:
         assert tokens.patches is not None
         at = grid_positions(tokens.sites, size, self.patch)[..., 1:]
-        hidden = self.embedded(tokens.patches, at, whole_cells(size, self.patch))
-        hidden = self.tower.post_layernorm(self.tower.encoder(inputs_embeds=hidden).last_hidden_state)
-        return Encoded(hidden, tokens, size, pooled=self.tower.head(hidden) if self.tower.use_head else None)
+        return (self.embedded(tokens.patches, at, whole_cells(size, self.patch)),)
+
+    def blocks(self) -> Any:
+        return self.tower.encoder.layers
+
+    def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = self.tower.post_layernorm(hidden)
+        return hidden, self.tower.head(hidden) if self.tower.use_head else None
 
     def embedded(self, patches: torch.Tensor, at: torch.Tensor, cells: tuple[int, int]) -> torch.Tensor:
         """[B, K, D] of patches [B, K, C, P, P] at positions [B, K, 2]."""

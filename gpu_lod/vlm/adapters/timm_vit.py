@@ -10,13 +10,13 @@ from torch import nn
 
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import Size, Staged, embed, register_adapter, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import axial_frequencies, grid_positions, rotary_embedding
 
 
 @register_adapter("timm.VisionTransformer")
-class TimmViT(Adapter):
+class TimmViT(Staged):
     """timm's VisionTransformer, with class and register tokens or without, read bicubically and with antialias from its
     table of positions as with `dynamic_img_size=True`; whatever pooling it has, before its classifier.
 
@@ -37,12 +37,34 @@ class TimmViT(Adapter):
             )
         self.patch, self.channels = sides.pop(), stem.proj.in_channels
 
-    def run(self, tokens: TokenSet, size: tuple[int, int]) -> Encoded:
+    def start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor | None, ...]:
+        stem = self.model.patch_embed
+        if getattr(stem, "dynamic_img_pad", False) and any(side % self.patch for side in size):
+            raise UnsupportedError(
+                f"this {type(self.model).__name__} pads pictures to whole patches (dynamic_img_pad), and {size} pixels "
+                f"are no multiple of {self.patch}. Pad or crop the picture first."
+            )
         at = grid_positions(tokens.sites, size, self.patch)[..., 1:]
-        hidden = self._blocks(self.model.norm_pre(self._embedded(tokens, at, size)), at, size)
+        return self.model.norm_pre(self._embedded(tokens, at, size)), self.rotary(at, size)
+
+    def blocks(self) -> Any:
+        return self.model.blocks
+
+    def step(self, block: Any, hidden: torch.Tensor, *beside: torch.Tensor | None) -> torch.Tensor:
+        found: torch.Tensor = block(hidden)
+        return found
+
+    def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden = self.model.norm(hidden)
         pooled = self.model.forward_head(hidden, pre_logits=True)
-        return Encoded(hidden, tokens, size, self.model.num_prefix_tokens, pooled if pooled.ndim == 2 else None)
+        return hidden, pooled if pooled.ndim == 2 else None
+
+    def prefix(self) -> int:
+        return int(self.model.num_prefix_tokens)
+
+    def rotary(self, at: torch.Tensor, size: Size) -> torch.Tensor | None:
+        """What blocks take beside hidden states, if they turn them by positions."""
+        return None
 
     def _embedded(self, tokens: TokenSet, at: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """[B, prefix + K, D], positions added."""
@@ -61,9 +83,6 @@ class TimmViT(Adapter):
             return hidden
         prefix = torch.cat(first, dim=1)
         return torch.cat([prefix + model.pos_embed[:, :skip] if skip else prefix, hidden], dim=1)
-
-    def _blocks(self, hidden: torch.Tensor, at: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-        return self.model.blocks(hidden)
 
 
 @register_adapter("timm.Eva")
@@ -88,11 +107,12 @@ class TimmEva(TimmViT):
                 "RotaryEmbeddingDinoV3. Use a model with rope_type='cat' or 'dinov3'."
             )
 
-    def _blocks(self, hidden: torch.Tensor, at: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-        rope = None if self.model.rope is None else self._rotary(self.model.rope, at, whole_cells(size, self.patch))
-        for block in self.model.blocks:
-            hidden = block(hidden, rope=rope)
-        return hidden
+    def step(self, block: Any, hidden: torch.Tensor, *beside: torch.Tensor | None) -> torch.Tensor:
+        found: torch.Tensor = block(hidden, rope=beside[0])
+        return found
+
+    def rotary(self, at: torch.Tensor, size: Size) -> torch.Tensor | None:
+        return None if self.model.rope is None else self._rotary(self.model.rope, at, whole_cells(size, self.patch))
 
     @staticmethod
     def _rotary(rope: Any, at: torch.Tensor, cells: tuple[int, int]) -> torch.Tensor:
