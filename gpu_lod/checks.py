@@ -123,7 +123,10 @@ def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> t
     if image.numel() == 0:
         raise InputError(f"{name} has shape {shape}; every side must be at least 1.")
     if image.dtype not in DTYPES:
-        raise InputError(f"{name} is {image.dtype}; expected {_DTYPE_NAMES}. Convert it with .to(torch.float32).")
+        way = ".to(torch.float32)"
+        if not image.dtype.is_floating_point and not image.dtype.is_complex:  # values in [0, 1], as floats are
+            way += " and divide it by its white, or with .to(torch.uint8) where that is 255"
+        raise InputError(f"{name} is {image.dtype}; expected {_DTYPE_NAMES}. Convert it with {way}.")
     if max_channels is not None and image.shape[-3] > max_channels:
         hint = " The channels seem to come last: use .movedim(-1, -3)." if shape[-1] <= max_channels else ""
         raise InputError(
