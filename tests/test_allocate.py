@@ -1104,8 +1104,9 @@ def test_bad_labels(labels: torch.Tensor, hint: str) -> None:
     ("query", "hint"),
     [
         (torch.rand(7), r"float32 \(7,\); expected floats \[2, 8\] or \[8\]"),
-        (torch.rand(2, 9), r"float32 \(2, 9\); expected floats \[2, 8\]"),
-        (torch.rand(3, 8), r"float32 \(3, 8\)"),
+        (torch.rand(2, 9), r"float32 \(2, 9\); expected floats \[2, 8\] or \[8\]\. For queries 9 wide .* width=9\."),
+        (torch.rand(3, 8), r"float32 \(3, 8\); expected floats \[2, 8\] or \[8\]\.$"),
+        (torch.rand(2, 0), r"expected floats \[2, 8\] or \[8\]\.$"),
         (torch.rand(1, 2, 8), r"float32 \(1, 2, 8\)"),
         (torch.ones(8).long(), r"int64 \(8,\); expected floats"),
         (torch.full((8,), math.nan), "query holds NaN"),
@@ -1118,6 +1119,34 @@ def test_bad_queries(query: torch.Tensor, hint: str) -> None:
     for what in ({"image": torch.rand(2, 3, 50, 60)}, {"relevance": torch.rand(2, 4, 5)}):
         with pytest.raises(InputError, match=hint):
             allocator(**what, query=query)
+
+
+def test_a_query_that_is_no_embedding_says_what_it_is() -> None:
+    expected = r"expected floats \[1, 4\] or \[4\], weights of the four orientations, no embedding\.$"
+    with pytest.raises(InputError, match=expected):
+        lod.allocate.FrequencyAware(9)(torch.rand(3, 50, 60), query=torch.rand(768))
+
+
+def test_an_allocator_of_no_module_is_one_of_ones_own() -> None:
+    """As `exec` makes it, where globals have no name."""
+    code = """
+class Bare(lod.allocate.Allocator):
+    needs = ()
+
+    def choose(self, scene):
+        scores = torch.ones(scene.batch, self.budget)
+        return self.sites.expand(scene.batch, -1, -1), scores
+"""
+    there: dict[str, Any] = {"lod": lod, "torch": torch}
+    exec(code, there)
+    bare = there["Bare"](2)
+    assert type(bare).choose.__module__ is None and lod.allocate.register(type(bare)) is type(bare)
+    del lod.allocate.base._registry["Bare"]
+    bare.sites = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.2, 1.0]])
+    assert torch.equal(bare(torch.rand(2, 3, 28, 28)).sites[1], bare.sites)
+    bare.sites = bare.sites.long()
+    with pytest.raises(InputError, match="sites of torch"):
+        bare(torch.rand(2, 3, 28, 28))
 
 
 def test_a_query_of_float8_is_that_in_fp32() -> None:

@@ -59,7 +59,10 @@ class Allocator(ABC):
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
     query_width: int | None = None
-    """D of a query; None is any."""
+    """D of a query; None is any. Where `__init__` takes it, as `width`, a query of another one is told so."""
+
+    query_holds: ClassVar[str] = ""
+    """What the numbers of a query are, where they are no embedding."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -260,7 +263,8 @@ class Allocator(ABC):
     @property
     def _of_the_package(self) -> bool:
         """Else it chooses as its author will."""
-        return type(self).choose.__module__.startswith(__package__)
+        # Functions that were made by exec may be of no module.
+        return (type(self).choose.__module__ or "").startswith(__package__)
 
     @staticmethod
     def _by_kernel(image: Any, sites: torch.Tensor) -> bool:
@@ -349,7 +353,13 @@ class Allocator(ABC):
         lengths = shape[-1:] if width is None else (width,)
         if shape not in ((lengths), (batch, *lengths)) or not values.is_floating_point() or not values.numel():
             wide = "D" if width is None else width
-            raise InputError(f"query is {values.dtype} {shape}; expected floats [{batch}, {wide}] or [{wide}].")
+            holds = self.query_holds and f", {self.query_holds}"
+            way_out = ""
+            if shape[-1:] not in ((), (0,), (width,)) and "width" in _arguments(type(self)):
+                way_out = f" For queries {shape[-1]} wide make it with width={shape[-1]}."
+            raise InputError(
+                f"query is {values.dtype} {shape}; expected floats [{batch}, {wide}] or [{wide}]{holds}.{way_out}"
+            )
         values = values.float()  # of float8, torch knows little else
         if checks.readable(values) and not torch.isfinite(values.detach()).all():
             raise InputError("query holds NaN or infinities; expected finite numbers in fp32.")

@@ -62,6 +62,7 @@ class FrequencyAware(Allocator):
     takes: ClassVar[tuple[Need, ...]] = ("query",)
     finest = True
     query_width = 4
+    query_holds = "weights of the four orientations, no embedding"
 
     def __init__(
         self,
