@@ -318,6 +318,54 @@ def test_minus_infinity_is_the_least_and_moves_nothing_else(name: str) -> None:
     assert int((apart < 0.01).sum(1).min()) >= 63
 
 
+def named(begin: str, end: str) -> set[str]:
+    """The allocators that docs/allocators.md names between two phrases."""
+    text = " ".join((CHECKOUT / "docs" / "allocators.md").read_text().split())
+    return set(re.findall(r"\w+", text[text.index(begin) : text.index(end)])) & set(NAMES)
+
+
+@pytest.fixture(scope="module")
+def exact() -> torch.Tensor:
+    """Relevance [2, 24, 24], more of it to the right: its sums with small whole numbers are exact, 0 is its least."""
+    relevance = torch.randint(0, 1024, (2, 24, 24), generator=torch.Generator().manual_seed(0))
+    return relevance * torch.arange(24) ** 2 / 2**20
+
+
+def test_an_offset_moves_the_sites_of_those_that_the_page_says(exact: torch.Tensor) -> None:
+    def as_sets(sites: torch.Tensor) -> list[list[list[float]]]:
+        return [sorted(each) for each in sites.tolist()]
+
+    still, reordered = set(), set()
+    for name in NAMES:
+        sites, moved, lower, lowest = (chosen(name, 60, exact + by).sites for by in (0, 1, -0.5, -3))
+        assert torch.equal(lower, sites) and torch.equal(lowest, sites), f"{name} does not count from the least"
+        if torch.equal(sites, moved):
+            still.add(name)
+        elif as_sets(sites) == as_sets(moved):
+            reordered.add(name)
+    assert still == named("An offset moves no site", "LogPolar and PseudoLogPolar give the same")
+    assert reordered == named("LogPolar and PseudoLogPolar give the same", "Maps that have negative values")
+
+
+def test_minus_infinity_is_no_mask_for_those_that_the_page_says(exact: torch.Tensor) -> None:
+    there = exact[:1].clone()
+    there[:, :, :12] = -math.inf
+    tokens = {name: chosen(name, 60, there) for name in NAMES}
+    smooth = torch.linspace(0, 1, 96).expand(1, 3, 96, 96)
+    tokens["Wavelet"] = lod.allocate.make("Wavelet", 60, 4)(smooth, there)  # noise is nothing but fine levels
+    beyond = {name for name, found in tokens.items() if (found.sites[..., 0] < 0.5).any()}
+    assert beyond == named("It is no mask", "HybridAtlas and Wavelet") | {"HybridAtlas", "Wavelet"}
+    for name in {*NAMES} - beyond:
+        many = chosen(name, 500, there)  # more than there are to the right, of all levels
+        assert (many.sites[..., 0] < 0.5).any(), name
+    hot = torch.ones(1, 24, 24)
+    hot[:, 3:6, 3:6] = 100
+    hot[:, 4, 4] = -math.inf
+    for name, among in (("HeatDiffusion", True), ("GridTopK", False)):
+        places = (chosen(name, 9, hot).sites[0, :, :2] * 24 - 0.5).round()
+        assert (places == 4).all(1).any() == among
+
+
 def test_both_infinities_in_one_patch_are_no_nan() -> None:
     relevance = torch.rand(1, 56, 56)
     relevance[0, 3, 4], relevance[0, 5, 6], relevance[0, 20, 20] = math.inf, -math.inf, -math.inf

@@ -96,8 +96,12 @@ class Allocator(ABC):
         Shape: image [B, C, H, W] or [C, H, W], or a mean `Pyramid` of one; relevance [B, Hg, Wg] over the grid of
             level-0 patches, Hg = ceil(H / P), or [B, H, W]; query [B, D] or [D]; fixation [B, 2] or [2]; labels
             [B, H, W] or [B, Hg, Wg], integers; without B for an unbatched image.
-        Units: relevance in any units, higher is more relevant, infinities too, compared as fp32; fixation (x, y) in
-            [0, 1], y down.
+        Units: relevance in any units, higher is more relevant, compared as fp32; fixation (x, y) in [0, 1], y down.
+        Convention: a factor moves no site, but for rounding; an offset does, for tokens are shared by amounts, and zero
+            is nothing. A map with negative values counts from its least, one without from 0. Subtract each map's least
+            value where zero means nothing, as in cosine similarities.
+            inf is more than all finite numbers. -inf ranks last and adds nothing to what tokens are shared by, but is
+            no mask: where a budget or a rule asks for tokens they are chosen there too. Crop the picture instead.
 
         Args:
             image: None gives sites alone, of a picture of Hg P x Wg P pixels.
