@@ -318,6 +318,18 @@ def test_minus_infinity_is_the_least_and_moves_nothing_else(name: str) -> None:
     assert int((apart < 0.01).sum(1).min()) >= 63
 
 
+def test_convention_coarse_patches_of_bytes_are_half_a_step_off_at_most(photo: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    sites = torch.cat([torch.rand(4, 100, 2), torch.arange(4.0)[:, None, None].expand(4, 100, 1)], -1)
+    exact, rounded = (
+        torch.stack([lod.gather_patches(src, level, dtype=torch.float32) for level in sites])
+        for src in (photo.float() / 255, photo)
+    )
+    steps = ((exact - rounded).abs() * 255).amax((1, 2, 3, 4))
+    assert steps[0] < 1e-4 and steps.max() < 0.5 + 1e-4
+    assert steps[1:].min() > 0.4, "and that far they are"
+
+
 def named(begin: str, end: str) -> set[str]:
     """The allocators that docs/allocators.md names between two phrases."""
     text = " ".join((CHECKOUT / "docs" / "allocators.md").read_text().split())
