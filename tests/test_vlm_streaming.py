@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,77 @@ def test_patches_are_read_when_their_content_changed(photo: torch.Tensor) -> Non
     assert torch.equal(first.tokens.patches, lod.gather_patches(frame, first.tokens.sites, 14)), "old ones stay"
     asked = memory.update(changed, relevance, refresh=True)
     assert bool(asked.refreshed.all()) and not asked.replaced.any()
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_change_is_seen_in_every_channel(channels: int) -> None:
+    """One that changes by itself, by more than the threshold or by less; bytes do not wrap round."""
+    for channel in range(channels):
+        for up in (True, False):
+            for change, seen in ((30, True), (20, False)):
+                frame = torch.full((1, channels, 28, 42), 200 if up else 30, dtype=torch.uint8)
+                after = frame.clone()
+                after[:, channel, 14:, 28:] += change if up else -change  # the last of 6 patches
+                memory, floats = (TokenMemory(6, motion=25 / 255) for _ in range(2))
+                relevance = torch.arange(6.0).view(1, 2, 3)  # the last one is in the first slot
+                memory.update(frame, relevance)
+                floats.update(frame / 255, relevance)
+                expected = [[seen] + [False] * 5]
+                assert memory.update(after, relevance).refreshed.tolist() == expected
+                assert floats.update(after / 255, relevance).refreshed.tolist() == expected
+
+
+def test_colours_of_equal_luma_are_another_content() -> None:
+    red, green = torch.zeros(1, 3, 28, 28), torch.zeros(1, 3, 28, 28)
+    red[:, 0], green[:, 1] = 0.5, 0.5 * 0.299 / 0.587
+    assert float(motion_map(red, green).abs().max()) < 1e-6
+    memory = TokenMemory(4)
+    memory.update(red)
+    found = memory.update(green)
+    assert bool(found.refreshed.all()) and torch.equal(found.tokens.patches[0, 0], green[0, :, :14, :14])
+
+
+def test_slots_keep_their_place_and_order_is_by_relevance() -> None:
+    memory = TokenMemory(5, margin=2.0)
+    for batch in (2, None):
+        memory.reset()
+        image = BLANK.expand(batch, -1, -1, -1) if batch else BLANK[0]
+        for _ in range(3):
+            relevance = torch.rand(*([batch] if batch else []), 8, 8)
+            found = memory.update(image, relevance)
+        scores = found.tokens.scores
+        assert not torch.equal(scores, scores.sort(descending=True).values), "slots are in no order of score"
+        assert torch.equal(scores.take_along_dim(found.order, -1), scores.sort(descending=True).values)
+        assert found.order.shape == scores.shape
+
+
+def test_what_it_is_made_of_is_in_its_name() -> None:
+    memory = TokenMemory(5, 16, "max", 1, None, 0.1, (0.5,), (0.2,))
+    text = "budget=5, patch=16, pool='max', margin=1.0, patience=None, motion=0.1, mean=(0.5,), std=(0.2,)"
+    assert repr(memory) == f"TokenMemory({text})"
+    assert repr(eval(repr(memory))) == repr(memory)
+
+
+def test_patches_can_be_embedded_alone() -> None:
+    """What each patch gives by itself may be kept slot by slot, bit by bit."""
+    memory, embed = TokenMemory(6, patch=8, margin=0.0), torch.nn.Conv2d(3, 5, 8)
+    frame, held, kept = torch.rand(3, 32, 40), torch.zeros(6, 5), 0
+    with torch.no_grad():
+        for t in range(5):
+            frame[:, :8, 8 * t :] = torch.rand(3, 8, 40 - 8 * t)
+            seen = memory.update(frame, torch.rand(4, 5))
+            held[seen.refreshed] = embed(seen.tokens.patches[seen.refreshed]).flatten(1)
+            assert torch.allclose(held, embed(seen.tokens.patches).flatten(1), atol=1e-6)
+            kept += int((~seen.refreshed).sum())
+    assert kept > 0
+
+
+def test_results_can_be_saved(tmp_path: Path) -> None:
+    found = TokenMemory(5).update(BLANK)
+    torch.save(found, tmp_path / "seen.pt")
+    loaded = torch.load(tmp_path / "seen.pt", weights_only=True)
+    assert isinstance(loaded, Streamed) and torch.equal(loaded.tokens.patches, found.tokens.patches)
+    assert torch.equal(loaded.order, found.order)
 
 
 def test_motion_is_channel_ten(photo: torch.Tensor) -> None:

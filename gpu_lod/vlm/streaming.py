@@ -12,7 +12,6 @@ from gpu_lod.allocate import GridTopK
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import motion_map
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.patch_grid import Pool, pooled
 from gpu_lod.token_set import TokenSet
@@ -22,13 +21,24 @@ class Streamed(NamedTuple):
     """What the memory holds after a frame, and what is new in it."""
 
     tokens: TokenSet
-    """In the order of their slots, which a token keeps for as long as it stays. Scores are this frame's relevance."""
+    """In the order of their slots, which a token keeps for as long as it stays, and so not by relevance as other token
+    sets: what is cached slot by slot stays where it is. Scores are this frame's relevance; `order` sorts by them."""
     replaced: torch.Tensor
     """bool [B, K]: slots that hold another site than before; all of them at the first frame."""
     refreshed: torch.Tensor
-    """bool [B, K]: slots whose patch was read from this frame, replaced ones among them: what is to be encoded."""
+    """bool [B, K]: slots whose patch was read from this frame, replaced ones among them. The patches of all others are
+    what they were, bit by bit, and so is all that is made of each patch alone."""
     churn: torch.Tensor
     """fp32 [B]: the share of slots that were replaced."""
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int64 [B, K]: the slots by relevance, high first, equal ones by their place. What is kept slot by slot comes
+        into this order by `features.take_along_dim(seen.order[..., None], -2)`."""
+        return ordered(self.tokens.scores, self.tokens.budget)[1]
+
+
+torch.serialization.add_safe_globals([Streamed])  # torch.load's weights_only
 
 
 class TokenMemory:
@@ -40,6 +50,11 @@ class TokenMemory:
     that a small change that lasts is followed, and flicker is not. A resident's patch is read again when the content
     under it has changed. The same frames give the same memory.
 
+    What is saved is exact where each patch is worked on by itself, as by the layer that embeds patches: keep what came
+    of it slot by slot, and make the refreshed ones anew. Behind attention every token's features depend on all tokens:
+    to encode the refreshed ones alone, and keep the features of the others, is an approximation there, whose error has
+    to be measured on the model. All of `Streamed.tokens` encoded again have none.
+
     Args:
         budget: K.
         patch: P.
@@ -47,8 +62,10 @@ class TokenMemory:
         margin: in standard deviations of the frame's relevance over the grid; 0 is no hysteresis: the K most relevant
             at every frame.
         patience: in frames; None is for ever.
-        motion: how much change refreshes a patch: the mean absolute difference of luma (channel 10 of `feature_maps`)
-            over it from frame to frame, added up since it was read; luma is in [0, 1].
+        motion: how much change refreshes a patch: the mean absolute difference over it from frame to frame, of the
+            channel where it is largest, added up since the patch was read. In units of a channel's range: 1 is from
+            black to white, 255 of uint8. No channel of a patch that is held is further, on average over the patch, from
+            the frame.
         mean, std: as an allocator takes them.
 
     Source: priority and eviction as in streaming texture pools; Mayer, "Virtual Texturing" (2010). The margin is a
@@ -62,18 +79,22 @@ class TokenMemory:
         pool: Pool = "mean",
         margin: float = 0.5,
         patience: int | None = 8,
-        motion: float = 0.02,
+        motion: float = 0.03,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> None:
         self._grid = GridTopK(budget, patch, pool)
-        self.budget, self.patch = self._grid.budget, self._grid.patch
+        self.budget, self.patch, self.pool = self._grid.budget, self._grid.patch, self._grid.pool
         self.margin, self.motion = checks.number(margin, "margin"), checks.number(motion, "motion")
         if self.margin < 0 or self.motion < 0:
             raise InputError(f"margin is {margin} and motion {motion}; expected 0 or more.")
         self.mean, self.std = mean, std
         self.patience = None if patience is None else checks.integer(patience, "patience", at_least=1)
         self.reset()
+
+    def __repr__(self) -> str:
+        names = ("budget", "patch", "pool", "margin", "patience", "motion", "mean", "std")
+        return f"TokenMemory({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def reset(self) -> None:
         """Forget all frames."""
@@ -109,8 +130,7 @@ class TokenMemory:
         else:
             _same(frame, before)
             replaced = self._exchange(scene)
-            change = pooled(motion_map(frame, before).abs(), self.patch).flatten(1)
-            self._moved = self._moved + change.gather(1, self._cells)
+            self._moved = self._moved + _change(frame, before, self.patch).flatten(1).gather(1, self._cells)
         # NaN, as of a broken frame, is no small change.
         refreshed = torch.ones_like(replaced) if refresh else replaced | ~(self._moved <= self.motion)
         self._moved = self._moved.masked_fill(refreshed, 0)
@@ -152,6 +172,14 @@ class TokenMemory:
         held = self._patches[rows, slots]
         fits = wanted[rows, slots][..., None, None, None]
         return self._patches.index_put((rows, slots), torch.where(fits, new, held))
+
+
+def _change(frame: torch.Tensor, before: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, Hg, Wg]: the mean absolute difference over each patch, of the channel of [B, C, H, W] where it is largest."""
+    apart = torch.maximum(frame, before) - torch.minimum(frame, before)  # of bytes too
+    work = torch.float64 if frame.dtype == torch.float64 else torch.float32
+    change = pooled(apart.to(work), patch).amax(1)
+    return change / 255 if frame.dtype == torch.uint8 else change
 
 
 def _spread(values: torch.Tensor) -> torch.Tensor:
