@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scripts import succeed
 
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.token_set import TokenSet
 from gpu_lod.vlm import attention_received, sparse_vlm, vision_attention, vision_zip
 from gpu_lod.vlm.pruning import density_peaks
 
@@ -156,6 +157,71 @@ def test_attention_of_vision_models(kind: str, prefix: int, layer: int) -> None:
     assert zipped.tokens.shape == (2, 8, 24)
 
 
+@pytest.mark.parametrize(("kind", "prefix"), [("CLIP", 1), ("Siglip", 0)])
+def test_pictures_of_another_size(kind: str, prefix: int) -> None:
+    model, pixels = tower(kind), torch.randn(1, 3, 40, 48)
+    with pytest.raises(
+        InputError, match=rf"{kind}VisionModel reads \[B, 3, 32, 32\]. .* interpolate_pos_encoding=True"
+    ):
+        vision_attention(model, pixels)
+    with torch.no_grad():
+        found = vision_attention(model, pixels, interpolate_pos_encoding=True)
+        whole = model(pixel_values=pixels, interpolate_pos_encoding=True).last_hidden_state
+        last = vision_attention(model, pixels, -1, interpolate_pos_encoding=True).hidden
+    assert attention_received(found.attention, prefix).shape == (1, 5 * 6)
+    assert torch.allclose(last if prefix else model.post_layernorm(last), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_of_two_towers_the_vision_model_is_taken(kind: str) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {**sizes, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    model, pixels = getattr(transformers, f"{kind}Model")(config).eval(), torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        for one, other in zip(
+            vision_attention(model, pixels), vision_attention(model.vision_model, pixels), strict=True
+        ):
+            assert torch.equal(one, other)
+    del model.vision_model
+    with pytest.raises(UnsupportedError, match=f"{kind}Model reads text too"):
+        vision_attention(model, pixels)
+
+
+def test_inputs_beside_pixels() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.Siglip2VisionConfig(**sizes, patch_size=8, num_patches=16)
+    model, patches = transformers.Siglip2VisionModel(config).eval(), torch.randn(2, 12, 192)
+    with pytest.raises(InputError, match="reads pixel_attention_mask and spatial_shapes beside pixel_values"):
+        vision_attention(model, patches)
+    more = {"pixel_attention_mask": torch.ones(2, 12), "spatial_shapes": torch.tensor([[3, 4], [4, 3]])}
+    with torch.no_grad():
+        found = vision_attention(model, patches, **more)
+        model.set_attn_implementation("eager")
+        expected = model(pixel_values=patches, **more, output_attentions=True).attentions[-2]
+    assert found.attention.shape == (2, 2, 12, 12) and torch.allclose(found.attention, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "hint"),
+    [
+        (TokenSet(torch.rand(1, 4, 3), torch.rand(1, 4), torch.rand(1, 4, 3, 8, 8), 8), "TokenSet; .* not tokens"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), r"torch.uint8; expected a tensor of floats"),
+        (torch.rand(3, 32, 32), r"\(3, 32, 32\); SiglipVisionModel reads"),
+        (torch.rand(1, 1, 32, 32), r"\(1, 1, 32, 32\); SiglipVisionModel reads"),
+        (torch.rand(1, 4, 3, 8, 8), r"\(1, 4, 3, 8, 8\); SiglipVisionModel reads"),
+    ],
+)
+def test_what_are_no_pixels(pixels: Any, hint: str) -> None:
+    with pytest.raises(InputError, match=hint):
+        vision_attention(tower("Siglip"), pixels)
+
+
 def test_importing_loads_no_transformers() -> None:
     succeed(
         "import sys, gpu_lod; assert 'gpu_lod.vlm' not in sys.modules; gpu_lod.vlm.sparse_vlm; "
@@ -169,8 +235,14 @@ def test_models_without_attention_maps() -> None:
     model = tower("CLIP")
     with pytest.raises(InputError, match="CLIPVisionModel has 3"):
         vision_attention(model, torch.rand(1, 3, 32, 32), 3)
-    with pytest.raises(ValueError):
-        vision_attention(model, torch.rand(1, 3, 31, 31))
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
+    model = tower("CLIP")
+    hook = model.encoder.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        vision_attention(model, torch.rand(1, 3, 32, 32))
+    hook.remove()
     assert model.config._attn_implementation == "sdpa" and not any(part._forward_hooks for part in model.modules())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -22,23 +23,30 @@ class VisionAttention(NamedTuple):
     """[B, T, D], the layer's output"""
 
 
-def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = -2) -> VisionAttention:
+torch.serialization.add_safe_globals([VisionAttention])  # torch.load's weights_only
+
+
+def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = -2, **inputs: Any) -> VisionAttention:
     """Attention, keys and output of one layer of a vision model of `transformers`, in one forward pass.
 
     It sets the model's attention to "eager" for the call, since the fast kernels never form the map, and back again. It
     keeps one layer's map, where `output_attentions=True` holds those of all layers: a gigabyte an image for a large
-    tower at 384 pixels.
+    tower at 384 pixels. CLIP and its like have a class token before the patches: `attention_received(..., prefix=1)`.
 
     Args:
         model: a vision tower whose attention has a `k_proj` and returns its weights, as CLIPVisionModel and
-            SiglipVisionModel do; of a model with two towers pass its `vision_model`.
-        pixel_values: as the model takes them, [B, 3, H, W].
+            SiglipVisionModel do; of a model with two towers its `vision_model` is taken.
+        pixel_values: as the model takes them, [B, 3, H, W], normalised and of its native size, as 224 x 224.
         layer: from 0, or from the last one backward: -2 is the one that LLaVA takes its features from.
+        inputs: what else its forward takes: `interpolate_pos_encoding=True` for pictures of another size; of
+            Siglip2VisionModel, `pixel_attention_mask` and `spatial_shapes`. Padding is among the tokens then.
 
     Raises:
-        InputError: a layer that is not there.
-        UnsupportedError: a model without such attention.
+        InputError: a layer that is not there, pixels that do not fit the model, or an input that is missing.
+        UnsupportedError: a model without such attention, or one that reads text too and has no `vision_model`.
     """
+    if "input_ids" in inspect.signature(model.forward).parameters:
+        model = _tower(model)
     names = [name for name, part in model.named_modules() if hasattr(part, "k_proj")]
     if not names or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(
@@ -47,6 +55,7 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
         )
     if not isinstance(layer, int) or not -len(names) <= layer < len(names):
         raise InputError(f"layer is {layer!r}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
+    _fit(model, pixel_values, inputs)
     part: Any = model.get_submodule(names[layer])
     tower: Any = model
     whole = model.get_submodule(names[layer].rpartition(".")[0])
@@ -61,7 +70,7 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
     try:
         hooks += [module.register_forward_hook(keep(name)) for name, module in watched.items()]
         tower.set_attn_implementation("eager")
-        model(pixel_values=pixel_values)
+        model(pixel_values=pixel_values, **inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -74,6 +83,52 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
         )
     hidden = found["hidden"][0] if isinstance(found["hidden"], tuple) else found["hidden"]
     return VisionAttention(weights, found["keys"], hidden)
+
+
+def _tower(model: Any) -> nn.Module:
+    """The vision tower of a model that reads text too."""
+    tower = getattr(model, "vision_model", None)
+    if not isinstance(tower, nn.Module) or not hasattr(tower, "set_attn_implementation"):
+        raise UnsupportedError(
+            f"{type(model).__name__} reads text too, and has no vision_model. Pass its vision tower alone, as "
+            "model.model.vision_tower is one of LLaVA's."
+        )
+    return tower
+
+
+def _fit(model: Any, pixels: Any, inputs: dict[str, Any]) -> None:
+    """Raises what the model would, in words of its own."""
+    name = type(model).__name__
+    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
+        what = str(pixels.dtype) if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        raise InputError(
+            f"pixel_values is {what}; expected a tensor of floats [B, 3, H, W], whole pictures: not tokens. Resize the "
+            f"pictures to what {name} reads and normalise them, as its processor does."
+        )
+    takes = inspect.signature(model.forward).parameters
+    missing = [
+        key
+        for key, one in takes.items()
+        if one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        and key not in ("pixel_values", *inputs)
+    ]
+    if missing:
+        raise InputError(
+            f"{name} reads {' and '.join(missing)} beside pixel_values. Pass them by name, as its processor gives them."
+        )
+    config = getattr(model.config, "vision_config", model.config)
+    side = getattr(config, "image_size", None)
+    if "interpolate_pos_encoding" not in takes or side is None:
+        return
+    height, width = (side, side) if isinstance(side, int) else side
+    channels, shape = getattr(config, "num_channels", 3), tuple(pixels.shape)
+    free = bool(inputs.get("interpolate_pos_encoding"))
+    if len(shape) != 4 or shape[1] != channels or not (free or shape[2:] == (height, width)):
+        raise InputError(
+            f"pixel_values are {shape}; {name} reads [B, {channels}, {height}, {width}]. Resize the pictures, or pass "
+            "interpolate_pos_encoding=True, which has the model interpolate its positions for another size."
+        )
 
 
 def attention_received(attention: torch.Tensor, prefix: int = 0) -> torch.Tensor:
