@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree
 
 from gpu_lod.errors import InputError
-from gpu_lod.vlm import bipartite_merge
+from gpu_lod.vlm import (
+    ContextualizedRelevance,
+    Glances,
+    Merged,
+    VisionAttention,
+    bipartite_merge,
+    straight_through_top_k,
+)
 
 
 def published(tokens: torch.Tensor, keys: torch.Tensor, remove: int, protected: int) -> list[list[int]]:
@@ -116,9 +125,43 @@ def test_gradients_are_the_shares() -> None:
     assert tokens.grad is not None and torch.allclose(tokens.grad, expected[..., None].expand_as(tokens))
 
 
+RESULTS = {
+    "Merged": lambda: bipartite_merge(torch.rand(2, 10, 4), torch.rand(2, 10, 4), 3),
+    "Glanced": lambda: Glances(4, 4, patch=8)(torch.rand(2, 3, 40, 40)),
+    "Relevance": lambda: ContextualizedRelevance(4).score(torch.rand(1, 3, 28, 28), torch.rand(4)),
+    "Selection": lambda: straight_through_top_k(torch.rand(2, 9), 3),
+    "VisionAttention": lambda: VisionAttention(torch.rand(1, 2, 4, 4), torch.rand(1, 4, 6), torch.rand(1, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_can_be_saved_and_are_pytrees(name: str, tmp_path: Path) -> None:
+    found = _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, RESULTS[name]())
+    assert type(found).__name__ == name
+    torch.save(found, tmp_path / "found.pt")
+    loaded = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert type(loaded) is type(found)
+    one, other = _pytree.tree_leaves(loaded), _pytree.tree_leaves(found)
+    assert len(one) >= 2 and all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_merged_tensors_move_together() -> None:
+    tokens = torch.rand(2, 10, 4, requires_grad=True)
+    found = bipartite_merge(tokens, tokens, 3)
+    assert found.tokens.requires_grad and not found.detach().tokens.requires_grad
+    moved = found.to("meta")
+    assert isinstance(moved, Merged) and moved.indices.dtype == torch.int64
+    assert all(getattr(moved, name).is_meta for name in ("tokens", "sizes", "indices", "owner"))
+    with pytest.raises(InputError, match="expected a torch device"):
+        found.to(torch.float16)
+
+
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
+        (lambda x: bipartite_merge(x[0], x[0], 2), r"batch of one: tokens\[None\]"),
         (lambda x: bipartite_merge(x, x, 10), "0 protected ones 9 can"),
         (lambda x: bipartite_merge(x, x, 7, 3), "3 protected ones 6 can"),
         (lambda x: bipartite_merge(x, x[:, 1:], 2), r"keys \(2, 9, 4\)"),

@@ -253,6 +253,8 @@ LOOKS = torch.rand(2, 3, 5, 9)
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
+        (lambda: vision_zip(T[0], K[0], R[0], 4, 2), r"batch of one: tokens\[None\]"),
+        (lambda: sparse_vlm(T[0], torch.rand(5, 4), LOOKS[0], 2, 1), r"batch of one: tokens\[None\]"),
         (lambda: vision_zip(T, K, R, 8, 2), r"8 \+ 2 tokens are asked for, of 9"),
         (lambda: vision_zip(T, K, R, 0, 0), "expected 1 to 9"),
         (lambda: vision_zip(T, K, R, -1, 2), "stay is -1"),

@@ -115,6 +115,9 @@ class Glanced(NamedTuple):
         return [_part(tokens, 0, count) for tokens, count in zip(batch, counts, strict=True)]
 
 
+torch.serialization.add_safe_globals([Glanced])  # torch.load's weights_only
+
+
 class Glances(nn.Module):
     """A coarse glance, and a fine one only where the coarse one's attention is undecided.
 

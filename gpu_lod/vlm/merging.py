@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree
 
 from gpu_lod import checks, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
+from gpu_lod.token_set import device_of, register_tree
 
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """K tokens made of N, and which went into which."""
+    """K tokens made of N, and which went into which. It is a pytree."""
 
     tokens: torch.Tensor
     """[B, K, D]"""
@@ -47,10 +49,28 @@ class Merged:
         lost = (self.owner < 0).view(*self.owner.shape, *(1,) * (values.ndim - 2))
         return values[rows, self.owner.clamp(min=0)].masked_fill(lost, 0)
 
+    def detach(self) -> Merged:
+        """The same tensors without their gradients."""
+        found: Merged = _pytree.tree_map(torch.Tensor.detach, self)
+        return found
+
+    def to(self, device: torch.device | str | int) -> Merged:
+        """The same on a device.
+
+        Raises:
+            InputError: no device, as a dtype, in which indices would be others.
+        """
+        where = device_of(device)
+        found: Merged = _pytree.tree_map(lambda value: value.to(where), self)
+        return found
+
     @property
     def budget(self) -> int:
         """K."""
         return self.sizes.shape[1]
+
+
+register_tree(Merged, ("tokens", "sizes", "indices", "owner"))
 
 
 @precision.in_full
@@ -86,6 +106,7 @@ def bipartite_merge(
     if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2]:
         raise InputError(
             f"tokens are {tuple(tokens.shape)} and keys {tuple(keys.shape)}; expected [B, N, D] and [B, N, E]."
+            f"{one_picture(tokens)}"
         )
     batch, there, _ = tokens.shape
     remove = checks.integer(remove, "remove", at_least=0)
@@ -142,6 +163,11 @@ def averaged(values: torch.Tensor, weights: torch.Tensor, owner: torch.Tensor, c
     sums = torch.zeros(len(owner), count + 1, values.shape[2], dtype=work, device=values.device)
     sums = sums.scatter_add(1, slots[..., None].expand_as(values), values.to(work) * shares[..., None])
     return sums[:, :count].to(values.dtype if values.is_floating_point() else work)
+
+
+def one_picture(tokens: torch.Tensor) -> str:
+    """The way out for features of one picture that have no B."""
+    return " Give those of one picture a batch of one: tokens[None]." if tokens.ndim == 2 else ""
 
 
 def sizes_of(sizes: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:

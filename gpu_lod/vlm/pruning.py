@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from gpu_lod import checks, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
-from gpu_lod.vlm.merging import Merged, merged, sizes_of
+from gpu_lod.vlm.merging import Merged, merged, one_picture, sizes_of
 
 _NEIGHBOURS = 5
 """Nearest ones that the density of a token is taken from."""
@@ -163,7 +163,7 @@ def _three(
     if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2] or received.shape != tokens.shape[:2]:
         raise InputError(
             f"tokens are {tuple(tokens.shape)}, keys {tuple(keys.shape)} and received {tuple(received.shape)}; "
-            "expected [B, N, D], [B, N, E] and [B, N], without the class token."
+            f"expected [B, N, D], [B, N, E] and [B, N], without the class token.{one_picture(tokens)}"
         )
     checks.no_nan(received, "received")
     return tokens, keys, received
@@ -183,7 +183,7 @@ def _asked(
     ):
         raise InputError(
             f"tokens are {tuple(tokens.shape)}, text {tuple(text.shape)} and attention {tuple(attention.shape)}; "
-            "expected [B, N, D], [B, T, D] and [B, heads, T, N]."
+            f"expected [B, N, D], [B, T, D] and [B, heads, T, N].{one_picture(tokens)}"
         )
     words = (
         torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)

@@ -39,6 +39,9 @@ class Relevance(NamedTuple):
     """[B, 3], which sum to 1"""
 
 
+torch.serialization.add_safe_globals([Relevance])  # torch.load's weights_only
+
+
 class ContextualizedRelevance(nn.Module):
     """Relevance on the patch grid by three heads, weighed by what is asked and what the picture is like.
 

@@ -38,6 +38,9 @@ class Selection(NamedTuple):
         return features[rows, self.indices] * self.weights[..., None].to(features.dtype)
 
 
+torch.serialization.add_safe_globals([Selection])  # torch.load's weights_only
+
+
 def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: float = 0.1) -> Selection:
     """The `count` most relevant, and weights to multiply them with: 1 forward, the soft top-k's gradient backward.
 
