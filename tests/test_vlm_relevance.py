@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gpu_lod as lod
+import gpu_lod.vlm.relevance as relevance_module
 from gpu_lod.errors import InputError
-from gpu_lod.vlm import ContextualizedRelevance, query_similarity, saliency_relevance
+from gpu_lod.token_set import TokenSet
+from gpu_lod.vlm import ContextualizedRelevance, query_similarity, relevance_map, saliency_relevance
 from gpu_lod.vlm.relevance import HEADS, _cells
 
 MAPS = (2, 40, 50, 73)
@@ -182,13 +188,126 @@ def test_query_similarity() -> None:
     ("features", "query", "grid", "hint"),
     [
         (torch.rand(2, 13, 6), torch.rand(6), (3, 4), "Leave class tokens out"),
-        (torch.rand(2, 12, 6), torch.rand(6), None, "grid="),
+        (torch.rand(2, 3, 4, 1, 6), torch.rand(6), None, "grid="),
+        (torch.rand(6), torch.rand(6), None, "grid="),
+        (torch.rand(12, 6), torch.rand(6), (3, 5), "Leave class tokens out"),
         (torch.rand(2, 12, 6), torch.rand(5), (3, 4), r"query is .* expected floats \[2, 6\]"),
     ],
 )
 def test_similarities_that_do_not_fit(features: torch.Tensor, query: torch.Tensor, grid: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         query_similarity(features, query, grid)
+
+
+def test_similarity_of_tokens() -> None:
+    features, query = torch.randn(2, 12, 6), torch.randn(2, 6)
+    found = query_similarity(features, query)
+    assert torch.equal(found, query_similarity(features, query, (3, 4)).flatten(1))
+    assert torch.allclose(query_similarity(features[1], query[1]), found[1], atol=1e-6)
+
+
+# -- from tokens to the grid -------------------------------------------------------------------------------------------
+
+
+def painted(values: list[float], tokens: TokenSet, size: tuple[int, int], fill: float | None) -> torch.Tensor:
+    """`relevance_map` of one picture with loops."""
+    patch = tokens.patch
+
+    def centres(n: int) -> list[float]:
+        return [min(i * patch, n - patch) + patch / 2 if n > patch else n / 2 for i in range(math.ceil(n / patch))]
+
+    def near(at: float) -> float:  # sites are in fp32
+        return round(at * 2) / 2 if abs(at * 2 - round(at * 2)) < 1e-3 else at
+
+    rest = min(values) if fill is None else fill
+    rows = []
+    for y in centres(size[0]):
+        rows.append([])
+        for x in centres(size[1]):
+            ranks = []
+            for k, (u, v, level) in enumerate(tokens.sites.tolist()):
+                at, half = (near(u * size[1]), near(v * size[0])), patch * 2**level / 2
+                if all(near(a - half) <= c < near(a + half) for a, c in zip(at, (x, y), strict=True)):
+                    ranks.append((level, (at[0] - x) ** 2 + (at[1] - y) ** 2, k))
+            rows[-1].append(values[min(ranks)[2]] if ranks else rest)
+    return torch.tensor(rows)
+
+
+SETS = {
+    "grid": lambda image: lod.allocate.GridTopK(12, 8)(image),
+    "pyramid": lambda image: lod.allocate.PyramidTopK(20, 8)(image),
+    "tree": lambda image: lod.allocate.FoveatedPyramid(11, 8)(image),
+    "rows": lambda image: lod.allocate.Downsample(11, 8)(image),
+    "spiral": lambda image: lod.allocate.LogPolar(14, 8)(image),
+    "anywhere": lambda image: TokenSet(torch.rand(2, 9, 3) * torch.tensor([1, 1, 2.5]), torch.rand(2, 9), None, 8),
+    "one level": lambda image: TokenSet(torch.rand(2, 30, 3) * torch.tensor([1, 1, 0]), torch.rand(2, 30), None, 8),
+}
+
+
+@pytest.mark.parametrize("size", [(48, 40), (43, 61), (37, 33), (50, 90)], ids=str)
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("fill", [None, 0.0, -math.inf])
+def test_relevance_map_step_by_step(
+    kind: str, size: tuple[int, int], fill: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = SETS[kind](torch.rand(2, 3, *size))
+    values = torch.randn(tokens.scores.shape)
+    found = relevance_map(values, tokens, size, fill)
+    for i in range(2):
+        one = TokenSet(tokens.sites[i], tokens.scores[i], None, tokens.patch)
+        assert torch.equal(found[i], painted(values[i].tolist(), one, size, fill))
+        assert torch.equal(found[i], relevance_map(values[i], one, size, fill))
+    monkeypatch.setattr(relevance_module, "AT_ONCE", 1)
+    assert torch.equal(found, relevance_map(values, tokens, size, fill)), "a row at a time"
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 16), st.integers(0, 2**20))
+def test_convention_patches_of_the_grid_have_their_own_values(height: int, width: int, patch: int, seed: int) -> None:
+    """In any order, and where the last ones are shifted so far inward that they cover the centres of others."""
+    torch.manual_seed(seed)
+    grid = torch.rand(-(-height // patch), -(-width // patch))
+    tokens = lod.allocate.GridTopK(grid.numel(), patch)(torch.zeros(3, height, width), grid)
+    assert torch.equal(relevance_map(tokens.scores, tokens, (height, width)), grid)
+
+
+def test_the_second_look_goes_where_the_first_said() -> None:
+    """Tokens out of order: values given to the grid row by row would send it elsewhere."""
+    image, where = torch.rand(1, 3, 128, 128), torch.zeros(1, 16, 16)
+    where[0, 11, 4] = 1
+    coarse = lod.allocate.Downsample(64, 8)(image, torch.rand(1, 16, 16))
+    away = (coarse.sites[0, :, :2] - torch.tensor([4.5, 11.5]) / 16).norm(dim=-1)
+    relevance = relevance_map((away < 0.07).float()[None], coarse, (128, 128))
+    fine = lod.allocate.GridTopK(1, 8)(image, relevance)
+    assert float((fine.sites[0, 0, :2] - torch.tensor([4.5, 11.5]) / 16).abs().max()) <= 1.01 / 16
+
+
+def test_relevance_map_has_gradients_and_dtypes() -> None:
+    tokens = lod.allocate.GridTopK(4, 8)(torch.zeros(1, 3, 16, 24), torch.arange(6.0).view(1, 2, 3))
+    values = torch.tensor([[1.0, 2, 3, 4]], dtype=torch.float16, requires_grad=True)
+    found = relevance_map(values, tokens, (16, 24), fill=0.5)
+    assert found.dtype == torch.float16 and found.tolist() == [[[0.5, 0.5, 4], [3, 2, 1]]]
+    found.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [[1, 1, 1, 1]]
+    assert relevance_map(torch.tensor([[1, 2, 3, 4]]), tokens, (16, 24)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (lambda values, tokens: (values, tokens.sites, (16, 24)), "tokens are Tensor; expected a TokenSet"),
+        (lambda values, tokens: (values[:, 1:], tokens, (16, 24)), r"expected \(1, 4\), one of each token"),
+        (lambda values, tokens: (values * math.nan, tokens, (16, 24)), "values holds NaN"),
+        (lambda values, tokens: (values > 0, tokens, (16, 24)), "expected numbers"),
+        (lambda values, tokens: (values, tokens, 16), "size is 16"),
+        (lambda values, tokens: (values, tokens, (16, 24), math.inf), "fill is inf"),
+        (lambda values, tokens: (values, tokens, (16, 24), "mean"), "fill is str"),
+        (lambda values, tokens: (values, replace(tokens, sites=tokens.sites * 24), (16, 24)), r"expected \[0, 1\]"),
+    ],
+)
+def test_what_cannot_be_put_on_the_grid(change: Any, hint: str) -> None:
+    tokens = lod.allocate.GridTopK(4, 8)(torch.zeros(1, 3, 16, 24), torch.arange(6.0).view(1, 2, 3))
+    with pytest.raises(InputError, match=hint):
+        relevance_map(*change(torch.rand(1, 4), tokens))
 
 
 def test_saliency_relevance_is_what_allocators_fall_back_on(photo: torch.Tensor) -> None:

@@ -16,7 +16,13 @@ from gpu_lod.vlm.merging import Merged, bipartite_merge
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import axial_frequencies, grid_positions, mrope_extent, mrope_positions, rotary_embedding
 from gpu_lod.vlm.pruning import sparse_vlm, vision_zip
-from gpu_lod.vlm.relevance import ContextualizedRelevance, Relevance, query_similarity, saliency_relevance
+from gpu_lod.vlm.relevance import (
+    ContextualizedRelevance,
+    Relevance,
+    query_similarity,
+    relevance_map,
+    saliency_relevance,
+)
 from gpu_lod.vlm.saccades import Saccades
 from gpu_lod.vlm.selection import GumbelTopK, Selection, gumbel_top_k, straight_through_top_k
 from gpu_lod.vlm.streaming import Streamed, TokenMemory
@@ -53,6 +59,7 @@ __all__ = [
     "mrope_positions",
     "query_similarity",
     "register_adapter",
+    "relevance_map",
     "rotary_embedding",
     "saliency_relevance",
     "sample_position_table",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gpu_lod import checks, dispatch, precision
+from gpu_lod.allocate.scene import cells_of, centres_of
+from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps
+from gpu_lod.gather_patches import on_pixels
 from gpu_lod.patch_grid import pooled
+from gpu_lod.rebuild import AT_ONCE
 from gpu_lod.salient_cells import finite, saliency_cells
+from gpu_lod.token_set import TokenSet
 
 PROPOSITIONAL = (6, 7, 8, 12)
 """What is there: gradient and high-pass."""
@@ -157,9 +163,25 @@ def _standardised(cells: torch.Tensor) -> torch.Tensor:
 def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[int, int] | None = None) -> torch.Tensor:
     """Cosine similarity of patch embeddings with the embedding of a query, for models whose two towers share a space.
 
-    Shape: features [B, Hg, Wg, D], or [B, Hg Wg, D] row by row with `grid` = (Hg, Wg); query [B, D] or [D]. The result
-        is [B, Hg, Wg].
+    Shape: features [B, Hg, Wg, D], or [B, Hg Wg, D] row by row with `grid` = (Hg, Wg), give [B, Hg, Wg]; features of
+        tokens, [B, K, D] or [K, D], give [B, K] or [K], in their order. query [B, D] or [D].
     Units: [-1, 1]; 0 where an embedding is 0.
+    Convention: features have to be in the text's space, which equal widths do not tell. Those of CLIP's patches are
+        there after the steps that its class token takes:
+
+            patches = model.vision_model.post_layernorm(encoded.features)
+            features = model.visual_projection(patches)
+
+        Trained on the class token alone, they agree with texts as far as that reaches: measure it. Patch features of
+        SigLIP are not in that space: its head pools them by attention before they meet a text.
+
+        A cosine's 0 means nothing, and all cosines of a picture may be 0.2 or more. GridTopK goes by their order alone;
+        allocators that go by how much relevance there is above 0 (FoveatedPyramid, TokenDAG, PyramidTopK, Stratified,
+        Spiral, Wavelet and most others) want what is above the least: `r - r.amin((-2, -1), keepdim=True)`.
+
+        `grid` is for features that are row by row, as of `Downsample(Hg Wg, rows=Hg)` without relevance. Allocators
+        sort by relevance: such features would come to lie elsewhere, and nothing tells. Leave `grid` out there, and
+        have `relevance_map` bring the cosines to where the tokens are.
 
     Raises:
         InputError: features that do not fill the grid, or a query of another width.
@@ -167,6 +189,9 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
     Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021).
     """
     features = checks.tensor(features, "features")
+    if features.ndim == 2:
+        found: torch.Tensor = query_similarity(features[None], query, grid)[0]
+        return found
     if grid is not None and features.ndim == 3:
         rows, columns = checks.size(grid)
         if features.shape[1] != rows * columns:
@@ -175,14 +200,94 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
                 f"{rows} x {columns} grid. Leave class tokens out."
             )
         features = features.unflatten(1, (rows, columns))
-    if features.ndim != 4 or not features.is_floating_point():
+    if features.ndim not in (3, 4) or not features.is_floating_point():
         raise InputError(
             f"features are {features.dtype} {tuple(features.shape)}; expected floats [B, Hg, Wg, D], or [B, Hg Wg, D] "
-            "and grid=(Hg, Wg)."
+            "and grid=(Hg, Wg), or [B, K, D] of tokens."
         )
     wanted = F.normalize(_row(query, "query", len(features), features.shape[-1]), dim=-1)
     found = F.normalize(features.float(), dim=-1)
-    return torch.einsum("bhwd,bd->bhw", precision.factor(found), precision.factor(wanted)).to(found.dtype)
+    return torch.einsum("b...d,bd->b...", precision.factor(found), precision.factor(wanted)).to(found.dtype)
+
+
+def relevance_map(
+    values: torch.Tensor, tokens: TokenSet, size: tuple[int, int], fill: float | None = None
+) -> torch.Tensor:
+    """Scatter a number a token onto the grid of level-0 patches: relevance for a second look, from whatever was read
+    first.
+
+        attention = lod.vlm.attention_received(...)                      # [B, K], of tokens at any sites
+        relevance = lod.vlm.relevance_map(attention, tokens, (H, W))     # [B, Hg, Wg]
+
+    Shape: values [B, K] of tokens [B, K] give [B, Hg, Wg], Hg = ceil(H / P), as allocators take it; without B for
+        unbatched tokens.
+    Units: those of the values, in their dtype; whole numbers become fp32.
+    Convention: a token covers the patches whose centres lie in the square of P 2^level px round its site, left and top
+        edges included. A patch has the value of the finest token that covers it; of equally fine ones of that whose
+        centre is nearest, and of equally near ones of the first. So tokens that are patches of the grid give each its
+        own value, in whatever order they come. Edges within fp32's rounding of half a pixel are there. Differentiable
+        in the values.
+
+    Args:
+        size: (H, W) of the picture in pixels, `Encoded.size`; of relevance alone P times the grid.
+        fill: what patches have that no token covers; -inf, so that allocators leave them, too. None is the least value
+            of each picture.
+
+    Raises:
+        InputError: values that are not one a token, or hold NaN; sites outside the picture; a bad size or fill.
+    """
+    height, width = checks.size(size, at_most=checks.LONGEST)
+    values, sites = _one_each(values, tokens)
+    if tokens.sites.ndim == 2:
+        return _scattered(values[None], sites[None], tokens.patch, (height, width), fill)[0]
+    return _scattered(values, sites, tokens.patch, (height, width), fill)
+
+
+def _one_each(values: Any, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Floats [B, K] and sites [B, K, 3], or both without B."""
+    if not isinstance(tokens, TokenSet):
+        raise InputError(f"tokens are {type(tokens).__name__}; expected a TokenSet, which allocators return.")
+    values, sites = checks.real(values, "values"), checks.real(tokens.sites.detach(), "sites")
+    if values.shape != tokens.scores.shape or not values.numel():
+        raise InputError(
+            f"values are {tuple(values.shape)}; expected {tuple(tokens.scores.shape)}, one of each token. Leave class "
+            "tokens out."
+        )
+    checks.same_device(values, sites, "sites", "the values")
+    checks.no_nan(values.detach(), "values")
+    checks.highest_level(sites)  # raises where sites are outside the picture
+    return values if values.is_floating_point() else values.float(), sites
+
+
+def _scattered(
+    values: torch.Tensor, sites: torch.Tensor, patch: int, size: tuple[int, int], fill: float | None
+) -> torch.Tensor:
+    """`relevance_map` of [B, K] at sites [B, K, 3]."""
+    batch, budget = values.shape
+    rows, columns = cells_of(size, patch)
+    centres = constant(sites.device, centres_of, size, patch).double().split((columns, rows))
+    half = patch * torch.exp2(sites[..., 2, None].double()) / 2
+    inside, away = [], []
+    for axis, n in ((0, size[1]), (1, size[0])):
+        sides = numbers(float(n), torch.float64, sites.device)
+        cell, at = on_pixels(centres[axis] * n, sides), on_pixels(sites[..., axis, None].double() * n, sides)
+        inside.append((on_pixels(at - half, sides) <= cell) & (cell < on_pixels(at + half, sides)))  # [B, K, cells]
+        away.append((cell - at).square())
+    levels = sites[..., 2, None, None]
+    rest = values.amin(1)[:, None, None] if fill is None else _filling(fill)
+    found = []
+    for part in torch.arange(rows, device=sites.device).split(max(1, AT_ONCE // (batch * budget * columns))):
+        covers = inside[1][:, :, part, None] & inside[0][:, :, None]
+        finest = torch.where(covers, levels, math.inf).amin(1, keepdim=True)
+        apart = away[1][:, :, part, None] + away[0][:, :, None]
+        nearest, token = torch.where(covers & (levels == finest), apart, math.inf).min(1)
+        taken = values.gather(1, token.flatten(1)).view_as(nearest)
+        found.append(torch.where(nearest < math.inf, taken, rest))
+    return torch.cat(found, 1)
+
+
+def _filling(fill: Any) -> float:
+    return fill if isinstance(fill, float) and fill == -math.inf else checks.number(fill, "fill")
 
 
 def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
