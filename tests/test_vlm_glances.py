@@ -15,7 +15,7 @@ import gpu_lod as lod
 from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Random, Stratified, find_fixations
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
-from gpu_lod.vlm import Glanced, Glances, attention_entropy, glances
+from gpu_lod.vlm import Glanced, Glances, attention_entropy, glances, relevance_map
 from gpu_lod.vlm.glances import _cells
 
 ALLOCATORS = ["GridTopK", "PyramidTopK", "FoveatedPyramid", "Stratified", "VortexField", "Hexagonal", "Downsample"]
@@ -95,6 +95,18 @@ def test_each_glance_has_its_fixation_and_what_earlier_ones_left() -> None:
         near = ((cells[..., None, :] - points[0, :i]).norm(dim=-1) <= 0.2).any(-1)
         expected = torch.where(near, least + (relevance - least) * 0.25, relevance)
         assert torch.allclose(scene.relevance, expected, atol=1e-6)
+
+
+def test_attention_decides_whether_and_relevance_where() -> None:
+    """The same attention, elsewhere in the picture: by itself it moves nothing, as relevance it does."""
+    image, look = torch.rand(1, 3, 128, 128), Glances(64, GridTopK(4, 8), threshold=-1, patch=8)
+    coarse, relevance = look.first(image), bumps(16, (0.2, 0.3, 1.0))
+    for x, y in ((0.8, 0.7), (0.3, 0.8)):
+        attention = torch.exp(-(coarse.sites[..., :2] - torch.tensor([x, y])).square().sum(-1) / 0.005)
+        attended = relevance_map(attention, coarse, (128, 128))
+        for by, place in ((relevance, (0.2, 0.3)), (attended, (x, y))):
+            found = look(image, by, attention).tokens.sites[0, 64:, :2]
+            assert float((found - torch.tensor(place)).norm(dim=-1).max()) < 0.15
 
 
 def test_which_patch_a_site_is() -> None:

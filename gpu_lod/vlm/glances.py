@@ -123,8 +123,10 @@ class Glances(nn.Module):
 
     A picture buys more if the entropy of its attention (`attention_entropy`) is above the threshold. The second glance
     is chosen and read for those pictures alone, no site twice, and shapes are fixed all the same: a mask says which
-    tokens count. (On a GPU, who buys is read on the host, which waits for the attention.) It is a torch module, whose
-    parameters are those of allocators that learn.
+    tokens count. Attention decides whether a picture is looked at again, and relevance where: its saliency, if none is
+    given. `relevance_map(attention, coarse, size)` has the second glance go where the first attended. (On a GPU, who
+    buys is read on the host, which waits for the attention.) It is a torch module, whose parameters are those of
+    allocators that learn.
 
         look = Glances(256, 128)
         coarse = look.first(image)                        # [B, 256]
