@@ -383,12 +383,6 @@ def saliency_map(image: torch.Tensor) -> torch.Tensor:
     return _centre_surround(levels, height, width)[:, 0]
 
 
-def motion_map(image: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Channel 10 alone, [B, H, W] of images [B, C, H, W] and the frames before them, in plain torch."""
-    work = image.dtype if image.dtype in (torch.float32, torch.float64) else torch.float32
-    return _motion(_luma(_unit(image, work)), previous, False, work)[:, 0]
-
-
 def _centre_surround(levels: list[torch.Tensor], height: int, width: int) -> torch.Tensor:
     """The mean of |G_c - G_s| at every pixel, [B, 1, H, W].
 

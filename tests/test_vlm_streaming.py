@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gpu_lod as lod
 from gpu_lod.allocate import GridTopK
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import motion_map
+from gpu_lod.saliency import luma
 from gpu_lod.vlm import Streamed, TokenMemory, saliency_relevance
 
 BLANK = torch.zeros(1, 3, 112, 112)  # 8 x 8 patches
@@ -223,7 +223,7 @@ def test_change_is_seen_in_every_channel(channels: int) -> None:
 def test_colours_of_equal_luma_are_another_content() -> None:
     red, green = torch.zeros(1, 3, 28, 28), torch.zeros(1, 3, 28, 28)
     red[:, 0], green[:, 1] = 0.5, 0.5 * 0.299 / 0.587
-    assert float(motion_map(red, green).abs().max()) < 1e-6
+    assert torch.allclose(luma(red[0]), luma(green[0]), atol=1e-6)
     memory = TokenMemory(4)
     memory.update(red)
     found = memory.update(green)
@@ -271,14 +271,6 @@ def test_results_can_be_saved(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "seen.pt", weights_only=True)
     assert isinstance(loaded, Streamed) and torch.equal(loaded.tokens.patches, found.tokens.patches)
     assert torch.equal(loaded.order, found.order)
-
-
-def test_motion_is_channel_ten(photo: torch.Tensor) -> None:
-    image, before = (photo[None, :, y : y + 40, 200:251] for y in (100, 103))
-    for one, other in ((image, before), (image.half() / 255, before.half() / 255), (image[:, :1], before)):
-        found = motion_map(one, other)
-        assert found.shape == (1, 40, 51) and float(found.min()) < 0
-        assert torch.allclose(found, lod.feature_maps(one, previous=other)[:, 10], atol=1e-5)
 
 
 def test_nothing_is_kept_for_gradients() -> None:
