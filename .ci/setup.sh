@@ -84,7 +84,8 @@ make_venv() {
 
 # --- packages --------------------------------------------------------------------------------------------------------
 
-pip_install() { "${PIP[@]}" install -qq -c $CONSTRAINTS "$@"; } # -qq: errors only
+# -qq: errors only. Bytecode is made of what is imported, when it is: of all packages that takes longer than to install them.
+pip_install() { "${PIP[@]}" install -qq --no-compile -c $CONSTRAINTS "$@"; }
 
 # Without a GPU, PyTorch's default wheel brings gigabytes of CUDA libraries that nothing can use. torchvision, which timm
 # asks for, loads with the torch of its own index only.
