@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import noise
@@ -33,6 +34,7 @@ from gpu_lod.allocate.pyramid_top_k import _shares
 from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
+from gpu_lod.patch_grid import pooled
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAMES = lod.allocate.names()
@@ -328,6 +330,26 @@ def test_convention_coarse_patches_of_bytes_are_half_a_step_off_at_most(photo: t
     steps = ((exact - rounded).abs() * 255).amax((1, 2, 3, 4))
     assert steps[0] < 1e-4 and steps.max() < 0.5 + 1e-4
     assert steps[1:].min() > 0.4, "and that far they are"
+
+
+@pytest.mark.parametrize("size", [(224, 224), (150, 203)])
+@pytest.mark.parametrize("name", NAMES)
+def test_sites_of_a_picture_are_the_same_in_any_batch(name: str, size: tuple[int, int], photo: torch.Tensor) -> None:
+    """Of photographs, with what they show as relevance."""
+    whole = F.interpolate(photo[None].float() / 255, size, mode="bilinear", antialias=True)
+    pictures = torch.cat([whole, whole.flip(-1), whole.flip(-2), 1 - whole, whole.sqrt()])
+    relevance = pooled(pictures.std(1), 14)
+    allocator = lod.allocate.make(name, 100)
+    query = torch.randn(5, allocator.query_width or 8) if "query" in allocator.needs else None
+
+    def sites(index: list[int]) -> torch.Tensor:
+        return allocator(pictures[index], relevance[index], None if query is None else query[index]).sites
+
+    with torch.no_grad():
+        together = sites([0, 1, 2, 3, 4])
+        for parts in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3, 4]], [[4, 2, 0, 1, 3]]):
+            for index in parts:
+                assert torch.equal(sites(index), together[index])
 
 
 def named(begin: str, end: str) -> set[str]:
