@@ -122,7 +122,7 @@ def test_sites_are_read_back(tmp_path: Path, name: str) -> None:
     about = {"allocator": "SoftVortex", "size": [16, 24], "psnr": None, "image": "12", "of": {"a": [1.5, "b"]}}
     for tokens in (
         lod.allocate.SoftVortex(4, 4)(torch.rand(3, 16, 24)).detach(),
-        lod.allocate.GridTopK(5, 4)(relevance=torch.tensor([[INF, 1, 2], [0.3, -INF, 4]])),
+        lod.allocate.GridTopK(6, 4)(relevance=torch.tensor([[INF, 1, 2], [0.3, -INF, 4]])),
         lod.allocate.GridTopK(2, 4)(relevance=torch.full((1, 2), INF)),
     ):
         patches = tokens.patches is not None and name.endswith("tensors")
