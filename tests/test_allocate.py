@@ -365,6 +365,30 @@ def exact() -> torch.Tensor:
     return relevance * torch.arange(24) ** 2 / 2**20
 
 
+def test_a_loss_of_patches_reaches_those_that_the_page_says() -> None:
+    """In parameters and in relevance; scores reach the relevance always, and all parameters but a head's counts."""
+    learn, follow = set(), set()
+    image, relevance = noise(2, 3, 112, 112), torch.rand(2, 8, 8, requires_grad=True)
+    for name in NAMES:
+        allocator = lod.allocate.make(name, 20)
+        query = torch.randn(2, allocator.query_width or 8) if "query" in allocator.needs else None
+        tokens = allocator(image, relevance, query)
+        own = [*allocator.parameters()] if isinstance(allocator, lod.allocate.Learned) else []
+
+        def reached(values: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
+            if not (inputs and values.requires_grad):
+                return False
+            found = torch.autograd.grad(values.square().sum(), inputs, retain_graph=True, allow_unused=True)
+            return any(part is not None and bool(part.any()) for part in found)
+
+        learn |= {name} if reached(tokens.patches, own) else set()
+        follow |= {name} if reached(tokens.patches, [relevance]) else set()
+        assert reached(tokens.scores, [relevance]), name
+        assert reached(tokens.scores, own) == (bool(own) and name != "AdaptiveStratified"), name
+    assert learn == named("A hard choice passes no gradient", "The other three learn otherwise")
+    assert follow == named("In the relevance all scores have gradients", "SoftVortex' patches are fp32")
+
+
 def test_an_offset_moves_the_sites_of_those_that_the_page_says(exact: torch.Tensor) -> None:
     def as_sets(sites: torch.Tensor) -> list[list[list[float]]]:
         return [sorted(each) for each in sites.tolist()]
