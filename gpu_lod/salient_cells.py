@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks, precision
-from gpu_lod.binomial import BINOMIAL
+from gpu_lod.binomial import BINOMIAL, reduce
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import InputError
 from gpu_lod.feature_maps import LEVELS, LUMA, PAIRS, luma_weights, saliency_map
-from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels import saliency
 from gpu_lod.kernels.sources import ELEMENTS
@@ -30,6 +29,9 @@ _LEAST = 8
 """Pixels of a side below which a picture is no matter of bands."""
 _BLOCK = 16
 """Rows of pixels that a product of matrices makes."""
+_WHOLE = 16
+"""Columns that are summed together. A CPU sums what is left of its vectors in another order, and what that is depends
+on how many images there are: sites must not."""
 _SAMPLES = 8
 """Of a row, that a product reads pixels between."""
 _COARSEST = 1 << max(centre for centre, _ in PAIRS) >> 1
@@ -91,9 +93,12 @@ def _of_map(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
 def _cells(images: torch.Tensor, patch: int, pool: Pool) -> torch.Tensor:
     count, _, height, width = images.shape
     first = _level_one(images)
-    levels = [level[:, 0] for level in [first, *gaussian_chain(first, LEVELS - 1)]]  # nothing asks for level 0
-    halves = _at_every_other(levels)
+    chain = [first, first]  # nothing asks for level 0
+    while len(chain) < LEVELS:
+        chain.append(reduce(chain[-1], steady=True))
+    levels = [level[:, 0] for level in chain]
     side = min(patch, height)
+    halves = _at_every_other(levels, _WHOLE if pool == "max" or side % 2 == 0 else 2 * _WHOLE)
     cells = height // side
     at_once = max(_POOLED // (count * width * side), 1)
     bands = [(i * side, min(i + at_once, cells) * side) for i in range(0, cells, at_once)]
@@ -134,11 +139,13 @@ def _apart(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     torch.ops.aten.smooth_l1_loss.out(a, b, 0, torch.finfo(torch.float32).tiny, out=out)
 
 
-def _at_every_other(levels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Differences of levels at every other pixel of every other row, [pairs, B, ceil(H / 2) + 1, ceil(W / 2) + 1], the
-    last ones twice. Every other row is of the other sign, so that `_apart` can make sums along columns."""
+def _at_every_other(levels: Sequence[torch.Tensor], whole: int) -> torch.Tensor:
+    """Differences of levels at every other pixel of every other row, [pairs, B, ceil(H / 2) + 1, w + 1], the last ones
+    twice, w being ceil(W / 2) or more, a multiple of `whole`, whose further columns mean nothing. Every other row is of
+    the other sign, so that `_apart` can make sums along columns."""
     count, h, w = levels[0].shape
-    wide = -(-(w + 1) // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
+    columns = -(-w // whole) * whole
+    wide = -(-(columns + 1) // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
     tall = -(-(h + 1) // _BLOCK) * _BLOCK
     result = levels[0].new_empty(len(PAIRS), count, tall, wide)
     for (centre, surround), out in zip(PAIRS, result, strict=True):
@@ -152,7 +159,7 @@ def _at_every_other(levels: Sequence[torch.Tensor]) -> torch.Tensor:
         out[:, 1:h:2, :w].add_(fine[:, 1::2])
         out[:, :h, w] = out[:, :h, w - 1]
         torch.neg(out[:, h - 1, : w + 1], out=out[:, h, : w + 1])
-    return result[:, :, : h + 1, : w + 1]
+    return result[:, :, : h + 1, : columns + 1]
 
 
 def _difference(fine: torch.Tensor, coarse: torch.Tensor, factor: int) -> torch.Tensor:

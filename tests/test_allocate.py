@@ -332,10 +332,13 @@ def test_convention_coarse_patches_of_bytes_are_half_a_step_off_at_most(photo: t
     assert steps[1:].min() > 0.4, "and that far they are"
 
 
-@pytest.mark.parametrize("size", [(224, 224), (150, 203)])
+@pytest.mark.parametrize("given", [True, False], ids=["relevance", "saliency"])
+@pytest.mark.parametrize("size", [(224, 224), (150, 203), (448, 448)])
 @pytest.mark.parametrize("name", NAMES)
-def test_sites_of_a_picture_are_the_same_in_any_batch(name: str, size: tuple[int, int], photo: torch.Tensor) -> None:
-    """Of photographs, with what they show as relevance."""
+def test_sites_of_a_picture_are_the_same_in_any_batch(
+    name: str, size: tuple[int, int], given: bool, photo: torch.Tensor
+) -> None:
+    """Of photographs, by what is given and by what they show."""
     whole = F.interpolate(photo[None].float() / 255, size, mode="bilinear", antialias=True)
     pictures = torch.cat([whole, whole.flip(-1), whole.flip(-2), 1 - whole, whole.sqrt()])
     relevance = pooled(pictures.std(1), 14)
@@ -343,7 +346,8 @@ def test_sites_of_a_picture_are_the_same_in_any_batch(name: str, size: tuple[int
     query = torch.randn(5, allocator.query_width or 8) if "query" in allocator.needs else None
 
     def sites(index: list[int]) -> torch.Tensor:
-        return allocator(pictures[index], relevance[index], None if query is None else query[index]).sites
+        amounts = relevance[index] if given else None
+        return allocator(pictures[index], amounts, None if query is None else query[index]).sites
 
     with torch.no_grad():
         together = sites([0, 1, 2, 3, 4])

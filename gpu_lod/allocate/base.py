@@ -105,9 +105,8 @@ class Allocator(ABC):
 
         Args:
             image: None gives sites alone, of a picture of Hg P x Wg P pixels.
-            relevance: None is the saliency of the image (channel 5 of `feature_maps`). A CPU rounds its last bits by
-                how many images there are, and in what order, which moves sites by 1e-6 or, where two are worth the
-                same, to the other. By relevance that is given an image's sites are the same in any batch.
+            relevance: None is the saliency of the image (channel 5 of `feature_maps`). An image's sites are the same
+                in any batch.
             mean, std: a number a channel, of the image; patches are then (value - mean) / std, as in `gather_patches`.
 
         Raises:
