@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import shutil
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,11 @@ def test_one_level_is_the_image() -> None:
     assert pyramid[0] is image and torch.equal(plus, image + 1)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler for inductor")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++")))
+    or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="no C++ compiler for inductor, or no headers of Python",
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own
 def test_inductor() -> None:
     image, fixation = noise(2, 3, 40, 37).to(memory_format=torch.channels_last).requires_grad_(), torch.rand(2, 2)

@@ -84,14 +84,17 @@ def busy(what: str) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None]]:
     """A bar while the block runs; tell what it gives how much is done, of how much, and what comes next."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, of, what: None
+        return
     with Progress(
         TextColumn("{task.percentage:>3.0f}%"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
-        console=(console := Console(stderr=True)),
+        console=console,
         transient=True,
-        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("")
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
