@@ -83,6 +83,18 @@ def test_pictures_of_other_sizes_train_the_projector() -> None:
     assert weight.grad is not None and float(weight.grad.abs().max()) > 0
 
 
+def test_only_what_is_run_must_not_be_random() -> None:
+    """In training mode a language model may drop out, and the encoder may not."""
+    model, image = llava(), torch.rand(1, 3, SIZE, SIZE)
+    expected = lod.vlm.encode(model, image, Whole()).features
+    model.train()
+    model.model.language_model.add_module("lora", torch.nn.Dropout(0.1))
+    assert torch.equal(lod.vlm.encode(model, image, Whole()).features, expected)
+    model.model.multi_modal_projector.add_module("drop", torch.nn.Dropout(0.2))
+    with pytest.raises(InputError, match=r"training mode, .*p of drop is 0\.2"):
+        lod.vlm.encode(model, image, Whole())
+
+
 def test_what_is_no_token_a_patch_is_refused() -> None:
     image = torch.rand(1, 3, SIZE, SIZE)
     for tower, strategy in ((CLIPVisionConfig, "full"), (SiglipVisionConfig, "default")):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scripts import succeed
 
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.gather_patches import gather_patches
 from gpu_lod.token_set import TokenSet
 from gpu_lod.vlm import attention_received, sparse_vlm, vision_attention, vision_zip
 from gpu_lod.vlm.pruning import density_peaks
@@ -172,6 +173,30 @@ def test_pictures_of_another_size(kind: str, prefix: int) -> None:
     assert torch.allclose(last if prefix else model.post_layernorm(last), whole, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "prefix"), [("CLIP", 1), ("Siglip", 0)])
+def test_attention_of_tokens(kind: str, prefix: int) -> None:
+    """With all patches, in some order, that of the whole picture; and of any others each at its place."""
+    model, image = tower(kind), torch.randn(2, 3, 32, 32)
+    y, x = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+    order = torch.randperm(16)
+    sites = torch.stack([(x + 0.5) / 4, (y + 0.5) / 4, 0 * x], -1).flatten(0, 1)[order].expand(2, -1, -1)
+    tokens = TokenSet(sites, torch.ones(2, 16), gather_patches(image, sites, 8), 8)
+    with torch.no_grad():
+        whole = vision_attention(model, image)
+        found = vision_attention(model, tokens, size=(32, 32))
+        rows = torch.cat([torch.arange(prefix), order + prefix])
+        assert torch.allclose(found.attention, whole.attention[..., rows, :][..., rows], atol=1e-5)
+        assert torch.allclose(found.hidden, whole.hidden[:, rows], atol=1e-5)
+        assert torch.allclose(found.keys, whole.keys[:, rows], atol=1e-5)
+        few = vision_attention(model, tokens.take(torch.arange(5)), -1, size=[(32, 32), (32, 40)])
+    assert few.attention.shape == (2, 2, 5 + prefix, 5 + prefix)
+    with pytest.raises(InputError, match="pixel_values go without size"):
+        vision_attention(model, image, size=(32, 32))
+    with pytest.raises(InputError, match="Divide pixel positions"):
+        vision_attention(model, TokenSet(sites * 32, tokens.scores, tokens.patches, 8), size=(32, 32))
+    assert not any(part._forward_hooks for part in model.modules()) and model.config._attn_implementation != "eager"
+
+
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 def test_of_two_towers_the_vision_model_is_taken(kind: str) -> None:
     import transformers
@@ -210,7 +235,8 @@ def test_inputs_beside_pixels() -> None:
 @pytest.mark.parametrize(
     ("pixels", "hint"),
     [
-        (TokenSet(torch.rand(1, 4, 3), torch.rand(1, 4), torch.rand(1, 4, 3, 8, 8), 8), "TokenSet; .* not tokens"),
+        ([torch.rand(1, 3, 32, 32)], "list; .* not tokens"),
+        (TokenSet(torch.rand(1, 4, 3), torch.rand(1, 4), torch.rand(1, 4, 3, 8, 8), 8), "and tokens with size"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), r"torch.uint8; expected a tensor of floats"),
         (torch.rand(3, 32, 32), r"\(3, 32, 32\); SiglipVisionModel reads"),
         (torch.rand(1, 1, 32, 32), r"\(1, 1, 32, 32\); SiglipVisionModel reads"),

@@ -10,6 +10,8 @@ from torch import nn
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.token_set import TokenSet
+from gpu_lod.vlm.adapters import adapter_for
 
 
 class VisionAttention(NamedTuple):
@@ -26,7 +28,9 @@ class VisionAttention(NamedTuple):
 torch.serialization.add_safe_globals([VisionAttention])  # torch.load's weights_only
 
 
-def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = -2, **inputs: Any) -> VisionAttention:
+def vision_attention(
+    model: nn.Module, pixel_values: torch.Tensor | TokenSet, layer: int = -2, size: Any = None, **inputs: Any
+) -> VisionAttention:
     """Attention, keys and output of one layer of a vision model of `transformers`, in one forward pass.
 
     It sets the model's attention to "eager" for the call, since the fast kernels never form the map, and back again. It
@@ -36,15 +40,23 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
     Args:
         model: a vision tower whose attention has a `k_proj` and returns its weights, as CLIPVisionModel and
             SiglipVisionModel do; of a model with two towers its `vision_model` is taken.
-        pixel_values: as the model takes them, [B, 3, H, W], normalised and of its native size, as 224 x 224.
+        pixel_values: as the model takes them, [B, 3, H, W], normalised and of its native size, as 224 x 224. Or tokens
+            that an allocator read, [B, K]: T is then the prefix of `Encoded` and these, in their order.
         layer: from 0, or from the last one backward: -2 is the one that LLaVA takes its features from.
+        size: of the pictures that tokens are of, as an `Adapter` takes it.
         inputs: what else its forward takes: `interpolate_pos_encoding=True` for pictures of another size; of
             Siglip2VisionModel, `pixel_attention_mask` and `spatial_shapes`. Padding is among the tokens then.
 
     Raises:
-        InputError: a layer that is not there, pixels that do not fit the model, or an input that is missing.
+        InputError: a layer that is not there, pixels or tokens that do not fit the model, or an input that is missing.
         UnsupportedError: a model without such attention, or one that reads text too and has no `vision_model`.
     """
+    tokens = pixel_values if isinstance(pixel_values, TokenSet) else None
+    if (tokens is None) is not (size is None) or (tokens is not None and inputs):
+        raise InputError(
+            "pixel_values go without size, and tokens with size and nothing else; expected (H, W), or one a picture."
+        )
+    adapter = None if tokens is None else adapter_for(model)
     if "input_ids" in inspect.signature(model.forward).parameters:
         model = _tower(model)
     names = [name for name, part in model.named_modules() if hasattr(part, "k_proj")]
@@ -55,7 +67,8 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
         )
     if not isinstance(layer, int) or not -len(names) <= layer < len(names):
         raise InputError(f"layer is {layer!r}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
-    _fit(model, pixel_values, inputs)
+    if adapter is None:
+        _fit(model, pixel_values, inputs)
     part: Any = model.get_submodule(names[layer])
     tower: Any = model
     whole = model.get_submodule(names[layer].rpartition(".")[0])
@@ -70,7 +83,7 @@ def vision_attention(model: nn.Module, pixel_values: torch.Tensor, layer: int = 
     try:
         hooks += [module.register_forward_hook(keep(name)) for name, module in watched.items()]
         tower.set_attn_implementation("eager")
-        model(pixel_values=pixel_values, **inputs)
+        model(pixel_values=pixel_values, **inputs) if adapter is None else adapter(pixel_values, size)
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,7 +1,8 @@
 """Adapters: how a token set enters an encoder. Each family of models is one; importing them imports no model."""
 
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, adapter_for, adapters, register_adapter
+from gpu_lod.vlm.adapters.base import Adapter, adapter_for, adapters, register_adapter
 from gpu_lod.vlm.adapters.clip import Clip
+from gpu_lod.vlm.adapters.encoded import Encoded
 from gpu_lod.vlm.adapters.llava import Llava
 from gpu_lod.vlm.adapters.qwen import Qwen3, Qwen25
 from gpu_lod.vlm.adapters.siglip import Siglip, Siglip2

@@ -1,113 +1,24 @@
-"""What all adapters share: what they give, how they are found, and what is checked before a model runs."""
+"""What all adapters share: how they are found, and what is checked before a model runs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree
 
 from gpu_lod import checks
 from gpu_lod.allocate.token_bank import PackedTokens
 from gpu_lod.errors import InputError, UnsupportedError
-from gpu_lod.token_set import TokenSet, device_of, register_tree
-from gpu_lod.vlm.merging import Merged
+from gpu_lod.token_set import TokenSet
+from gpu_lod.vlm.adapters.encoded import Encoded, Size, joined
 
 _registry: dict[str, type[Adapter]] = {}
 A = TypeVar("A", bound="type[Adapter]")
-Size = tuple[int, int]
-"""(H, W) in pixels."""
 Layer = int | Sequence[int] | None
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """What an encoder made of tokens, in their order. It is a pytree.
-
-    Shape: hidden [B, prefix + K, D], or [B, 4 K, D] where a token is 2 x 2 merged patches; pooled [B, D]; merged
-        [B, K, E]; deepstack: [B, K, E] each. Without B for unbatched tokens.
-    """
-
-    hidden: torch.Tensor
-    """The encoder's own last hidden state, or that of the layer asked for, its class and register tokens first."""
-    tokens: TokenSet
-    size: Size | tuple[Size, ...]
-    """(H, W) of the pictures in pixels, or of each."""
-    prefix: int = 0
-    """Class and register tokens."""
-    pooled: torch.Tensor | None = None
-    """None where the model pools nothing."""
-    merged: torch.Tensor | None = None
-    """What a language model reads, of encoders that merge."""
-    deepstack: tuple[torch.Tensor, ...] = ()
-    """What the first layers of the language model add, of encoders that have such."""
-
-    @property
-    def sizes(self) -> tuple[Size, ...]:
-        """(H, W) of each picture."""
-        if isinstance(self.size[0], tuple):
-            return self.size
-        return (self.size,) * (len(self.tokens.sites) if self.tokens.sites.ndim == 3 else 1)
-
-    @property
-    def features(self) -> torch.Tensor:
-        """[B, K, D] of the tokens alone: merged, where there is such."""
-        return self.hidden[..., self.prefix :, :] if self.merged is None else self.merged
-
-    def detach(self) -> Encoded:
-        """The same tensors without their gradients."""
-        found: Encoded = _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self)
-        return found
-
-    def to(self, device: torch.device | str | int) -> Encoded:
-        """The same on a device.
-
-        Raises:
-            InputError: no device, as a dtype, in which sites would be others.
-        """
-        where = device_of(device)
-        found: Encoded = _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), self)
-        return found
-
-    def reduced(self, by: Merged) -> Encoded:
-        """Fewer tokens after the encoder: what `bipartite_merge`, `vision_zip` or `sparse_vlm` made of the features.
-
-            by = lod.vlm.bipartite_merge(encoded.features, encoded.features, remove=400)
-            words = lod.vlm.generate(model, input_ids, encoded.reduced(by))
-
-        Convention: each token stands where the one does that others were merged into, `by.indices`, and has its score;
-            what is merged is averaged. Class and register tokens, and what was pooled from all, stay.
-
-        Raises:
-            InputError: other tokens than these, or none in a batch.
-        """
-        sites, scores = self.tokens.sites, self.tokens.scores
-        if sites.ndim != 3 or by.owner.shape != scores.shape:
-            raise InputError(
-                f"{tuple(by.owner.shape)} tokens were merged, and encoded are {tuple(scores.shape)}; expected one "
-                "[B, K] of both. Merge this picture's `features`, encoded from an image [1, C, H, W] if it is one."
-            )
-        indices = by.indices
-        tokens = TokenSet(
-            sites.gather(1, indices[..., None].expand(-1, -1, 3)), scores.gather(1, indices), None, self.tokens.patch
-        )
-        first, own = self.hidden[:, : self.prefix], self.hidden[:, self.prefix :]
-        own = by.merge(own.unflatten(1, (scores.shape[1], -1))).flatten(1, 2)
-        return replace(
-            self,
-            hidden=torch.cat([first, own], 1),
-            tokens=tokens,
-            merged=None if self.merged is None else by.merge(self.merged),
-            deepstack=tuple(by.merge(features) for features in self.deepstack),
-        )
-
-
-register_tree(Encoded, ("hidden", "tokens", "pooled", "merged", "deepstack"), "size", "prefix")
 
 
 class Adapter(ABC):
@@ -146,6 +57,10 @@ class Adapter(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, patch={self.patch}, channels={self.channels})"
 
+    def parts(self) -> Sequence[nn.Module]:
+        """What of the model is run: all of it, but for what is a part of a larger one."""
+        return [self.model]
+
     @abstractmethod
     def run(self, tokens: TokenSet, size: Any) -> Encoded:
         """Encode tokens with patches [B, K, C, P, P] of pictures of (H, W) pixels; all is checked already."""
@@ -169,7 +84,7 @@ class Adapter(ABC):
             UnsupportedError: a layer of a family whose models merge, or that has none.
         """
         patches = self._patches(tokens)
-        if what := _random(self.model):
+        if what := next(filter(None, map(_random, self.parts())), None):
             raise InputError(
                 f"{type(self.model).__name__} is in training mode, in which its results are random ({what}). Call "
                 "model.eval(), or set that to 0."
@@ -184,7 +99,7 @@ class Adapter(ABC):
             how["layer"] = layer
         if tokens.sites.ndim == 3:
             if isinstance(size[0], tuple) and not self.at_once:
-                return _joined([self.run(_some(tokens, index), one, **how) for index, one in enumerate(size)], tokens)
+                return joined([self.run(some_of(tokens, index), one, **how) for index, one in enumerate(size)], tokens)
             return self.run(tokens, size, **how)
         one = TokenSet(tokens.sites[None], tokens.scores[None], patches[None], tokens.patch)
         found = self.run(one, size, **how)
@@ -219,74 +134,10 @@ class Adapter(ABC):
                 f"sites are {tuple(sites.shape)}, that is none; expected at least one. Leave the call out."
             )
         checks.highest_level(sites.detach())  # raises where they are not in the picture
-        weight = next(self.model.parameters())
+        weight = next(self.parts()[0].parameters())
         if weight.device != patches.device:
             raise InputError(f"the patches are on {patches.device}, the model on {weight.device}; move one with .to().")
         return patches
-
-
-class Staged(Adapter):
-    """An encoder of one kind of block, of which any may be the last: what goes in depends on the picture's size, and
-    the blocks do not look at it."""
-
-    layered = True
-    at_once = True
-
-    @abstractmethod
-    def start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor | None, ...]:
-        """What the first block reads, [B, T, D], and what each block reads beside it, [B, ...]."""
-
-    @abstractmethod
-    def blocks(self) -> Sequence[Any]:
-        """The blocks, in their order."""
-
-    @abstractmethod
-    def finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last hidden state of the model, and what it pools, of the last block's output."""
-
-    def step(self, block: Any, hidden: torch.Tensor, *beside: torch.Tensor | None) -> torch.Tensor:
-        """One block."""
-        found: torch.Tensor = block(hidden, None)
-        return found
-
-    def prefix(self) -> int:
-        """Class and register tokens."""
-        return 0
-
-    def run(self, tokens: TokenSet, size: Size | tuple[Size, ...], layer: Layer = None) -> Encoded:
-        blocks = self.blocks()
-        wanted = None if layer is None else _layers(layer, len(blocks), type(self.model).__name__)
-        hidden, *beside = batched(self.start, tokens, size)
-        assert hidden is not None
-        kept: dict[int, torch.Tensor] = {}
-        for index, block in enumerate(blocks if wanted is None else blocks[: max(wanted) + 1]):
-            hidden = self.step(block, hidden, *beside)
-            if wanted is not None and index in wanted:
-                kept[index] = hidden
-        if wanted is None:
-            hidden, pooled = self.finish(hidden)
-            return Encoded(hidden, tokens, size, self.prefix(), pooled)
-        return Encoded(torch.cat([kept[index] for index in wanted], -1), tokens, size, self.prefix())
-
-
-class TwoTowers(Staged):
-    """A vision tower of transformers, or the model of two towers that holds it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.tower = getattr(self.model, "vision_model", self.model)
-        self.patch = self.tower.config.patch_size
-        self.channels = self.tower.config.num_channels
-
-
-def batched(
-    start: Callable[[TokenSet, Size], tuple[torch.Tensor | None, ...]], tokens: TokenSet, size: Size | tuple[Size, ...]
-) -> list[torch.Tensor | None]:
-    """Of every picture what depends on its size, in one batch."""
-    if not isinstance(size[0], tuple):
-        return list(start(tokens, size))
-    each = [start(_some(tokens, index), one) for index, one in enumerate(size)]
-    return [None if values[0] is None else torch.cat(values) for values in zip(*each, strict=True)]
 
 
 def _size(size: Any, tokens: TokenSet) -> Size | tuple[Size, ...]:
@@ -304,39 +155,11 @@ def _size(size: Any, tokens: TokenSet) -> Size | tuple[Size, ...]:
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
-def _some(tokens: TokenSet, index: int) -> TokenSet:
+def some_of(tokens: TokenSet, index: int) -> TokenSet:
     """A picture of a batch, in a batch of one."""
     assert tokens.patches is not None
     own = slice(index, index + 1)
     return TokenSet(tokens.sites[own], tokens.scores[own], tokens.patches[own], tokens.patch)
-
-
-def _joined(found: list[Encoded], tokens: TokenSet) -> Encoded:
-    """Pictures that were encoded one by one, in a batch."""
-
-    def joined(values: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [value for value in values if value is not None]
-        return torch.cat(there) if there else None
-
-    first = found[0]
-    return replace(
-        first,
-        hidden=torch.cat([one.hidden for one in found]),
-        tokens=tokens,
-        size=tuple(size for one in found for size in one.sizes),
-        pooled=joined(one.pooled for one in found),
-        merged=joined(one.merged for one in found),
-        deepstack=tuple(torch.cat(values) for values in zip(*(one.deepstack for one in found), strict=True)),
-    )
-
-
-def _layers(layer: Any, count: int, what: str) -> list[int]:
-    """Blocks by index, from the front."""
-    each = list(layer) if isinstance(layer, (tuple, list)) else [layer]
-    whole = all(isinstance(one, int) and not isinstance(one, bool) and -count <= one < count for one in each)
-    if not each or not whole:
-        raise InputError(f"layer is {layer!r}; {what} has {count}, from 0 or from -1 backward.")
-    return [one % count for one in each]
 
 
 _CHANCES = ("p", "drop_prob", "dropout", "attention_dropout", "prob")
@@ -357,16 +180,6 @@ def _random(model: nn.Module) -> str | None:
             if isinstance(chance, (int, float)) and chance > 0:
                 return f"{kind} of {name or type(model).__name__} is {chance:g}"
     return None
-
-
-def embed(patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A convolution whose stride is its kernel, on patches [..., C, P, P]: one linear map."""
-    return F.linear(patches.flatten(-3).to(weight.dtype), weight.flatten(1), bias)
-
-
-def whole_cells(size: tuple[int, int], patch: int) -> tuple[int, int]:
-    """(h, w) of the grid that an encoder makes of a picture: its patches leave out what is less than one."""
-    return max(1, size[0] // patch), max(1, size[1] // patch)
 
 
 def register_adapter(*names: str) -> Callable[[A], A]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Size, TwoTowers, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import register_adapter
+from gpu_lod.vlm.adapters.encoded import Size
+from gpu_lod.vlm.adapters.staged import TwoTowers, embed, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import grid_positions
 

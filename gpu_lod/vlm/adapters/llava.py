@@ -8,7 +8,8 @@ from torch import nn
 
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, Size, adapter_for, register_adapter
+from gpu_lod.vlm.adapters.base import Adapter, adapter_for, register_adapter
+from gpu_lod.vlm.adapters.encoded import Encoded, Size
 
 
 @register_adapter("transformers.LlavaModel", "transformers.LlavaForConditionalGeneration")
@@ -38,6 +39,9 @@ class Llava(Adapter):
             )
         # Hidden states count from what the first block reads, and blocks from the first.
         self.layer = [state - 1 if state > 0 else state for state in states]
+
+    def parts(self) -> list[nn.Module]:
+        return [*self.tower.parts(), self.owner.multi_modal_projector]
 
     def run(self, tokens: TokenSet, size: Size | tuple[Size, ...]) -> Encoded:
         found = self.tower(tokens, size, self.layer)

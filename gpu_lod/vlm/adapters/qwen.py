@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Adapter, Encoded, Size, batched, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import Adapter, register_adapter
+from gpu_lod.vlm.adapters.encoded import Encoded, Size
+from gpu_lod.vlm.adapters.staged import batched, embed, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import grid_positions, rotary_embedding
 
@@ -29,6 +31,9 @@ class _Tower(Adapter):
         self.side = self.tower.config.patch_size
         self.patch = self.merge * self.side
         self.channels = self.tower.config.in_channels
+
+    def parts(self) -> list[nn.Module]:
+        return [self.tower]
 
     def run(self, tokens: TokenSet, size: Size | tuple[Size, ...]) -> Encoded:
         batch, budget = tokens.sites.shape[:2]

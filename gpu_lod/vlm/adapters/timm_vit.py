@@ -10,7 +10,9 @@ from torch import nn
 
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.token_set import TokenSet
-from gpu_lod.vlm.adapters.base import Size, Staged, embed, register_adapter, whole_cells
+from gpu_lod.vlm.adapters.base import register_adapter
+from gpu_lod.vlm.adapters.encoded import Size
+from gpu_lod.vlm.adapters.staged import Staged, embed, whole_cells
 from gpu_lod.vlm.position_table import sample_position_table
 from gpu_lod.vlm.positions import axial_frequencies, grid_positions, rotary_embedding
 
