@@ -333,27 +333,26 @@ def test_convention_coarse_patches_of_bytes_are_half_a_step_off_at_most(photo: t
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["relevance", "saliency"])
-@pytest.mark.parametrize("size", [(224, 224), (150, 203), (448, 448)])
+@pytest.mark.parametrize("size", [(150, 203), (448, 448)])
 @pytest.mark.parametrize("name", NAMES)
 def test_sites_of_a_picture_are_the_same_in_any_batch(
     name: str, size: tuple[int, int], given: bool, photo: torch.Tensor
 ) -> None:
     """Of photographs, by what is given and by what they show."""
     whole = F.interpolate(photo[None].float() / 255, size, mode="bilinear", antialias=True)
-    pictures = torch.cat([whole, whole.flip(-1), whole.flip(-2), 1 - whole, whole.sqrt()])
+    pictures = torch.cat([whole, whole.flip(-1), 1 - whole.flip(-2)])
     relevance = pooled(pictures.std(1), 14)
     allocator = lod.allocate.make(name, 100)
-    query = torch.randn(5, allocator.query_width or 8) if "query" in allocator.needs else None
+    query = torch.randn(3, allocator.query_width or 8) if "query" in allocator.needs else None
 
     def sites(index: list[int]) -> torch.Tensor:
         amounts = relevance[index] if given else None
         return allocator(pictures[index], amounts, None if query is None else query[index]).sites
 
     with torch.no_grad():
-        together = sites([0, 1, 2, 3, 4])
-        for parts in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3, 4]], [[4, 2, 0, 1, 3]]):
-            for index in parts:
-                assert torch.equal(sites(index), together[index])
+        together = sites([0, 1, 2])
+        for index in ([0], [1], [1, 2], [2, 0, 1]):
+            assert torch.equal(sites(index), together[index])
 
 
 def named(begin: str, end: str) -> set[str]:
