@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +58,7 @@ def vision_attention(
         raise InputError(
             "pixel_values go without size, and tokens with size and nothing else; expected (H, W), or one a picture."
         )
-    adapter = None if tokens is None else adapter_for(model)
+    run: Callable[[], Any] | None = None if tokens is None else partial(adapter_for(model), tokens, size)
     if "input_ids" in inspect.signature(model.forward).parameters:
         model = _tower(model)
     names = [name for name, part in model.named_modules() if hasattr(part, "k_proj")]
@@ -67,8 +69,9 @@ def vision_attention(
         )
     if not isinstance(layer, int) or not -len(names) <= layer < len(names):
         raise InputError(f"layer is {layer!r}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
-    if adapter is None:
+    if run is None:
         _fit(model, pixel_values, inputs)
+        run = partial(model, pixel_values=pixel_values, **inputs)
     part: Any = model.get_submodule(names[layer])
     tower: Any = model
     whole = model.get_submodule(names[layer].rpartition(".")[0])
@@ -83,7 +86,7 @@ def vision_attention(
     try:
         hooks += [module.register_forward_hook(keep(name)) for name, module in watched.items()]
         tower.set_attn_implementation("eager")
-        model(pixel_values=pixel_values, **inputs) if adapter is None else adapter(pixel_values, size)
+        run()
     finally:
         for hook in hooks:
             hook.remove()
