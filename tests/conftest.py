@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         each = max(1, (os.cpu_count() or 1) // int(workers))
         os.environ["OMP_NUM_THREADS"] = str(each)  # of the programs that tests run
         torch.set_num_threads(each)
+        if config.option.markexpr != "threads":
+            os.environ.setdefault("LP_NUM_THREADS", str(each))  # llvmpipe's, for each of its two kinds
     # CI tests the built wheel: a stray path entry must not let the checkout stand in for it.
     if os.environ.get("GPU_LOD_TEST_INSTALLED") and Path(lod.__file__).resolve().is_relative_to(CHECKOUT / "gpu_lod"):
         raise pytest.UsageError(f"testing the checkout ({lod.__file__}) instead of the installed wheel")

@@ -13,6 +13,8 @@ from images import DTYPES, noise
 import gpu_lod as lod
 from gpu_lod.errors import InputError, LimitError
 
+pytestmark = pytest.mark.threads
+
 WAYS = ("torch", "gl")
 
 

@@ -23,6 +23,8 @@ from gpu_lod.several_levels import together
 from gpu_lod.transfer import Planes, packed_planes, wrapped
 from gpu_lod.tuning import tuning
 
+pytestmark = pytest.mark.threads
+
 ONE_DISPATCH = ("single-pass", "registers")
 SMALL_TILES = 300
 """Bytes of shared memory with which a tile is 8 x 8 texels: small pictures then have many tiles and several passes."""

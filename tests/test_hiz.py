@@ -14,6 +14,8 @@ import gpu_lod as lod
 from gpu_lod import halving, planewise
 from gpu_lod.errors import InputError, UnsupportedError
 
+pytestmark = pytest.mark.threads
+
 GENERATORS = ("compute", "registers", "single-pass", "fragment", "sampler")
 WAYS = ("torch", *GENERATORS)
 

@@ -25,6 +25,8 @@ from gpu_lod.errors import InputError, LimitError, PyramidChangedError, Unsuppor
 from gpu_lod.halving import halve_mean
 from gpu_lod.pyramid import level_sizes
 
+pytestmark = pytest.mark.threads
+
 EXACT_GENERATORS = ("compute", "registers", "single-pass", "fragment")
 
 

@@ -13,6 +13,8 @@ import pytest
 from gpu_lod import pinning
 from gpu_lod.pinning import places
 
+pytestmark = pytest.mark.threads
+
 _OPEN = """
 import json, os, threading
 import gpu_lod as lod
