@@ -13,8 +13,11 @@ import torch
 from PIL import Image
 
 SERVER = """
-import atexit, json, os, sys, threading
-import gpu_lod.cli, gpu_lod.commands
+import atexit, contextlib, io, json, os, sys, threading
+import gpu_lod.cli, gpu_lod.commands.allocation, gpu_lod.commands.drawing
+sys.argv = ["gpu-lod", "mipmap", "--levels", "none"]
+with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+    gpu_lod.cli.main()  # reads an option, and says what is wrong
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -36,9 +39,9 @@ for line in sys.stdin:
         os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Runs each command in a process of its own, forked from one that has imported torch already, which is all that takes
-long. It opens no OpenGL itself. All that a process does at its end is done, but for taking torch's modules apart, which
-takes longer than most commands."""
+"""Runs each command in a process of its own, forked from one that has imported torch and matplotlib, and what typer
+needs to read an option and to print an error: that is all that takes long. It opens no OpenGL itself. All that a
+process does at its end is done, but for taking torch's modules apart, which takes longer than most commands."""
 
 
 @contextmanager
