@@ -9,11 +9,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import done, refused, serving
 from rich.console import Console
 
 from gpu_lod.errors import FileError
@@ -451,34 +453,43 @@ def test_the_readme_shows_one_size_and_the_document_every_call(tmp_path: Path) -
     assert text.with_tables(readme, made) == f"a\n{begin}\n\n{made}\n\n{end}\nb\n"
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gpu_lod.cli", "report", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "GPU_LOD_LIBEGL": "/nonexistent.so"},
-    )  # fmt: skip
+COMMAND = [sys.executable, "-W", "error", "-m", "gpu_lod.cli"]
+NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with serving(tmp_path_factory.mktemp("server")):
+        yield
 
 
 def test_the_command_writes_the_page_without_opengl(tmp_path: Path) -> None:
     gpu = saved(tmp_path, "gpu.json", on_cuda(row(), row(size=2048)))
-    done = command(tmp_path, str(RESULTS[-1]), "gpu.json", "-o", "new/page.html")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "wrote new/page.html\n", "")
+    made = subprocess.run(
+        [*COMMAND, "report", str(RESULTS[-1]), "gpu.json", "-o", "new/page.html"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **NO_EGL},
+    )  # fmt: skip
+    assert (made.returncode, made.stdout, made.stderr) == (0, "wrote new/page.html\n", "")
     assert (tmp_path / "new" / "page.html").read_text() == html(load_all([RESULTS[-1], gpu]))
-    done = command(tmp_path, "gpu.json", "--markdown")
-    assert done.returncode == 0 and done.stdout == text.markdown(gpu, tmp_path) + "\n"
-    done = command(tmp_path, "gpu.json", "--json")
-    assert json.loads(done.stdout) == {"input": ["gpu.json"], "output": ["out/report.html"]}
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "words"), [("{", 1, "bad.json is no result file, or corrupt"), (None, 2, "FILES")]
-)
-def test_the_command_fails_in_one_line(content: str | None, code: int, words: str, tmp_path: Path) -> None:
-    if content is not None:
-        saved(tmp_path, "bad.json", content)
-    done = command(tmp_path, *([] if content is None else ["bad.json"]))
-    assert done.returncode == code and words in done.stderr and done.stdout == ""
-    assert content is None or len(done.stderr.splitlines()) == 1
+@pytest.mark.usefixtures("server")
+def test_the_command_prints_a_table_or_what_it_wrote(tmp_path: Path) -> None:
+    gpu = saved(tmp_path, "gpu.json", on_cuda(row(), row(size=2048)))
+    assert done(tmp_path, "report", "gpu.json", "--markdown", env=NO_EGL) == text.markdown(gpu, tmp_path) + "\n"
+    wrote = json.loads(done(tmp_path, "report", "gpu.json", "--json", env=NO_EGL))
+    assert wrote == {"input": ["gpu.json"], "output": ["out/report.html"]}
+
+
+@pytest.mark.usefixtures("server")
+def test_the_command_fails_in_one_line(tmp_path: Path) -> None:
+    saved(tmp_path, "bad.json", "{")
+    refused(
+        tmp_path,
+        ("report bad.json", 1, "bad.json is no result file, or corrupt"),
+        ("report", 2, "FILES"),
+        env=NO_EGL,
+    )
     assert not (tmp_path / "out").exists()
 
 
