@@ -93,7 +93,7 @@ import bench_memory
 bench_memory.DTYPES = (torch.float32,)
 MANY = "gather_patches, 16,384 of them"  # of two pictures: they are ten times as large
 others = [verb for verb in bench_memory.VERBS if verb != MANY]
-rows = bench_memory.measure(others, ((8, 3, 512, 512),), 2) + bench_memory.measure([MANY], ((2, 3, 512, 512),), 2)
+rows = bench_memory.measure(others, ((4, 3, 512, 512),), 2) + bench_memory.measure([MANY], ((2, 3, 512, 512),), 2)
 print(json.dumps(rows))
 """
 
