@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree
 
@@ -13,7 +14,7 @@ from gpu_lod import checks, recording
 from gpu_lod.bridge.pool import storage_start
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
-from gpu_lod.errors import InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels import device
 from gpu_lod.kernels.graphs import captured
 from gpu_lod.pyramid import Pyramid
@@ -196,8 +197,14 @@ class Plan:
         Raises:
             InputError: other tensors than it was planned for.
             PyramidChangedError: a pyramid that the function did not build itself was written to.
+            ContextClosedError: the OpenGL context that it was recorded on was closed.
+            UnsupportedError: a tensor of torch.func or of forward mode.
             GpuLodError: what the function's verbs raise for bad values.
         """
+        # Compiled code is left for the call: what is traced has no memory to copy from.
+        return _uncompiled(self, tensors) if torch.compiler.is_compiling() else self._run(tensors)
+
+    def _run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         if tensors:
             self._check(tensors)
         if recording.current() is not None:  # another plan records: it wants the commands, not a repetition
@@ -226,6 +233,8 @@ class Plan:
     def _give_commands(self, tensors: tuple[torch.Tensor, ...]) -> None:
         ctx, found = self._ctx, self._recorded
         assert ctx is not None
+        if ctx.closed:
+            raise ContextClosedError("the context that this plan was recorded on was closed: plan the function again.")
         with ctx.active(self._device):
             self._copy(tensors)
             for check, values in found.checks:
@@ -276,9 +285,18 @@ class Plan:
                     f"a tensor is {came}; it was planned for {home.dtype} {tuple(home.shape)} on {home.device}. Make "
                     "another plan for other shapes."
                 )
+            if checks.transformed(tensor):
+                raise UnsupportedError(
+                    "a plan repeats work on memory of its own, and knows no forward mode, no torch.func.grad, jvp or "
+                    "vmap. Call the function itself there, with backend='torch'."
+                )
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise InputError("a plan gives no gradients, and an input asks for them: pass tensor.detach().")
 
 
 def _is_pyramid(leaf: Any) -> bool:
     return isinstance(leaf, Pyramid)
+
+
+_uncompiled = _disable_dynamo(Plan._run)
+"""torch.compiler.disable would import the compiler at once."""

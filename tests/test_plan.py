@@ -14,6 +14,7 @@ import torch
 from calls import CALLS
 from images import noise
 from scripts import succeed
+from torch.autograd import forward_ad
 
 import gpu_lod as lod
 from gpu_lod.copies import put
@@ -274,8 +275,8 @@ def test_closed_contexts_and_forks_are_named_errors() -> None:
         lod.Context().close()
         try:
             planned()
-        except ContextClosedError:
-            pass
+        except ContextClosedError as error:
+            assert "plan the function again" in str(error), error
         else:
             raise SystemExit("replayed in a closed context")
         """
@@ -324,6 +325,34 @@ def test_results_that_are_overwritten_count_as_changed() -> None:
     planned(noise(1, 8, 8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_calls_in_compiled_code() -> None:
+    """What is compiled is what stands round them."""
+    planned = lod.plan(retina, noise(2, 3, 50, 37), FIXATION)
+    by_torch = lod.plan(lod.mipmap, noise(2, 3, 50, 37), backend="torch")
+    run = torch.compile(lambda image: planned(2 * image, FIXATION)[1] + by_torch(image)[0].mean(), backend="eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        image = noise(2, 3, 50, 37)
+        assert torch.equal(run(image), retina(2 * image, FIXATION)[1] + image.mean())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_tensors_of_torch_func_are_refused() -> None:
+    image = noise(2, 3, 50, 37)
+    for planned in (lod.plan(lod.mipmap, image, backend="gl"), lod.plan(lod.mipmap, image, backend="torch")):
+
+        def run(image: torch.Tensor, planned: lod.Plan = planned) -> torch.Tensor:
+            result: torch.Tensor = planned(image)[1]
+            return result
+
+        with pytest.raises(UnsupportedError, match="Call the function itself"):
+            torch.vmap(run)(image[None])
+        with pytest.raises(UnsupportedError, match="Call the function itself"):
+            torch.func.jvp(run, (image,), (image,))
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="Call the function itself"):
+            run(forward_ad.make_dual(image, image))
 
 
 def test_plans_inside_plans() -> None:
