@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -149,9 +150,9 @@ class Plan:
 
     def _repeats(self, results: Any, read: list[tuple[Any, Any]], reason: str) -> None:
         self._results, self._read = results, read
-        leaves = _pytree.tree_leaves(results, is_leaf=_is_pyramid)
+        leaves = list(_leaves(results))
         self._outputs = [(leaf, leaf.state[1]) for leaf in leaves if isinstance(leaf, Pyramid)]
-        self._tensors = [leaf for leaf in _pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [leaf for leaf in _pytree.tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
         self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self.replays, self.reason = True, reason
 
@@ -294,8 +295,14 @@ class Plan:
                 raise InputError("a plan gives no gradients, and an input asks for them: pass tensor.detach().")
 
 
-def _is_pyramid(leaf: Any) -> bool:
-    return isinstance(leaf, Pyramid)
+def _leaves(results: Any) -> Iterator[Any]:
+    """What is in nested containers, dataclasses too, which torch takes for leaves; a pyramid is one."""
+    for leaf in _pytree.tree_leaves(results, is_leaf=lambda leaf: isinstance(leaf, Pyramid)):
+        if is_dataclass(leaf) and not isinstance(leaf, (type, Pyramid)):
+            for field in fields(leaf):
+                yield from _leaves(getattr(leaf, field.name, None))
+        else:
+            yield leaf
 
 
 _uncompiled = _disable_dynamo(Plan._run)
