@@ -31,6 +31,7 @@ from gpu_lod.errors import (
     UnsupportedError,
 )
 from gpu_lod.glstate import preserved, preserved_for_moderngl
+from gpu_lod.heap import give_back
 from gpu_lod.pinning import pinning
 from gpu_lod.program import Programs
 from gpu_lod.sharing import DRIVERS, Interop, Sharing, torch_device
@@ -292,9 +293,11 @@ class Context(Sharing):
             self.constants.clear()
             self._trim()
         _reap()
+        self._give_back()
 
     def trim(self) -> None:
-        """Free idle buffers and textures. Those in use, also by tensors, stay."""
+        """Free idle buffers and textures. Those in use, also by tensors, stay. Of a software renderer they lie in the
+        process's heap, and what is free there goes back to the kernel."""
         with self.active():
             self._trim()
             with suppress(OutOfMemoryError):
@@ -305,6 +308,12 @@ class Context(Sharing):
                 self.programs.compute("nothing.comp", BINDINGS=_BINDINGS).dispatch_groups(1, 1, 1)
                 self.gl.MemoryBarrier(G.ALL_BARRIER_BITS)
                 self.gl.Finish()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Of a software renderer, buffers and textures lie in the process's heap."""
+        if self.software:
+            give_back()
 
     def _mark_closed(self) -> None:
         self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import numpy as np
@@ -26,3 +27,11 @@ def keep_freed() -> None:
     if not _done and sys.platform == "linux":
         np.empty(_BLOCK, np.uint8)  # of the same heap as torch's, and of no concern to torch's modes
     _done = True
+
+
+def give_back() -> None:
+    """Give the kernel what is free, wherever in the heap it lies: of its own accord glibc gives back the end alone."""
+    if sys.platform == "linux":
+        give = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        if give is not None:
+            give(0)
