@@ -58,8 +58,8 @@ class Plan:
     """Made by `plan`."""
 
     inputs: tuple[torch.Tensor, ...]
-    """The tensors that the function reads, in the order of its arguments: in GL memory where they are images. Calls
-    copy into them; write into them and pass nothing to save that copy."""
+    """The tensors that the function reads, in the order in which `plan` was passed them, those by name last: in GL
+    memory where they are images. Calls copy into them; write into them and pass nothing to save that copy."""
     replays: bool
     """True if a call repeats recorded GL commands or a CUDA graph, False if it calls the function."""
     reason: str
@@ -184,12 +184,13 @@ class Plan:
         shapes = ", ".join(f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in self.inputs)
         return f"<gpu_lod.Plan of {name}({shapes}): {self.reason}>"
 
-    def __call__(self, *tensors: torch.Tensor) -> Any:
+    def __call__(self, *tensors: torch.Tensor, **named: Any) -> Any:
         """Run it on new values.
 
         Args:
-            tensors: as many as there are `inputs`, of their shapes, dtypes and devices; or none, for what `inputs`
-                hold.
+            tensors: as many as there are `inputs`, in their order, of their shapes, dtypes and devices; or none, for
+                what `inputs` hold.
+            named: nothing; tensors that the plan was made with by name are passed by position too.
 
         Returns:
             What the function returns. Where the plan replays, these are the same tensors at each call, overwritten by
@@ -202,6 +203,12 @@ class Plan:
             UnsupportedError: a tensor of torch.func or of forward mode.
             GpuLodError: what the function's verbs raise for bad values.
         """
+        if named:
+            raise InputError(
+                f"{', '.join(named)} came by name, and a plan takes tensors alone, by position, in the order in which "
+                f"it was passed them: {len(self.inputs)}, or none for what its inputs hold. Other arguments stay as "
+                "they were: make another plan for others."
+            )
         # Compiled code is left for the call: what is traced has no memory to copy from.
         return _uncompiled(self, tensors) if torch.compiler.is_compiling() else self._run(tensors)
 

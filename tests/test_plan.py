@@ -190,6 +190,13 @@ def test_values_are_checked_at_every_call() -> None:
         planned(FIXATION)
 
 
+def test_tensors_by_name_stand_in_the_order_they_came_in() -> None:
+    image, before = noise(3, 20, 30), noise(3, 20, 30)
+    planned = lod.plan(lod.feature_maps, previous=before, image=image, backend="gl")
+    assert planned.replays and torch.equal(planned.inputs[0], before) and torch.equal(planned.inputs[1], image)
+    assert torch.equal(planned(image, before), lod.feature_maps(before, previous=image, backend="gl"))
+
+
 def test_bad_tensors_are_refused() -> None:
     planned = lod.plan(retina, noise(2, 3, 50, 37), FIXATION)
     for bad, hint in (
@@ -201,6 +208,9 @@ def test_bad_tensors_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=hint):
             planned(*bad)
+    for named in ({"fixation": FIXATION}, {"backend": "torch"}):
+        with pytest.raises(InputError, match="by position"):
+            planned(noise(2, 3, 50, 37), **named)
     with pytest.raises(InputError, match="no argument"):
         lod.plan(lod.cortical_sites, (0.5, 0.5))
     with pytest.raises(InputError, match="gradients"):
