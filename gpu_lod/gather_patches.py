@@ -113,7 +113,7 @@ def gather_patches(
     if not cuda or checks.on_host(points):
         highest = checks.highest_level(points)
         if not isinstance(src, Pyramid):
-            recording.decides("the sites' values decide how many levels it makes")
+            recording.decides("the sites' values decide how many levels it makes", points)
             # No more of the chain than the sites read.
             read = math.floor(highest) + 1 if _graph(points) else math.ceil(highest)
             levels = min(read + 1, len(level_sizes(*image.shape[-2:])))

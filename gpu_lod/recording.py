@@ -153,10 +153,10 @@ def current() -> Recording | None:
     return getattr(_here, "recording", None)
 
 
-def decides(what: str) -> None:
-    """Say that what follows depends on values of inputs."""
+def decides(what: str, by: torch.Tensor | None = None) -> None:
+    """Say that what follows depends on values of inputs, or on those of a tensor, which may rest on none of them."""
     recording = current()
-    if recording is not None:
+    if recording is not None and (by is None or recording.varies(by.data_ptr())):
         recording.stop(what)
 
 

@@ -23,7 +23,7 @@ from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError, 
 from gpu_lod.transfer import new_planes
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
-REPLAY = set(CALLS) - {"cull", "gather_patches"}
+REPLAY = set(CALLS) - {"cull"}
 """Verbs whose work is all OpenGL's, on a software renderer too."""
 
 
@@ -135,7 +135,6 @@ def test_other_work_in_between_disturbs_nothing(ctx: lod.Context) -> None:
         (lambda x: lod.cull(lod.hiz(x, backend="gl"), 0.5, backend="gl").mask, "host|torch computes"),
         (lambda x: lod.mipmap(x.zero_(), generator="compute")[1], "aten.zero_"),
         (lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"), "tolist|torch computes"),
-        (lambda x: lod.gather_patches(x, torch.tensor([[0.5, 0.5, 1.0]]), 4, backend="gl"), "levels"),
         (
             lambda x: lod.mipmap(lod.mipmap(x, backend="gl").levels[1].transpose(-1, -2), backend="gl").levels[1],
             "torch computes",  # it copies what a verb made
@@ -512,6 +511,22 @@ def test_one_place_for_all_images_of_a_batch(function: Callable[..., torch.Tenso
     for _ in range(2):
         image, places = torch.rand(3, 3, 13, 17), torch.rand(rows).sort().values
         assert torch.equal(planned(image, places), function(image, places))
+
+
+def test_sites_that_stay_decide_nothing() -> None:
+    """How many levels of an image's chain they read is known, then."""
+    sites = torch.tensor([[0.5, 0.5, 1.2], [0.2, 0.3, 0.0]])
+
+    def patches(image: torch.Tensor) -> torch.Tensor:
+        return lod.gather_patches(image, sites, 14, backend="gl")
+
+    planned = lod.plan(patches, noise(2, 3, 50, 37))
+    assert planned.replays, planned.reason
+    for seed in range(2):
+        torch.manual_seed(seed)
+        image = noise(2, 3, 50, 37)
+        assert torch.equal(planned(image), patches(image))
+    assert "sites' values" in lod.plan(lod.gather_patches, noise(2, 3, 50, 37), sites, 14, backend="gl").reason
 
 
 @pytest.mark.parametrize("copying", [pickle.dumps, copy.copy, copy.deepcopy])
