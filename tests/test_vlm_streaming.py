@@ -43,6 +43,21 @@ def test_what_is_done_to_a_result_is_not_in_the_next() -> None:
     assert not again.refreshed.any() and torch.equal(again.tokens.patches, before)
 
 
+def test_an_update_that_is_cut_short_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next would hold other sites in slots that nobody is told of, with the patches that were there before."""
+    frame, relevance = torch.rand(3, 32, 40), torch.arange(20.0).view(4, 5)
+    memories = [TokenMemory(6, patch=8, patience=2) for _ in range(2)]
+    for memory in memories:
+        memory.update(frame, relevance)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(memories[0], "_gathered", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        memories[0].update(frame, -relevance)
+    found, expected = (memory.update(frame, -relevance) for memory in memories)
+    assert expected.replaced.any() and torch.equal(found.replaced, expected.replaced)
+    assert torch.equal(found.refreshed, expected.refreshed)
+    assert torch.equal(found.tokens.patches, lod.gather_patches(frame, found.tokens.sites, 8))
+
+
 def test_hysteresis_lessens_churn(photo: torch.Tensor) -> None:
     """Over a panned photograph, with a scorer's noise and without."""
     frames = panned(photo, 8, 2)

@@ -111,8 +111,16 @@ class TokenMemory:
 
         Raises:
             InputError: a frame of another shape, dtype or device than those before; a budget above the patches there
-                are; and what an allocator raises.
+                are; and what an allocator raises. The memory is then as it was before the call.
         """
+        before = dict(vars(self))
+        try:
+            return self._update(image, relevance, refresh)
+        except BaseException:  # no tensor of it is ever written to
+            vars(self).update(before)
+            raise
+
+    def _update(self, image: torch.Tensor, relevance: torch.Tensor | None, refresh: bool) -> Streamed:
         checks.flag(refresh, "refresh")
         image = checks.image(image)
         scene, batched = self._grid._scene(image, relevance, None, None, None)
