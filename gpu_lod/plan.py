@@ -37,8 +37,9 @@ def plan(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     Args:
         function: a verb, or a function of tensors that calls verbs.
         args, kwargs: what a call is passed. Its tensors may change from call to call, in values alone; everything else
-            stays as it is, a `Pyramid` too, and what the function finds elsewhere: to build a pyramid from each new
-            image, plan a function that does. The function does all its work on this thread.
+            stays as it is, a `Pyramid` or a NumPy array too, and what the function finds elsewhere: to build a pyramid
+            from each new image, plan a function that does; of arrays, pass torch.from_numpy(array). The function does
+            all its work on this thread.
 
     Example:
         >>> def retina(image, fixation):
@@ -106,7 +107,7 @@ class Plan:
             ctx = next((c for p in self._pyramids if (c := p.texture_context())), None) or context_for(*given)
             homes = tuple(self._home(ctx, tensor) for tensor in given)
         except Exception as error:
-            self.reason = f"OpenGL cannot be used here: {error}"
+            self.reason = f"OpenGL cannot be used here ({type(error).__name__}: {error})"
             return False
         self._call(homes)  # programs and tables that only these inputs need
         found = recording.Recording(homes)
