@@ -116,15 +116,14 @@ def test_it_is_the_way_of_a_gpu(hardware: lod.Context, name: str, monkeypatch: p
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "gl" in call.backends])
 def test_plans_of_every_verb(hardware: lod.Context, name: str) -> None:
-    """All is OpenGL's work alone but the descent, which asks how far it came, and patches of an image, whose sites say
-    how many levels it takes."""
+    """All is OpenGL's work alone but the descent, which asks how far it came."""
     call = CALLS[name]
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         return call.run(*inputs, backend="gl")
 
     planned = lod.plan(run, *call.inputs())
-    assert planned.replays == (name not in ("cull", "gather_patches")), planned.reason
+    assert planned.replays == (name != "cull"), planned.reason
     for _ in range(2):
         inputs = call.inputs()
         for actual, expected in zip(planned(*inputs), run(*inputs), strict=True):
