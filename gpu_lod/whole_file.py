@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+
+
+def make_folder(path: Path) -> None:
+    """Where there is none yet, with those above it.
+
+    Raises:
+        OSError: it cannot be made. A file in its place is no directory, where the system says that it exists.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
 
 
 def write(path: Path, data: bytes) -> None:
@@ -16,7 +29,7 @@ def write(path: Path, data: bytes) -> None:
         OSError: it cannot be written, and then a file that was there is as it was.
         ValueError: a null byte in the name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     target = Path(os.path.realpath(path))
     there = target.exists()
     if there and (not target.is_file() or not os.access(target.parent, os.W_OK)):

@@ -615,7 +615,14 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
         ("allocate cat.png --with all -o r.Voronoi.png --rebuilt r.png", 2, "r.Voronoi.png is the drawing's file"),
     )
     assert not (tmp_path / "out").exists()
-    refused(tmp_path, ("allocate cat.png --patch 4 --budget 9 --sites file/s.json", 1, "file/s.json cannot be written"))
+    refused(
+        tmp_path,
+        (
+            "allocate cat.png --patch 4 --budget 9 --sites file/s.json",
+            1,
+            "file/s.json cannot be written: Not a directory",
+        ),
+    )
 
 
 def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Path) -> None:

@@ -51,6 +51,14 @@ def test_what_was_there_stays_where_it_cannot_be_written(tmp_path: Path) -> None
         whole_file.write(tmp_path / "a\0b", b"new")
 
 
+def test_a_file_in_the_place_of_a_folder_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    for path in (tmp_path / "file" / "new", tmp_path / "file" / "folder" / "new"):
+        with pytest.raises(NotADirectoryError, match="Not a directory"):
+            whole_file.write(path, b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

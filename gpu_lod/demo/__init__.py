@@ -92,7 +92,7 @@ def run(
     written: list[Path] = []
     rows: list[Row] = []
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        whole_file.make_folder(out)
         for picture in chosen:
             progress(f"{picture.name}: drawing")
             path = out / f"{picture.name}.png"
