@@ -625,6 +625,17 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
     )
 
 
+def test_links_that_go_in_circles(tmp_path: Path, picture: Path) -> None:
+    for name, other in (("a.png", "b.png"), ("b.png", "a.png")):
+        (tmp_path / name).symlink_to(other)
+    refused(
+        tmp_path,
+        ("mipmap a.png", 1, "a.png cannot be read: Too many levels of symbolic links."),
+        ("allocate a.png --rebuilt r.png", 1, "a.png cannot be read"),
+        ("mipmap a.png -o a.png", 2, "a.png is read, and would be written over"),
+    )
+
+
 def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Path) -> None:
     arguments = ("allocate", "cat.png", *SMALL, "--sites", "s.safetensors")
     code = f"import sys; sys.modules['safetensors'] = None; sys.argv[1:] = {arguments!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -77,7 +78,12 @@ def output_path(image: Path, verb: str, output: Path | None) -> Path:
     return path
 
 
+def same_file(path: Path, *others: Path | None) -> bool:
+    """Whether it is one of the others, by links too; those that go in circles are names like any other."""
+    return os.path.realpath(path) in [os.path.realpath(other) for other in others if other is not None]
+
+
 def check_not_read(path: Path, option: str, *read: Path | None) -> None:
     """Raises BadParameter where a file that is read would be written over."""
-    if path.resolve() in [file.resolve() for file in read if file is not None]:
+    if same_file(path, *read):
         raise typer.BadParameter(f"{path} is read, and would be written over; name another.", param_hint=f"'{option}'")

@@ -126,7 +126,7 @@ def allocate(
             options.check_not_read(_of(file, one, every), option, image, labels, query)
     if rebuilt is not None:
         images.file_format(rebuilt)
-        if path.resolve() in [_of(rebuilt, one, every).resolve() for one in names]:
+        if options.same_file(path, *(_of(rebuilt, one, every) for one in names)):
             raise typer.BadParameter(f"{path} is the drawing's file (-o) too; name another.", param_hint="'--rebuilt'")
     if sites is not None:
         token_files.check_sites_path(sites, with_patches)
