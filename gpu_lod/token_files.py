@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 
 from gpu_lod import whole_file
-from gpu_lod.errors import FileError, GpuLodError, InputError
+from gpu_lod.errors import FileError, GpuLodError, InputError, UnsupportedError
 from gpu_lod.token_set import TokenSet
 
 CONVENTION = (
@@ -44,6 +46,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     Raises:
         FileError: an unknown extension, patches or features in JSON, or the file cannot be written.
         InputError: tokens of a batch, patches where the tokens have none, or what JSON does not hold.
+        UnsupportedError: safetensors is not installed, and it is such a file.
     """
     path = Path(path)
     check_sites_path(path, patches)
@@ -63,7 +66,8 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
     if path.suffix.lower() == ".json":
         data = _json(about | {"sites": tokens.sites.tolist(), "scores": tokens.scores.tolist()}, indent=1).encode()
     else:
-        from safetensors.torch import save
+        with _package("safetensors", "files of .safetensors"):
+            from safetensors.torch import save
 
         tensors = {"sites": tokens.sites, "scores": tokens.scores}
         if patches and tokens.patches is not None:
@@ -96,6 +100,7 @@ def read_sites(path: Path) -> tuple[TokenSet, dict[str, Any]]:
 
     Raises:
         FileError: missing, unreadable, or no such file.
+        UnsupportedError: safetensors is not installed, and it is such a file.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -148,7 +153,8 @@ def _said(value: str) -> Any:
 
 
 def _safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
+    with _package("safetensors", "files of .safetensors"):
+        from safetensors import SafetensorError, safe_open
 
     _look(path)
     try:
@@ -182,12 +188,14 @@ def read_labels(path: Path) -> torch.Tensor:
 
     Raises:
         FileError: missing, unreadable, or no such map.
+        UnsupportedError: Pillow is not installed, and it is a picture.
     """
-    from PIL import Image
-
     if path.suffix.lower() == ".npy":
         values = _numpy(path)
     else:
+        with _package("pillow", "pictures of labels"):
+            from PIL import Image
+
         _look(path)
         try:
             with Image.open(path) as picture:
@@ -210,6 +218,7 @@ def read_query(path: Path) -> torch.Tensor:
 
     Raises:
         FileError: missing, unreadable, or no such thing.
+        UnsupportedError: safetensors is not installed, and it is such a file.
     """
     suffix = path.suffix.lower()
     if suffix == ".npy":
@@ -229,6 +238,15 @@ def read_query(path: Path) -> torch.Tensor:
     if query.ndim != 1 or not query.numel():
         raise FileError(f"{path} holds a tensor of shape {tuple(query.shape)}; expected a query of shape (D,).")
     return query
+
+
+@contextmanager
+def _package(name: str, what: str) -> Iterator[None]:
+    """Import it inside: where it is missing, that is said with the way out."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedError(f"{what} need {name} ({error}); in the checkout: pip install '.[cli]'") from None
 
 
 def _look(path: Path) -> bytes:

@@ -24,7 +24,7 @@ from gpu_lod import allocate as allocators
 from gpu_lod import token_files
 from gpu_lod.allocate import base
 from gpu_lod.commands import allocation, token_sheet
-from gpu_lod.errors import FileError, InputError
+from gpu_lod.errors import FileError, InputError, UnsupportedError
 from gpu_lod.images import load
 from gpu_lod.rebuild import psnr
 
@@ -636,10 +636,28 @@ def test_links_that_go_in_circles(tmp_path: Path, picture: Path) -> None:
     )
 
 
+def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("safetensors", "safetensors.torch", "PIL"):
+        monkeypatch.setitem(sys.modules, module, None)
+    tokens = lod.allocate.GridTopK(4, patch=4)(torch.rand(3, 16, 16))
+    for name in ("s.safetensors", "labels.png"):
+        (tmp_path / name).write_bytes(b"")
+    for call, package in (
+        (lambda: token_files.write_sites(tmp_path / "new.safetensors", tokens, {}), "safetensors"),
+        (lambda: token_files.read_sites(tmp_path / "s.safetensors"), "safetensors"),
+        (lambda: token_files.read_query(tmp_path / "s.safetensors"), "safetensors"),
+        (lambda: token_files.read_labels(tmp_path / "labels.png"), "pillow"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"need {package} \(.*pip install '\.\[cli\]'"):
+            call()
+    assert not (tmp_path / "new.safetensors").exists()
+
+
 def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Path) -> None:
     arguments = ("allocate", "cat.png", *SMALL, "--sites", "s.safetensors")
     code = f"import sys; sys.modules['safetensors'] = None; sys.argv[1:] = {arguments!r}"
     code += "; from gpu_lod.cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    assert result.stderr == "gpu-lod: the command line needs extra packages; in the checkout: pip install '.[cli]'\n"
+    assert result.stderr.startswith("gpu-lod: files of .safetensors need safetensors (")
+    assert result.stderr.endswith("; in the checkout: pip install '.[cli]'\n") and result.stderr.count("\n") == 1
