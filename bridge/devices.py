@@ -50,8 +50,11 @@ def choose(requested: int | None, found: Sequence[Device]) -> list[Device]:
         raise GLUnavailableError("EGL lists no device. gpu-lod doctor says what is missing.")
     if requested is None and os.environ.get("GPU_LOD_DEVICE"):
         text = os.environ["GPU_LOD_DEVICE"]
-        if not text.isdecimal():
-            raise InputError(f"GPU_LOD_DEVICE is {text!r}; expected an EGL device index, 0 to {len(found) - 1}.")
+        if not text.isdecimal() or len(text) > 9 or int(text) >= len(found):
+            raise InputError(
+                f"GPU_LOD_DEVICE is {text!r:.40}; expected an EGL device index, 0 to {len(found) - 1}. Unset it, or "
+                "name one that `gpu-lod info` lists."
+            )
         requested = int(text)
     if requested is None:
         return sorted(found, key=lambda device: device.software)

@@ -77,6 +77,10 @@ def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_LOD_DEVICE", "fast")
     with pytest.raises(InputError, match="GPU_LOD_DEVICE"):
         choose(None, found)
+    for none in ("3", "9" * 5000):  # the caller named no device, and is told who did
+        monkeypatch.setenv("GPU_LOD_DEVICE", none)
+        with pytest.raises(InputError, match=r"GPU_LOD_DEVICE is '[39]{1,40}.*; expected .* 0 to 2\. Unset it"):
+            choose(None, found)
     with pytest.raises(GLUnavailableError):
         choose(None, [])
 

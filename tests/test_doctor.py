@@ -281,7 +281,7 @@ def test_one_good_device_is_enough(ctx: lod.Context, monkeypatch: pytest.MonkeyP
     assert checked(doctor.examine())["OpenGL on device 0"].status == "fail"
 
 
-@pytest.mark.parametrize(("value", "status"), [("0", "ok"), ("7", "fail"), ("abc", "fail")])
+@pytest.mark.parametrize(("value", "status"), [("0", "ok"), ("7", "fail"), ("abc", "fail"), ("9" * 5000, "fail")])
 def test_the_device_that_a_variable_names(
     value: str, status: str, ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
