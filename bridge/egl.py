@@ -36,6 +36,23 @@ INSTALL_HINT = (
     "libnvidia-gl; in a container pass NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility."
 )
 
+_STEERING = (
+    "GPU_LOD_LIBEGL",
+    "GALLIUM_DRIVER",
+    "LIBGL_DRIVERS_PATH",
+    "MESA_LOADER_DRIVER_OVERRIDE",
+    "MESA_GL_VERSION_OVERRIDE",
+    "__EGL_VENDOR_LIBRARY_FILENAMES",
+    "__EGL_VENDOR_LIBRARY_DIRS",
+)
+"""Variables that lead to another library or driver, or to an older OpenGL, than there would be."""
+
+
+def hint() -> str:
+    """The way out where OpenGL does not open: what keeps from it one that is there, then how to install one."""
+    steering = [name for name in _STEERING if name in os.environ]
+    return (f"Unset {', '.join(steering)}, or: " if steering else "") + INSTALL_HINT
+
 
 def soname() -> str:
     """The EGL library to load: $GPU_LOD_LIBEGL or libEGL.so.1."""
@@ -48,7 +65,9 @@ class _EGL:
         try:
             lib = ctypes.CDLL(name)
         except OSError as error:
-            raise GLUnavailableError(f"no EGL on this machine: {error}. {INSTALL_HINT}") from None
+            raise GLUnavailableError(f"no EGL on this machine: {error}. {hint()}") from None
+        if not hasattr(lib, "eglGetProcAddress"):
+            raise GLUnavailableError(f"{name} is no EGL library. {hint()}")
         self.get_proc_address = _typed(lib.eglGetProcAddress, c_void_p, c_char_p)
         self.get_error = _typed(lib.eglGetError, c_int)
         self.bind_api = _typed(lib.eglBindAPI, c_uint, c_uint)
@@ -153,14 +172,14 @@ def devices() -> list[EGLDevice]:
     """
     egl = _egl()
     if egl.query_devices is None:
-        raise GLUnavailableError(f"this EGL library cannot list devices (EGL_EXT_device_enumeration). {INSTALL_HINT}")
+        raise GLUnavailableError(f"this EGL library cannot list devices (EGL_EXT_device_enumeration). {hint()}")
     count = c_int(0)
     if not egl.query_devices(0, None, ctypes.byref(count)) or count.value == 0:
-        raise GLUnavailableError(f"EGL knows no device (error {egl.get_error():#x}). {INSTALL_HINT}")
+        raise GLUnavailableError(f"EGL knows no device (error {egl.get_error():#x}). {hint()}")
     handles = (c_void_p * count.value)()
     if not egl.query_devices(count.value, handles, ctypes.byref(count)):
         raise GLUnavailableError(
-            f"EGL counts its devices but does not list them (error {egl.get_error():#x}). {INSTALL_HINT}"
+            f"EGL counts its devices but does not list them (error {egl.get_error():#x}). {hint()}"
         )
     return [_describe(egl, index, handle) for index, handle in enumerate(handles[: count.value])]
 

@@ -194,7 +194,7 @@ class Context(Sharing):
             except Exception as error:  # glcontext raises bare Exception
                 raise GLUnavailableError(
                     f"EGL device {device.index} gives no OpenGL {_REQUIRED // 100}.{_REQUIRED // 10 % 10} context: "
-                    f"{error}. {egl.INSTALL_HINT}"
+                    f"{error}. {egl.hint()}"
                 ) from None
             own = egl.current()
             if not own.exists:

@@ -151,13 +151,16 @@ def _versions() -> Iterator[Finding]:
 
 def _library() -> Iterator[Finding]:
     name = egl.soname()
+    fix = "unset GPU_LOD_LIBEGL, or " + INSTALL if os.environ.get("GPU_LOD_LIBEGL") else INSTALL
     try:
-        ctypes.CDLL(name)
+        library = ctypes.CDLL(name)
     except OSError as error:
-        fix = "unset GPU_LOD_LIBEGL, or " + INSTALL if os.environ.get("GPU_LOD_LIBEGL") else INSTALL
         yield Finding("EGL library", "fail", f"none: {error}", fix)
-    else:
+        return
+    if hasattr(library, "eglGetProcAddress"):
         yield Finding("EGL library", "ok", _mapped(Path(name).name.split(".so")[0]) or name)
+    else:
+        yield Finding("EGL library", "fail", f"{name} is another library", fix)
 
 
 def _mapped(stem: str) -> str | None:

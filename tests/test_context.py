@@ -370,10 +370,33 @@ def test_no_egl_says_what_to_install() -> None:
     )
 
 
+def test_a_library_that_is_no_egl() -> None:
+    succeed(
+        """
+        import pytest, torch, gpu_lod as lod
+        from gpu_lod.errors import GLUnavailableError
+        image = torch.rand(3, 16, 16)
+        with pytest.raises(GLUnavailableError, match="libc.so.6 is no EGL library. Unset GPU_LOD_LIBEGL, or"):
+            lod.mipmap(image, backend="gl")
+        lod.mipmap(image)  # auto works without OpenGL
+        """,
+        GPU_LOD_LIBEGL="libc.so.6",
+    )
+
+
 def test_old_opengl_says_so() -> None:
     out = run("import gpu_lod as lod; lod.Context()", MESA_GL_VERSION_OVERRIDE="4.2")
     assert "GLUnavailableError" in out.stderr
     assert "OpenGL 4.3" in out.stderr
+    assert "Unset MESA_GL_VERSION_OVERRIDE, or: On Debian" in out.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("__EGL_VENDOR_LIBRARY_FILENAMES", "/nonexistent.json"), ("GALLIUM_DRIVER", "softpipe")]
+)
+def test_a_variable_that_keeps_opengl_away_is_named(name: str, value: str) -> None:
+    out = run("import gpu_lod as lod; lod.Context()", **{name: value})
+    assert f"Unset {name}, or: On Debian" in out.stderr
 
 
 def snapshot(gl: G.GL) -> dict[str, object]:

@@ -369,6 +369,14 @@ def test_egl_library_that_loads() -> None:
     assert finding.status == "ok" and "/libEGL.so" in finding.found
 
 
+def test_a_library_that_is_no_egl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_LOD_LIBEGL", "libc.so.6")
+    findings = checked(doctor.examine())
+    line = f"unset GPU_LOD_LIBEGL, or {doctor.INSTALL}"
+    assert findings["EGL library"] == Finding("EGL library", "fail", "libc.so.6 is another library", line)
+    assert "EGL devices" not in findings
+
+
 def test_nvidia_egl_in_order(machine: Machine) -> None:
     machine.nvidia()
     finding = only(doctor._nvidia())
