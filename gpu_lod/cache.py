@@ -12,7 +12,7 @@ def folder(kind: str) -> Path | None:
     """Where things of a kind are kept: under $GPU_LOD_CACHE, else under the user's cache folder. None if that says
     "off", or without platformdirs, which knows that folder."""
     named = os.environ.get("GPU_LOD_CACHE")
-    if named == OFF:
+    if named is not None and named.lower() == OFF:
         return None
     if not named:
         try:
@@ -20,4 +20,4 @@ def folder(kind: str) -> Path | None:
         except ImportError:
             return None
         named = platformdirs.user_cache_dir("gpu_lod", appauthor=False)
-    return Path(named) / kind
+    return Path(os.path.expanduser(named)) / kind  # a shell leaves a quoted ~ as it is

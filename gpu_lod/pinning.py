@@ -27,7 +27,7 @@ def pinning() -> Iterator[None]:
     and of other systems than Linux stay as they are. $GPU_LOD_PIN "off" leaves all of them to the system."""
     before = _threads()
     yield
-    if before and os.environ.get("GPU_LOD_PIN") != "off":
+    if before and os.environ.get("GPU_LOD_PIN", "").lower() != "off":
         creator = before.get(threading.get_native_id(), "")
         cpus = sorted(os.sched_getaffinity(0))
         end = time.monotonic() + _NAMED

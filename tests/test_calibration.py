@@ -657,6 +657,11 @@ def test_folders_that_are_not_there_and_no_folder_at_all(tmp_path: Path, monkeyp
         tables.store(here(), [GAIN])
     with pytest.raises(InputError, match="GPU_LOD_CACHE"):  # and before anything is measured
         calibrate(1, progress=lambda *_: pytest.fail("measured"))
+    monkeypatch.setenv("GPU_LOD_CACHE", "OFF")
+    assert tables.folder() is None
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GPU_LOD_CACHE", "~/times")  # as it comes from a quoted line
+    assert tables.folder() == tmp_path / "times" / "calibration"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for unset in (lambda: monkeypatch.setenv("GPU_LOD_CACHE", ""), lambda: monkeypatch.delenv("GPU_LOD_CACHE")):
         unset()

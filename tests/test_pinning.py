@@ -57,8 +57,9 @@ def test_each_thread_of_the_renderer_has_a_cpu_of_its_own():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are pinned on Linux alone")
-def test_no_thread_is_pinned_where_that_is_off():
-    found = _opened(GPU_LOD_PIN="off")
+@pytest.mark.parametrize("off", ["off", "OFF"])
+def test_no_thread_is_pinned_where_that_is_off(off: str) -> None:
+    found = _opened(GPU_LOD_PIN=off)
     assert all(cpus == found["cpus"] for _, cpus in found["started"])
 
 
