@@ -66,8 +66,10 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> subprocess.Compl
 def copy_checkout(target: Path) -> Path:
     """What a build reads, so that nothing is left in the checkout and nothing stale in it is used."""
     target.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, target)
+    (target / "tests").mkdir()
+    shutil.copy(Path(__file__), target / "tests")
     for name in PACKAGES:
         shutil.copytree(CHECKOUT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     return target
@@ -199,6 +201,7 @@ def test_sdist_holds_every_file_and_the_licence(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {*installed_names().values(), "LICENSE", "README.md", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith("tests/")]  # some of them without the others are no tests
 
 
 def test_command_without_its_extra_says_so_in_one_line(
