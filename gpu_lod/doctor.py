@@ -347,7 +347,7 @@ def _cache() -> Iterator[Finding]:
     """Where measured times and compiled kernels are kept."""
     where = cache.folder("calibration")
     if where is None:
-        yield Finding("cache", "ok", "off: nothing is kept between processes")
+        yield Finding("cache", "ok", "none (it is off, or the user has no home): nothing is kept between processes")
         return
     try:
         whole_file.write(where / ".doctor", b"")

@@ -18,7 +18,8 @@ from gpu_lod.errors import CalibrationBusyError, FileError, InputError
 FORMAT = 1
 """Of the files. Raised when a shader or a torch path changes so much that older times say nothing of it."""
 NOTHING_KEPT = (
-    f"GPU_LOD_CACHE is {cache.OFF!r}, so nothing is kept. Unset it, or set it to a folder that can be written to."
+    f"GPU_LOD_CACHE is {cache.OFF!r}, or the user has no home, so nothing is kept. Set it to a folder that can be "
+    "written to."
 )
 OCTAVES = 1.0
 """How far, in octaves of work, a measurement speaks for other sizes."""

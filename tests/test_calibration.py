@@ -669,6 +669,27 @@ def test_folders_that_are_not_there_and_no_folder_at_all(tmp_path: Path, monkeyp
     calibration.reload()
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_user_without_a_home(old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container under a number that no account has: nothing is kept, and verbs run."""
+    import platformdirs
+
+    def nowhere(*names: str, **how: bool) -> str:
+        if old:
+            return "~/.cache/gpu_lod"
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(platformdirs, "user_cache_dir", nowhere)
+    monkeypatch.delenv("GPU_LOD_CACHE", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    calibration.reload()
+    lod.mipmap(noise(3, 40, 52))
+    assert tables.folder() is None
+    with pytest.raises(InputError, match="no home, so nothing is kept"):
+        tables.store(here(), [GAIN])
+    calibration.reload()
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GPU_LOD_CACHE", str(tmp_path / "file"))
