@@ -80,7 +80,6 @@ class Plan:
         if any(tensor.requires_grad for tensor in given):
             raise InputError("a plan gives no gradients, and an argument asks for them: pass tensor.detach().")
         self._pyramids = [leaf for leaf in leaves if isinstance(leaf, Pyramid)]
-        self._device = max(given, key=lambda tensor: tensor.nbytes).device
         self._leaves = leaves
         self._ctx: Context | None = None
         self._graph: Callable[[], None] | None = None
@@ -90,7 +89,11 @@ class Plan:
 
     def _prepare(self, given: list[torch.Tensor]) -> None:
         recording.decides("it makes a plan")
-        self._call(given)  # raises what the function raises, before anything else
+        results = self._call(given)  # raises what the function raises, before anything else
+        # Only results tell of a pyramid that the function finds elsewhere.
+        devices = [one.device for one in (*given, *self._pyramids, *_tensors_and_pyramids(results))]
+        self._device = next((device for device in devices if device.type != "cpu"), devices[0])
+        del results
         self.inputs = tuple(self._home(None, tensor) for tensor in given)
         if recording.current() is not None:
             self.reason = "a plan that is made while another one is recorded runs the function"
@@ -151,7 +154,7 @@ class Plan:
 
     def _repeats(self, results: Any, read: list[tuple[Any, Any]], reason: str) -> None:
         self._results, self._read = results, read
-        leaves = list(_leaves(results))
+        leaves = _tensors_and_pyramids(results)
         self._outputs = [(leaf, leaf.state[1]) for leaf in leaves if isinstance(leaf, Pyramid)]
         self._tensors = [leaf for leaf in _pytree.tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
         self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -301,6 +304,10 @@ class Plan:
                 )
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise InputError("a plan gives no gradients, and an input asks for them: pass tensor.detach().")
+
+
+def _tensors_and_pyramids(results: Any) -> list[Any]:
+    return [leaf for leaf in _leaves(results) if isinstance(leaf, (torch.Tensor, Pyramid))]
 
 
 def _leaves(results: Any) -> Iterator[Any]:

@@ -157,8 +157,8 @@ class Sharing(Turns):
             recording.enters(self.gl)
             self._acquire()
             try:
-                if self._active:  # a verb inside a verb: the outer one waits
-                    yield self
+                if self._active:  # a verb inside a verb, or inside a plan: the outer one waits
+                    yield from self._inside(device)
                     return
                 self._active += 1
                 try:
@@ -190,6 +190,23 @@ class Sharing(Turns):
         finally:
             # Also after an exception: buffers go back to the pool, and torch may write to them at once.
             self._finish()
+
+    def _inside(self, device: torch.device | None) -> Iterator[Self]:
+        outer = self.bridge
+        bridge = outer if device is None else self._bridge_for(device)
+        if bridge is outer:
+            yield self
+            return
+        recording.decides("it works on CPU and on CUDA tensors")
+        bridge.begin()
+        self.bridge = bridge
+        try:
+            yield self
+        finally:
+            try:
+                bridge.end()
+            finally:
+                self.bridge = outer
 
     def _finish(self) -> None:
         try:

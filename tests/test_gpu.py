@@ -188,6 +188,33 @@ def test_plans_repeat_what_verbs_do(gl: lod.Context) -> None:
         assert torch.equal(planned(image, fixation), retina(image, fixation))
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_plan_works_where_the_pyramid_is(gl: lod.Context, held: bool) -> None:
+    """The fixation is on the host, and the only tensor that it is passed."""
+    pyramid = lod.mipmap(torch.rand(2, 3, 64, 64, device=CUDA), backend="gl").upload()
+
+    def look(levels: lod.Pyramid | None, fixation: torch.Tensor) -> torch.Tensor:
+        return lod.log_polar(levels or pyramid, fixation, 16, 32, backend="gl")
+
+    planned = lod.plan(look, pyramid if held else None, torch.rand(2, 2))
+    assert planned.replays, planned.reason
+    for _ in range(20):
+        fixation = torch.rand(2, 2)
+        found = planned(fixation)
+        assert found.device == torch.device(CUDA) and torch.equal(found, look(pyramid, fixation))
+
+
+def test_a_plan_of_tensors_of_two_devices_calls_its_function(gl: lod.Context) -> None:
+    def both(image: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return lod.mipmap(image, backend="gl")[1], lod.mipmap(other, backend="gl")[1]
+
+    images = torch.rand(1, 3, 40, 40, device=CUDA), torch.rand(1, 3, 50, 40)
+    planned = lod.plan(both, *images)
+    assert not planned.replays and "CUDA" in planned.reason
+    for found, expected in zip(planned(*images), both(*images), strict=True):
+        assert found.device == expected.device and torch.equal(found, expected)
+
+
 def test_a_verb_in_a_plan_reads_what_the_one_before_it_wrote(gl: lod.Context) -> None:
     """Nothing but barriers stands between them."""
 

@@ -101,6 +101,27 @@ def test_a_plan_that_needs_more_buffers_than_its_rehearsal(ctx: lod.Context, cud
     assert torch.equal(planned(image), function(image))
 
 
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_verb_on_tensors_of_the_other_device_inside_another(ctx: lod.Context, cuda: FakeCuda, outer: bool) -> None:
+    """As a plan of both holds the context for both: each has its own memory."""
+    cuda.device = torch.device("cuda", 0)
+    devices, bridges = [cuda.device, ctx.host.device], [ctx.interop, ctx.host]
+    if outer:
+        devices, bridges = devices[::-1], bridges[::-1]
+    for _ in range(2):
+        with ctx.active(devices[0]):
+            with ctx.active(devices[1]):
+                assert ctx.bridge is bridges[1]
+                lease = ctx.bridge.lease(64)
+                lease.item.bind(0, 0, 64)
+                with ctx.active():
+                    assert ctx.bridge is bridges[1]
+            assert ctx.bridge is bridges[0]
+            assert not outer or len(cuda.mapped) == len(cuda.resources) > 0
+            del lease
+        assert ctx.bridge is ctx.host and not cuda.active
+
+
 def test_a_plan_hands_over_once_a_call(ctx: lod.Context, cuda: FakeCuda) -> None:
     """All buffers of all verbs to GL in one call, and back in one."""
 

@@ -54,6 +54,15 @@ def test_a_plan_of_each_verb_does_what_the_verb_does(name: str) -> None:
             assert torch.equal(actual, oracle), name
 
 
+def test_a_plan_works_where_its_results_are() -> None:
+    """Of what a function finds elsewhere nothing else tells: a pyramid on another device than the fixation."""
+    planned = lod.plan(lambda fixation: fixation.to("meta"), torch.rand(2))
+    assert not planned.replays and "on meta" in planned.reason
+    pyramid = lod.Pyramid((torch.rand(1, 3, 8, 8, device="meta"),))
+    planned = lod.plan(lambda levels, fixation: fixation + 1, pyramid, torch.rand(2))
+    assert not planned.replays and "on meta" in planned.reason
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "generator", ["compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver"]
