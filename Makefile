@@ -18,6 +18,7 @@ STAGES ?=
 TESTS ?=
 WORKERS ?= 1
 GO_ON ?=
+CACHE ?=
 
 .PHONY: help test demo gallery bench bench-allocate bench-encoder bench-streaming bench-memory quality report gpu-check lint check-style check-types format setup setup-test clean
 
@@ -60,8 +61,8 @@ report: setup  ## one HTML page of all benchmark results, out/report.html; REPOR
 	@$(BIN)/gpu-lod report bench/results/*.json $(REPORT_ARGS)
 
 # Makes no .venv and needs no network: it runs with python3, or PYTHON=..., and what that has.
-gpu-check:  ## on a machine with an NVIDIA GPU: tests marked gpu, doctor, CUDA benchmarks; WHEELS=dir LIBS=dir OUT=dir MINUTES=9 STAGES="doctor tests" TESTS="not threads" WORKERS=1 GO_ON=bench.json
-	@WHEELS='$(WHEELS)' LIBS='$(LIBS)' OUT='$(OUT)' MINUTES='$(MINUTES)' STAGES='$(STAGES)' TESTS='$(TESTS)' WORKERS='$(WORKERS)' GO_ON='$(GO_ON)' .ci/gpu-check.sh
+gpu-check:  ## on a machine with an NVIDIA GPU: tests marked gpu, doctor, CUDA benchmarks; WHEELS=dir LIBS=dir OUT=dir MINUTES=9 STAGES="doctor tests" TESTS="not threads" WORKERS=1 GO_ON=bench.json CACHE=dir
+	@WHEELS='$(WHEELS)' LIBS='$(LIBS)' OUT='$(OUT)' MINUTES='$(MINUTES)' STAGES='$(STAGES)' TESTS='$(TESTS)' WORKERS='$(WORKERS)' GO_ON='$(GO_ON)' CACHE='$(CACHE)' .ci/gpu-check.sh
 
 lint: setup check-style check-types  ## ruff and mypy alone
 

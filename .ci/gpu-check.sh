@@ -13,6 +13,7 @@
 #   TESTS    which tests to run, as pytest's -k takes it (default: all)
 #   WORKERS  processes that run them beside one another (default: 1, as some measure, or fill, the GPU's whole memory)
 #   GO_ON    bench.json of an earlier run, of the same commit and machine: what it left out is measured, and added to it
+#   CACHE    folder in which torch finds what it compiled in an earlier run, and keeps what it compiles (default: none)
 #   GPU_LOD_COMMIT  what the results name as measured, where the checkout has no history (default: what git says)
 #
 # Exit status: 0 if all is well; 1 if there is no GPU, the tests or the doctor fail, or a benchmark could not run.
@@ -43,6 +44,7 @@ out=$(realpath -m "${OUT:-out/gpu-check}")
 wheels=${WHEELS:+$(realpath -m "$WHEELS")}
 libs=${LIBS:+$(realpath -m "$LIBS")}
 go_on=${GO_ON:+$(realpath -m "$GO_ON")}
+cache=${CACHE:+$(realpath -m "$CACHE")}
 
 GRACE=5 # seconds between the polite signal and the other one
 FILES=(doctor.json gpu-tests.log bench.json allocators.json bridge.json shared-memory.json calibrated.json summary.txt)
@@ -241,7 +243,7 @@ export LD_LIBRARY_PATH
 export PYTHONPATH=$work/packages:$work/wheels${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1
 export GPU_LOD_CACHE=$work/times # not what was calibrated on this machine
-export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton
+export TORCHINDUCTOR_CACHE_DIR=${cache:-$work}/inductor TRITON_CACHE_DIR=${cache:-$work}/triton
 name_vendors
 {
     echo "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
