@@ -1,11 +1,13 @@
 """The calls of CUDA's runtime and driver that sharing GL buffers with torch takes.
 
-Registration, map and unmap go through `cuda.bindings.runtime`: it maps many buffers in one call, attaches to the
-primary context that torch uses on any thread, and reports error codes. (`cuda.core.GraphicsResource` maps one buffer a
-call, unmaps from finalizers, which run on threads where no GL context is current, and reports errors as text.)
+Registration goes through `cuda.bindings.runtime`, which attaches to the primary context that torch uses on any thread,
+and reports error codes. (`cuda.core.GraphicsResource` maps one buffer a call, unmaps from finalizers, which run on
+threads where no GL context is current, and reports errors as text.) Map and unmap, which every verb calls, are the
+driver's own, of many buffers in one call.
 
-Source: CUDA Runtime API, sections "OpenGL Interoperability" and "Graphics Interoperability"; cuCtxRecordEvent of the
-Driver API (CUDA 12.5).
+Source: CUDA Runtime API, sections "OpenGL Interoperability", "Graphics Interoperability" and "Interactions with the
+CUDA Driver API" (a cudaGraphicsResource_t is a CUgraphicsResource); cuGraphicsMapResources, cuGraphicsUnmapResources
+and cuCtxRecordEvent (CUDA 12.5) of the Driver API.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ class CudaDriver:
         self.device = torch.device("cuda", ordinal)
         self._ordinal = ordinal
         self._cu, self._rt = driver, runtime
+        self._map, self._unmap = graphics_calls()
         self._success = int(runtime.cudaError_t.cudaSuccess)
         self._events: Returns[Any] = Returns()
         self.context_events = True
@@ -182,16 +185,15 @@ class CudaDriver:
         self._call("cudaGraphicsUnregisterResource", self._rt.cudaGraphicsUnregisterResource(handle))
 
     def map(self, handles: Sequence[Any], stream: int) -> None:
-        count, array = _array(handles)
-        self._call(
-            "cudaGraphicsMapResources", self._rt.cudaGraphicsMapResources(count, ctypes.addressof(array), stream)
-        )
+        self._hand_over("cuGraphicsMapResources", self._map, handles, stream)
 
     def unmap(self, handles: Sequence[Any], stream: int) -> None:
-        count, array = _array(handles)
-        self._call(
-            "cudaGraphicsUnmapResources", self._rt.cudaGraphicsUnmapResources(count, ctypes.addressof(array), stream)
-        )
+        self._hand_over("cuGraphicsUnmapResources", self._unmap, handles, stream)
+
+    def _hand_over(self, name: str, call: Any, handles: Sequence[Any], stream: int) -> None:
+        code = call(len(handles), (ctypes.c_void_p * len(handles))(*map(int, handles)), stream)
+        if code != self._success:
+            raise cuda_errors.error(code, self._error_name(code), name)
 
     def address(self, handle: Any) -> tuple[int, int]:
         address, nbytes = self._call(
@@ -259,9 +261,22 @@ def _version() -> str:
         return "0"
 
 
-def _array(handles: Sequence[Any]) -> tuple[int, Any]:
-    """The C array of handles that the bindings take by address."""
-    return len(handles), (ctypes.c_void_p * len(handles))(*map(int, handles))
+def graphics_calls() -> tuple[Any, Any]:
+    """cuGraphicsMapResources and cuGraphicsUnmapResources. By way of cuda-bindings they take a fifth longer.
+
+    Raises:
+        CudaUnavailableError: there is no driver.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaUnavailableError(
+            f"NVIDIA's driver does not load: {error}. Install or update it; `nvidia-smi` must list the GPU."
+        ) from None
+    calls = library.cuGraphicsMapResources, library.cuGraphicsUnmapResources
+    for call in calls:
+        call.argtypes, call.restype = (ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
+    return calls
 
 
 def check_available(ordinal: int) -> None:

@@ -48,11 +48,42 @@ def torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
+class Library:
+    """libcuda, as far as it is called by ctypes: functions that C can call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.codes: dict[str, int] = {}
+        for name in ("cuGraphicsMapResources", "cuGraphicsUnmapResources"):
+            setattr(self, name, self._function(name))
+
+    def _function(self, name: str) -> Any:
+        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
+        def call(count: int, handles: int, stream: int | None) -> int:
+            self.calls.append((name, list((ctypes.c_void_p * count).from_address(handles)), stream or 0))
+            return self.codes.get(name, 0)
+
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    result, load = Library(), ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, *args: result if name == "libcuda.so.1" else load(name, *args))
+    return result
+
+
+@without_cuda
+def test_no_driver_is_a_named_error(torch_has_cuda: SimpleNamespace) -> None:
+    with pytest.raises(errors.CudaUnavailableError, match=r"driver does not load: libcuda\.so\.1.*nvidia-smi"):
+        CudaDriver(0)
+
+
 # -- the real bindings, without a driver -----------------------------------------------------------------------------
 
 
 @without_cuda
-def test_the_runtime_takes_our_arguments(torch_has_cuda: SimpleNamespace) -> None:
+def test_the_runtime_takes_our_arguments(torch_has_cuda: SimpleNamespace, library: Library) -> None:
     """Every call reaches CUDA, which says that there is no driver; wrong arguments would be a TypeError."""
     from cuda.bindings import runtime
 
@@ -63,8 +94,6 @@ def test_the_runtime_takes_our_arguments(torch_has_cuda: SimpleNamespace) -> Non
         "restore": lambda: driver.restore((1, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal)),
         "register": lambda: driver.register(7),
         "unregister": lambda: driver.unregister(handles[0]),
-        "map": lambda: driver.map(handles, 0x55),
-        "unmap": lambda: driver.unmap(handles, 0),
         "address": lambda: driver.address(handles[0]),
     }
     for name, call in calls.items():
@@ -145,9 +174,6 @@ class Bindings:
             return (len(self.gl_devices), self.gl_devices)
         if name == "cudaGraphicsGLRegisterBuffer":
             return (self.handle and self.handle + args[0],)
-        if name in ("cudaGraphicsMapResources", "cudaGraphicsUnmapResources"):
-            array = (ctypes.c_void_p * args[0]).from_address(args[1])
-            self.calls[-1] = (name, list(array), args[2])
         if name == "cudaGraphicsResourceGetMappedPointer":
             return (0xF000, 4096)
         if name == "cuEventCreate":
@@ -159,7 +185,7 @@ class Bindings:
 
 
 @pytest.fixture
-def bindings(monkeypatch: pytest.MonkeyPatch) -> Bindings:
+def bindings(monkeypatch: pytest.MonkeyPatch, library: Library) -> Bindings:
     both = Bindings()
     package, module = types.ModuleType("cuda"), types.ModuleType("cuda.bindings")
     module.driver = module.runtime = both  # type: ignore[attr-defined]
@@ -213,18 +239,20 @@ def test_capture_is_refused_on_either_device(
     assert torch_has_cuda.exchanged == [0]
 
 
-def test_many_buffers_are_mapped_in_one_call(torch_has_cuda: SimpleNamespace, bindings: Bindings) -> None:
+def test_many_buffers_are_mapped_in_one_call(
+    torch_has_cuda: SimpleNamespace, bindings: Bindings, library: Library
+) -> None:
     driver = CudaDriver(0)
     handles = [driver.register(glo) for glo in (3, 4, 5)]
     driver.map(handles, driver.stream())
     driver.unmap(handles[:2], 0)
-    assert bindings.calls[-2:] == [
-        ("cudaGraphicsMapResources", [0xABC3, 0xABC4, 0xABC5], 0x55),
-        ("cudaGraphicsUnmapResources", [0xABC3, 0xABC4], 0),
+    assert library.calls == [
+        ("cuGraphicsMapResources", [0xABC3, 0xABC4, 0xABC5], 0x55),
+        ("cuGraphicsUnmapResources", [0xABC3, 0xABC4], 0),
     ]
     assert driver.address(handles[0]) == (0xF000, 4096)
-    bindings.codes["cudaGraphicsMapResources"] = 219
-    with pytest.raises(errors.DeviceMismatchError, match=r"219 \(name219\) in cudaGraphicsMapResources"):
+    library.codes["cuGraphicsMapResources"] = 219
+    with pytest.raises(errors.DeviceMismatchError, match=r"219 \(name219\) in cuGraphicsMapResources"):
         driver.map(handles, 0)
 
 

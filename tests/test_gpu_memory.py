@@ -1,5 +1,5 @@
-"""A GPU whose memory is full, for real. `make gpu-check` runs these last: a driver that does not bear it would fail all
-that follow."""
+"""A GPU's memory, measured and filled, for real: with nothing else on it. `make gpu-check` runs these last: a driver
+that does not bear a full one would fail all that follow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 import gpu_lod as lod
 from gpu_lod import errors
+from gpu_lod.kernels.device import device_of
+from gpu_lod.kernels.textures import textures_of
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda:0"
@@ -19,6 +21,23 @@ CUDA = "cuda:0"
 @pytest.fixture(scope="module")
 def gl() -> Iterator[lod.Context]:
     yield lod.Context(CUDA)
+
+
+def test_textures_do_not_pile_up() -> None:
+    def used() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(0)
+        return total - free
+
+    at = torch.rand(2, device=CUDA)
+    for count in range(200):
+        lod.foveate(lod.mipmap(torch.rand(3, 512, 512, device=CUDA)).upload(backend="cuda"), at, backend="cuda")
+        if count == 20:
+            before = used()
+    assert used() - before < 2**25
+    assert textures_of(device_of(at)).pool.leased <= 1
 
 
 def test_out_of_memory(gl: lod.Context) -> None:

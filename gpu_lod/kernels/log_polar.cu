@@ -7,7 +7,7 @@ struct LogPolar {
     Rings rings;
 };
 
-#define RINGS 4  // that a thread waits for at once; samplers.py has it too
+#define RINGS 8  // that a thread waits for at once; samplers.py has it too
 
 extern "C" __global__ void __launch_bounds__(THREADS) log_polar(const LogPolar p) {
     each_sample<RINGS>(p.rings, [&](const Sample (&s)[RINGS], unsigned rings, int layer, element* target,

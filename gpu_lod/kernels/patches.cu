@@ -10,7 +10,7 @@ struct Patches {
     Wanted wanted;
 };
 
-#define SAMPLES 2  // that a thread waits for at once; samplers.py has it too
+#define SAMPLES 4  // that a thread waits for at once; samplers.py has it too
 
 extern "C" __global__ void __launch_bounds__(THREADS, 6) patches(const Patches t) {
     const Wanted& p = t.wanted;

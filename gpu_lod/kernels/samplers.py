@@ -19,9 +19,9 @@ from gpu_lod.kernels.textures import Source
 
 _ROWS = THREADS // 32
 """That a block of foveation makes."""
-RINGS = 4
+RINGS = 8
 """That a thread of log_polar.cu makes at once."""
-SAMPLES = 2
+SAMPLES = 4
 """That a thread of patches.cu makes at once."""
 MOST_COLUMNS = 2**23
 """Pixels of a row up to which fp32 holds their centres."""
