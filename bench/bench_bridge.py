@@ -39,7 +39,7 @@ from rows import cuda_facts, write
 
 import gpu_lod as lod
 
-SHARES = {"cost": 0.1, "share": 0.1, "end_to_end": 0.15, "uploads": 0.2, "small_calls": 0.45}
+SHARES = {"cost": 0.08, "share": 0.08, "end_to_end": 0.1, "uploads": 0.14, "small_calls": 0.6}
 """Of the seconds, for each part."""
 TARGETS = {"p50_us": P50_US, "p99_us": P99_US, "share_at_4096": 0.2, "host_factor_at_2048": 10.0}
 COUNTS, BUFFER_BYTES = (1, 2, 4, 8), (2**20, 2**26)
@@ -418,7 +418,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="What sharing memory between CUDA and OpenGL costs, and what it gains."
     )
     parser.add_argument("--out", type=Path, default=Path("out/bridge.json"), help="(default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for everything, about (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=80.0, help="for everything, about (default: %(default)s)")
     options = parser.parse_args(arguments)
     if not 0 < options.seconds < math.inf:
         parser.error("--seconds must be more than 0")
