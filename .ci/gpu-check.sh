@@ -8,10 +8,11 @@
 #   LIBS     folder of .deb files, for libraries that the machine lacks, such as libegl1 and libglvnd0
 #   OUT      where the results go, at most 8 files (default: out/gpu-check)
 #   MINUTES  how long all of it may take, 9.5 for example (default: 9)
-#   STAGES   which to run, of doctor bench tests bridge shared-memory allocators calibrate (default: all); they share the
-#            time
+#   STAGES   which to run, of doctor compile tests kernels bench bridge allocators calibrate (default: all of these) and
+#            shared-memory; they share the time
 #   TESTS    which tests to run, as pytest's -k takes it (default: all)
-#   WORKERS  processes that run them beside one another (default: 1, as some measure, or fill, the GPU's whole memory)
+#   WORKERS  processes that run them beside one another (default: 1); those that measure, or fill, the GPU's memory then
+#            run by themselves, unless TESTS is given
 #   GO_ON    bench.json of an earlier run, of the same commit and machine: what it left out is measured, and added to it
 #   CACHE    folder in which torch finds what it compiled in an earlier run, and keeps what it compiles (default: none)
 #   GPU_LOD_COMMIT  what the results name as measured, where the checkout has no history (default: what git says)
@@ -27,8 +28,10 @@ fi
 total=$((BASH_REMATCH[1] * 60 + ${BASH_REMATCH[3]:-0} * 6))
 
 # Of the time, in percent, for each stage at the most. What one leaves the next may have: together they are more than all.
-declare -A percent=([doctor]=10 [bench]=52 [tests]=28 [bridge]=15 [shared-memory]=8 [allocators]=16 [calibrate]=12)
-read -ra wanted <<<"${STAGES:-doctor bench tests bridge shared-memory allocators calibrate}"
+declare -A percent=(
+    [doctor]=10 [compile]=28 [tests]=28 [kernels]=8 [bench]=52 [bridge]=20 [shared-memory]=8 [allocators]=16 [calibrate]=12
+)
+read -ra wanted <<<"${STAGES:-doctor compile tests kernels bench bridge allocators calibrate}"
 whole=0
 for name in "${wanted[@]}"; do
     if [ -z "${percent[$name]:-}" ]; then
@@ -47,7 +50,7 @@ go_on=${GO_ON:+$(realpath -m "$GO_ON")}
 cache=${CACHE:+$(realpath -m "$CACHE")}
 
 GRACE=5 # seconds between the polite signal and the other one
-FILES=(doctor.json gpu-tests.log bench.json allocators.json bridge.json shared-memory.json calibrated.json summary.txt)
+FILES=(doctor.json gpu-tests.log bench.json allocators.json bridge.json kernels.json shared-memory.json calibrated.json summary.txt)
 GLVND=(/etc/glvnd/egl_vendor.d /usr/share/glvnd/egl_vendor.d) # where it looks by itself
 NVIDIA=/usr/local/nvidia                                      # where containers mount the driver
 
@@ -270,33 +273,24 @@ else:
 PYTHON
 fi
 
-# What the project is judged by comes first, and first in it the rows that matter most. Less what importing, the last row
-# and the plot take.
-if allow bench; then
-    seconds=$((limit > 65 ? limit - 45 : 20))
-    stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.py" --device cuda \
-        --minutes "$(minutes $seconds)" --out "$out/bench.json" ${go_on:+--go-on "$go_on"}
-fi
-
 # Only the files that have such tests: the others may need packages that are not here. This environment's own pytest
 # plugins and warnings are not what is tested. In a process beside pytest's, a test that crashes or hangs takes no other
 # with it. And that all tests were skipped is no success.
-# Those of allocators come late: they rest on what the others test. Those that fill the memory come last: a driver that
-# does not bear it would fail all that follow.
+# Those of allocators come late: they rest on what the others test. Those that measure and fill the memory come last: a
+# driver that does not bear it would fail all that follow.
 gpu_files() { grep -lE 'mark\.gpu\b' "$checkout"/tests/test_*.py; }
 mapfile -t files < <(
     gpu_files | grep -vE 'allocate|memory'
     gpu_files | grep allocate
-    gpu_files | grep memory
 )
-mapfile -t aside < <("$python" - "${WORKERS:-1}" 2>/dev/null <<'PYTHON'
-import sys
+mapfile -t alone < <(gpu_files | grep memory)
+mapfile -t beside < <("$python" - 2>/dev/null <<'PYTHON'
 from importlib.util import find_spec
 
 import pytest
 
 if find_spec("xdist"):
-    print("-p", "xdist.plugin", "-n", sys.argv[1], "--max-worker-restart", "20", sep="\n")
+    print("-p", "xdist.plugin", "--max-worker-restart", "20", sep="\n")
     if pytest.version_tuple >= (9,):
         print("-o", "faulthandler_exit_on_timeout=true", sep="\n")
     elif find_spec("pytest_timeout"):  # which ends the process too
@@ -305,19 +299,71 @@ PYTHON
 )
 # shellcheck disable=SC2016
 some_passed='"$@" || exit; tail -n 20 "$0" | grep -qE "=+ .*[1-9][0-9]* passed" || { echo "no test ran"; exit 1; }'
-GRACE=15 # in which pytest waits for the process beside it, and writes its report
-if allow tests; then
+run_pytest() { # NAME LOG ARGUMENT...
+    local name=$1 log=$2
+    shift 2
     GPU_LOD_TEST_INSTALLED=1 GPU_LOD_TEST_WARNINGS=default PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-        stage tests "$out/gpu-tests.log" "$out/gpu-tests.log" \
-        bash -c "$some_passed" "$out/gpu-tests.log" "$python" -m pytest -m gpu -v --durations=10 "${aside[@]}" \
-        -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" \
-        ${TESTS:+-k "$TESTS"} "${files[@]:-$checkout/tests}"
+        stage "$name" "$log" "$log" \
+        bash -c "$some_passed" "$log" "$python" -m pytest -m gpu -v --durations=10 \
+        -W default -p no:cacheprovider -o faulthandler_timeout=60 -c "$checkout/pyproject.toml" --rootdir "$checkout" "$@"
+}
+GRACE=15 # in which pytest waits for the process beside it, and writes its report
+each=()
+((${#beside[@]} == 0)) || each=("${beside[@]}" -n "${WORKERS:-1}")
+split= # those that measure the GPU's memory, or fill it, from the others
+[ "${WORKERS:-1}" = 1 ] || [ -n "${TESTS:-}" ] || split=yes
+run_crowd() { allow tests && run_pytest tests "$out/gpu-tests.log" "${each[@]}" "${files[@]}"; }
+
+# Most of a row's time torch compiles its opponents. Ahead of them several processes can do that, and beside the tests,
+# for nothing is timed yet. What they choose by timing, beside one another, is not kept.
+compilers=()
+if allow compile; then
+    began=$SECONDS verdict=ok
+    count=$(($(nproc) / 3 < 6 ? $(nproc) / 3 : 6))
+    ((count > 0)) || count=1
+    if ((limit < 1)); then
+        count=0 verdict=SKIPPED
+        echo "no time was left for it" >"$work/compile0.log"
+    fi
+    for ((i = 0; i < count; i++)); do
+        (cd "$work/here" && exec timeout -s INT -k 5 "$limit" "$python" "$checkout/bench/run.py" --device cuda \
+            --compile "$i/$count") >"$work/compile$i.log" 2>&1 </dev/null &
+        compilers+=($!)
+    done
+fi
+[ -z "$split" ] || run_crowd
+if allow compile; then
+    for compiler in "${compilers[@]}"; do wait "$compiler" || verdict=FAILED; done
+    find "$TORCHINDUCTOR_CACHE_DIR" -name '*.best_config' -delete 2>/dev/null
+    cat "$work"/compile*.log >"$work/compile.log"
+    record compile "$verdict" $((SECONDS - began)) "$work/compile.log"
+fi
+if ! allow tests; then
+    :
+elif [ -n "$split" ]; then
+    run_pytest tests-alone "$work/alone.log" "${beside[@]}" ${beside:+-n 1} "${alone[@]}"
+    cat "$work/alone.log" >>"$out/gpu-tests.log"
+else
+    run_pytest tests "$out/gpu-tests.log" "${each[@]}" ${TESTS:+-k "$TESTS"} "${files[@]:-$checkout/tests}" "${alone[@]}"
+fi
+GRACE=5
+
+if allow kernels; then
+    stage kernels "$work/kernels.log" "$work/kernels.log" "$python" "$checkout/bench/bench_kernels.py" \
+        --out "$out/kernels.json"
 fi
 
-GRACE=5
+# What the project is judged by comes first, and first in it the rows that matter most. Less what importing, the last row
+# and the plot take.
+if allow bench; then
+    seconds=$((limit > 65 ? limit - 45 : 20))
+    stage bench "$work/bench.log" "$work/bench.log" "$python" "$checkout/bench/run.py" --device cuda \
+        --minutes "$(minutes $seconds)" --out "$out/bench.json" ${go_on:+--go-on "$go_on"}
+fi
+
 if allow bridge; then
     stage bridge "$work/bridge.log" "$work/bridge.log" "$python" "$checkout/bench/bench_bridge.py" \
-        --out "$out/bridge.json" --seconds $((limit * 45 / 100 + 1))
+        --out "$out/bridge.json" --seconds $((limit * 60 / 100 + 1))
 fi
 
 if allow shared-memory; then

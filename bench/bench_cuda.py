@@ -759,6 +759,15 @@ def run_all(
     return path, problem_of(found) or _failed(run.failures)
 
 
+def compile_ahead(part: int, parts: int, say: Callable[[str], object]) -> None:
+    """Compile what a part of the jobs compiles, and note no time: torch keeps it on disk for the run that measures.
+    Sides on OpenGL are left out."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    run = Run(device, CudaStopwatch(device), Budget(60), None, seconds=0.0, compile_seconds=math.inf)
+    measure(run, plan(run, MAIN, REST)[part::parts], lambda: None, say)
+    say(f"{len(run.rows)} rows, {len(run.failures)} failures")
+
+
 def replace_process(arguments: list[str]) -> NoReturn:
     """By a fresh one of this program, which keeps the number that others know it by, and nothing of the device."""
     signal.setitimer(signal.ITIMER_REAL, 0)  # it would outlive the program

@@ -2,6 +2,7 @@
 
 python bench/run.py [--quick] [--only mipmap,hiz,log_polar,pyramids,samplers,features,parts] [--out FILE]
 python bench/run.py --device cuda [--minutes 5] [--quick] [--out FILE] [--go-on FILE]
+python bench/run.py --device cuda --compile 2/6   compile what the third of six parts of the rows needs; time nothing
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="measure what this file left out, and keep its rows; CUDA tensors only",
     )
+    parser.add_argument("--compile", metavar="I/N", help="compile for part I of N, from 0; CUDA tensors only")
     parser.add_argument("--rest", help=argparse.SUPPRESS)  # what a process that lost the device leaves to the next
     options = parser.parse_args(arguments)
     if options.device == "cuda" and options.only is not None:
@@ -151,6 +153,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--go-on is for --device cuda; use --only")
     if options.go_on is not None and not options.go_on.is_file():
         parser.error(f"--go-on: there is no file {options.go_on}")
+    if options.compile is not None:
+        part, slash, parts = options.compile.partition("/")
+        if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+            parser.error(f"--compile is {options.compile}; expected a part and how many there are, such as 0/6")
+        if options.device == "cpu":
+            parser.error("--compile is for --device cuda: nothing is compiled for CPU tensors")
+        options.compile = int(part), int(parts)
     if options.device == "cpu" and options.minutes is not None:
         parser.error("--minutes is for --device cuda; use --only or --quick")
     options.only = options.only or VERBS
@@ -170,6 +179,9 @@ def cuda(options: argparse.Namespace) -> int:
         print("no CUDA device here: nothing was measured, nothing written", file=sys.stderr)
         return 1
     # Plain lines, for this runs where the output is a log.
+    if options.compile is not None:
+        bench_cuda.compile_ahead(*options.compile, lambda text: print(text, flush=True))
+        return 0
     rest = bench_cuda.Rest.of(options.rest) if options.rest else None
     path, problem = bench_cuda.run_all(
         options.minutes, options.out, options.quick, lambda text: print(text, flush=True), rest, earlier=options.go_on

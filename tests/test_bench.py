@@ -524,6 +524,47 @@ def test_a_run_that_ended_by_its_time_is_gone_on_with(tmp_path: Path, monkeypatc
     assert json.loads(whole.read_text()) == found
 
 
+@pytest.mark.parametrize("part", [0, 2])
+def test_what_jobs_compile_is_compiled_ahead(
+    part: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of the jobs, whose sides are made, with time for each that compiles; nothing is written."""
+    done: list[str] = []
+
+    def rows(name: str, run: bench_cuda.Run) -> Iterator[Row]:
+        run.begin_row()
+        sides = cuda_timer.Sides(run.watch, run.limits)
+        run.add_gl(sides, "gl compute", lambda: pytest.fail("OpenGL"))
+        run.add_fast_torch(sides, {}, lambda x: x + 1, [torch.ones(2)])
+        done.append(name)
+        yield row_of("mipmap", sides=sides.race(seconds=run.seconds))
+
+    def plan(run: bench_cuda.Run, *_: object) -> Any:
+        return [(name, partial(rows, name, run)) for name in "abcde"]
+
+    compiled: list[float] = []
+
+    def compile_(source: Any, inputs: Any, limit: float) -> Any:
+        compiled.append(limit)
+        return source
+
+    as_if_on_cuda(monkeypatch, plan, HostStopwatch())
+    monkeypatch.setattr(bench_cuda, "compiled", compile_)
+    monkeypatch.setattr(bench_cuda, "write", lambda *_: pytest.fail("a file"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run.main(["--device", "cuda", "--compile", f"{part}/3"]) == 0
+    assert done == ["abcde"[i] for i in range(part, 5, 3)]
+    assert len(compiled) == len(done) and min(compiled) > 20
+    assert f"{len(done)} rows, 0 failures" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["--device cuda --compile 3/3", "--device cuda --compile 1", "--compile 0/2"])
+def test_parts_that_are_none_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(words.split())
+    assert "--compile is" in capsys.readouterr().err
+
+
 def test_the_file_of_a_run_that_was_killed_says_what_was_to_come() -> None:
     run, files = run_on_host(ctx=None), list[list[str]]()
     jobs = [(name, lambda: iter([row_of("mipmap"), row_of("hiz")])) for name in "ab"]

@@ -40,6 +40,42 @@ def test_textures_do_not_pile_up() -> None:
     assert textures_of(device_of(at)).pool.leased <= 1
 
 
+def test_a_counter_goes_to_and_fro_ten_thousand_times(gl: lod.Context) -> None:
+    """Shader writes, torch reads, torch writes, shader reads, on two streams in turn; no stale byte, nothing grows."""
+    image = gl.empty(1, 64, 64)
+    wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
+    streams = [torch.cuda.Stream(CUDA), torch.cuda.Stream(CUDA)]
+    torch.cuda.synchronize()
+    before: tuple[int, ...] | None = None
+    for count in range(10_000):
+        stream, last = streams[count % 2], streams[1 - count % 2]
+        stream.wait_stream(last)
+        with torch.cuda.stream(stream):
+            image.fill_(float(count))
+            pyramid = lod.mipmap(image, generator="compute")
+            for level in (pyramid[1], pyramid[6]):
+                wrong += (level != count).sum()
+            wrong += (image != count).sum()
+        if count == 100:
+            before = _usage(gl)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert before is not None
+    after = _usage(gl)
+    assert after[:3] == before[:3], "registered buffers and pools"
+    assert after[3] - before[3] < 2**25, "device memory"
+
+
+def _usage(context: lod.Context) -> tuple[int, int, int, int]:
+    gc.collect()
+    torch.cuda.synchronize()
+    bridge = context.interop
+    assert bridge is not None
+    with context.active(device=torch.device(CUDA)):
+        free, total = torch.cuda.mem_get_info(0)
+        return len(bridge._by_address), bridge.pool.leased, bridge.pool.idle, total - free
+
+
 def test_out_of_memory(gl: lod.Context) -> None:
     _, total = torch.cuda.mem_get_info(0)
     kept: list[torch.Tensor] = []
