@@ -4,11 +4,13 @@ with another.
 Times are by events on the stream, of CUDA graphs queued one behind the other (`cuda_timer`): no launch is in them.
 
 python bench/bench_kernels.py [--only chain,foveate] [--out FILE]
+python bench/bench_kernels.py --set ROWS_AT_ONCE=8 --set LEAST_BLOCKS:3=2   with other constants; nothing is written
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from opponents import captured
 from rows import RESULTS, cuda_facts, slug, write
 
 import gpu_lod as lod
+from gpu_lod.kernels import chain, samplers, sources
 
 ROUNDS, BLOCK = 12, 8
 """Turns, and calls of one."""
@@ -111,6 +114,30 @@ def on_the_grid(side: int) -> torch.Tensor:
     return torch.cat([centre / side, torch.zeros(MANY, 1)], dim=1)[None]
 
 
+def set_constant(change: str) -> None:
+    """NAME=VALUE, or NAME:BEFORE=VALUE of those definitions alone: in the kernels' sources, and where the host's code
+    has a constant of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = re.fullmatch(r"([A-Z_]+)(?::(\d+))?=(\d+)", change)
+    if found is None:
+        raise ValueError(f"--set is {change}; expected NAME=VALUE or NAME:BEFORE=VALUE")
+    name, before, value = found.groups()
+    definition = re.compile(rf"(#define {name} ){before or '[0-9]+'}\b")
+    count = 0
+    for file, text in sources.texts().items():
+        sources.texts()[file], times = definition.subn(rf"\g<1>{value}", text)
+        count += times
+    for module in (chain, samplers):
+        if isinstance(was := getattr(module, name, None), int) and before in (None, str(was)):
+            setattr(module, name, int(value))
+            count += 1
+    if not count:
+        raise ValueError(f"--set is {change}, and neither kernels nor the host's code define that")
+
+
 def measure(
     device: torch.device,
     watch: Stopwatch,
@@ -149,10 +176,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(JOBS), help="comma-separated kernels (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/kernels/<device>.json)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a kernel's constant; repeatable"
+    )
     options = parser.parse_args(arguments)
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(JOBS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; expected some of {', '.join(JOBS)}")
+    try:
+        for change in options.set:
+            set_constant(change)
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured, nothing written", file=sys.stderr)
         return 1
@@ -166,10 +201,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     def save(row: Row) -> None:
         rows.append(row)
-        write(data, path)
+        if not options.set:
+            write(data, path)
 
     measure(device, watch, bandwidth, wanted, save, failures)
-    print(f"wrote {path}" if rows else "nothing was measured")
+    if options.set:
+        print(f"with {', '.join(options.set)}: nothing is written")
+    else:
+        print(f"wrote {path}" if rows else "nothing was measured")
     return int(bool(failures) or not rows)
 
 

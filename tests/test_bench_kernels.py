@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gpu_lod as lod
+from gpu_lod.kernels import chain, samplers, sources
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT / "bench"))
@@ -88,18 +89,22 @@ def test_what_fails_is_told_and_the_rest_goes_on(small: None, monkeypatch: pytes
     assert all("ZeroDivisionError" in why for why in failures.values())
 
 
-def test_the_file(
-    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
     facts = {"device": "A GPU", "commit": "0123", "date": "2026-11-28"}
     for name, value in {
         "CudaStopwatch": lambda device: Clock(), "device_bandwidth": lambda *_: 2e12, "cuda_facts": lambda *_: facts,
-        "RESULTS": tmp_path,
+        "RESULTS": results,
     }.items():  # fmt: skip
         monkeypatch.setattr(bench_kernels, name, value)
     monkeypatch.setattr(torch, "device", lambda *_: HOST)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def test_the_file(
+    small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_if_on_a_gpu(monkeypatch, tmp_path)
     assert bench_kernels.main(["--only", "chain"]) == 0
     data = json.loads((tmp_path / "kernels" / "a-gpu.json").read_text())
     jsonschema.validate(data, bench_kernels.SCHEMA)
@@ -118,6 +123,30 @@ def test_without_a_gpu_nothing_is_written(
     with pytest.raises(SystemExit):
         bench_kernels.main(["--only", "chains"])
     assert "there is no chains" in capsys.readouterr().err
+
+
+def test_constants_are_set_in_kernels_and_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = dict(sources.texts())
+    monkeypatch.setattr(sources, "texts", lambda: texts)
+    monkeypatch.setattr(chain, "RAGGED_GROUP", chain.RAGGED_GROUP)
+    monkeypatch.setattr(samplers, "RINGS", samplers.RINGS)
+    bench_kernels.set_constant("RINGS=5")
+    assert samplers.RINGS == 5 and "#define RINGS 5 " in texts["log_polar.cu"]
+    bench_kernels.set_constant("LEAST_BLOCKS:3=2")
+    assert "LEAST_BLOCKS 4\n" in texts["reduce.cu"] and "LEAST_BLOCKS 2\n" in texts["reduce.cu"]
+    bench_kernels.set_constant("RAGGED_GROUP=2")
+    assert chain.RAGGED_GROUP == 2
+    for wrong in ("RING=5", "RAGGED_GROUP:7=2", "LEAST_BLOCKS:3=2", "RINGS", "RINGS=five"):
+        with pytest.raises(ValueError, match=f"--set is {wrong}"):
+            bench_kernels.set_constant(wrong)
+
+
+def test_nothing_is_written_of_other_constants(small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    as_if_on_a_gpu(monkeypatch, tmp_path)
+    seen: list[str] = []
+    monkeypatch.setattr(bench_kernels, "set_constant", seen.append)
+    assert bench_kernels.main(["--only", "chain", "--set", "A=1", "--set", "B:1=2"]) == 0
+    assert seen == ["A=1", "B:1=2"] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
