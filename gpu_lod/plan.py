@@ -77,7 +77,7 @@ class Plan:
             raise InputError("no argument is a tensor, so nothing could change between calls; pass what does as one.")
         for tensor in given:
             checks.ordinary(tensor, "an argument of the plan")
-        if any(tensor.requires_grad for tensor in given):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             raise InputError("a plan gives no gradients, and an argument asks for them: pass tensor.detach().")
         self._pyramids = [leaf for leaf in leaves if isinstance(leaf, Pyramid)]
         self._leaves = leaves
@@ -249,6 +249,8 @@ class Plan:
             raise ContextClosedError("the context that this plan was recorded on was closed: plan the function again.")
         with ctx.active(self._device):
             self._copy(tensors)
+            for converted, source in found.conversions:
+                converted.copy_(source)
             for check, values in found.checks:
                 check(values)
             try:

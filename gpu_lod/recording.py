@@ -35,6 +35,8 @@ class Recording:
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.tape: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.conversions: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Inputs in another dtype, and what they are made of, in this order."""
         self.writes: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         """What torch writes into memory that OpenGL then reads, or that is a part of the result."""
         self.checks: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = []
@@ -74,6 +76,12 @@ class Recording:
         """The lease made meanwhile whose memory holds an address."""
         shared: Iterator[Any] = (one for one in self.held if isinstance(one, Lease) and hasattr(one, "address"))
         return next((one for one in shared if one.address <= address < one.address + one.nbytes), None)
+
+    def convert(self, result: torch.Tensor, source: torch.Tensor) -> None:
+        """Note that a tensor on the host is an input in another dtype: it is made again before anything else is done,
+        and is an input like those."""
+        self.conversions.append((result, source))
+        self._memory.append((result.data_ptr(), result.data_ptr() + result.nbytes))
 
     def write(self, func: Callable[..., Any], args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
         """Note an operation that writes to its first argument and may be repeated. All writes are repeated before all
@@ -244,6 +252,13 @@ class _Watch(TorchDispatchMode):
         recording = self._recording
         if recording.watching and not _harmless(func):
             # What it computes from constants alone is a constant.
+            if func is torch.ops.aten._to_copy.default and recording.is_input(args[0].data_ptr()):
+                result = func(*args, **(kwargs or {}))
+                if args[0].device.type == result.device.type == "cpu":
+                    recording.convert(result, args[0])
+                else:
+                    recording.stop(f"torch computes in it ({func})")
+                return result
             tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if torch.Tag.nondeterministic_seeded in func.tags:
                 recording.stop(f"it is random ({func})")

@@ -63,6 +63,45 @@ def test_a_plan_works_where_its_results_are() -> None:
     assert not planned.replays and "on meta" in planned.reason
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64], ids=str)
+def test_inputs_in_another_dtype_are_converted_at_each_call(dtype: torch.dtype) -> None:
+    """As fixations are that come from NumPy, and bytes that the function itself makes floats of."""
+
+    def inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(seed)
+        fixation = torch.randint(0, 2, (2, 2)) if dtype == torch.int64 else torch.rand(2, 2, dtype=dtype)
+        return torch.randint(0, 256, (2, 3, 40, 31), dtype=torch.uint8), fixation
+
+    def chain(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        at = fixation.to(torch.float64).to(torch.float16)  # one conversion of another
+        return lod.log_polar(lod.mipmap(image.float(), backend="gl"), at, 16, 32, backend="gl")
+
+    planned = lod.plan(chain, *inputs(0))
+    assert planned.replays, planned.reason
+    for seed in range(1, 4):
+        assert torch.equal(planned(*inputs(seed)), chain(*inputs(seed)))
+
+
+def test_bad_values_of_another_dtype_are_refused_at_the_call_that_brings_them() -> None:
+    planned = lod.plan(lod.log_polar, noise(1, 3, 40, 31), torch.rand(1, 2, dtype=torch.float64), 8, 16, backend="gl")
+    assert planned.replays, planned.reason
+    good = planned(noise(1, 3, 40, 31), torch.tensor([[0.5, 0.5]], dtype=torch.float64)).clone()
+    with pytest.raises(InputError, match="nan"):
+        planned(noise(1, 3, 40, 31), torch.tensor([[0.5, float("nan")]], dtype=torch.float64))
+    again = planned(noise(1, 3, 40, 31), torch.tensor([[0.5, 0.5]], dtype=torch.float64))
+    assert again.shape == good.shape and not again.isnan().any()
+
+
+def test_what_is_computed_from_a_converted_input_is_not_repeated() -> None:
+    def halved(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
+        return lod.log_polar(image, fixation.float().mul_(0.5), 8, 16, backend="gl")
+
+    inputs = noise(1, 3, 40, 31), torch.rand(1, 2, dtype=torch.float64)
+    planned = lod.plan(halved, *inputs)
+    assert not planned.replays and "torch computes in it" in planned.reason
+    assert torch.equal(planned(*inputs), halved(*inputs))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "generator", ["compute", "registers", "single-pass", "single-pass-texture", "fragment", "driver"]
@@ -143,7 +182,10 @@ def test_other_work_in_between_disturbs_nothing(ctx: lod.Context) -> None:
         (lambda x: lod.mipmap(x, 2 + (x.numpy().max() > 0.2).item(), generator="compute")[1], "numpy"),
         (lambda x: lod.cull(lod.hiz(x, backend="gl"), 0.5, backend="gl").mask, "host|torch computes"),
         (lambda x: lod.mipmap(x.zero_(), generator="compute")[1], "aten.zero_"),
-        (lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"), "tolist|torch computes"),
+        (
+            lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"),
+            "tolist|numpy|torch computes",
+        ),
         (
             lambda x: lod.mipmap(lod.mipmap(x, backend="gl").levels[1].transpose(-1, -2), backend="gl").levels[1],
             "torch computes",  # it copies what a verb made
@@ -223,6 +265,9 @@ def test_bad_tensors_are_refused() -> None:
         lod.plan(lod.cortical_sites, (0.5, 0.5))
     with pytest.raises(InputError, match="gradients"):
         lod.plan(lod.mipmap, noise(1, 4, 4).requires_grad_())
+    image = noise(1, 4, 4).requires_grad_()
+    with torch.no_grad():  # nothing asks for them there, as at a call
+        assert torch.equal(lod.plan(lod.mipmap, image, generator="compute")(image)[1], lod.mipmap(image)[1])
     with pytest.raises(InputError, match="channels"):
         lod.plan(lod.mipmap, noise(5, 4, 4), backend="gl")
 

@@ -361,9 +361,12 @@ def test_newcomers_are_read_and_videos_apart(photo: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("call", "hint"),
     [
-        (lambda memory: memory.update(BLANK.expand(2, -1, -1, -1)), r"reset\(\)"),
-        (lambda memory: memory.update(BLANK.half()), r"reset\(\)"),
-        (lambda memory: memory.update(BLANK[..., :100]), r"reset\(\)"),
+        (
+            lambda memory: memory.update(BLANK.expand(2, -1, -1, -1)),
+            r"\(2, 3, .*before were .*\(1, 3, .*reset\(\)",
+        ),
+        (lambda memory: memory.update(BLANK.half()), r"float16.*were float32.*reset\(\)"),
+        (lambda memory: memory.update(BLANK[0, ..., :100]), r"float32 \(3, 112, 100\) on cpu.*reset\(\)"),
         (lambda memory: memory.update(BLANK, torch.rand(1, 7, 8)), r"\(1, 8, 8\)"),
         (lambda memory: memory.update(None), "image is NoneType"),
         (lambda memory: memory.update(BLANK, refresh=torch.tensor([1.0, 2.0])), "refresh is tensor"),

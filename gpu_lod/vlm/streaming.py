@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -136,7 +136,7 @@ class TokenMemory:
             self._patches = frame.new_zeros(shape, dtype=frame.dtype if stays else torch.float32)
             replaced = torch.ones_like(self._cells, dtype=torch.bool)
         else:
-            _same(frame, before)
+            _same(frame, before, batched)
             replaced = self._exchange(scene)
             self._moved = self._moved + _change(frame, before, self.patch).flatten(1).gather(1, self._cells)
         # NaN, as of a broken frame, is no small change.
@@ -205,11 +205,12 @@ def _best(values: torch.Tensor, first: torch.Tensor, count: int) -> torch.Tensor
     return order.gather(1, ordered(values.gather(1, order), count)[1])
 
 
-def _same(frame: torch.Tensor, before: torch.Tensor) -> None:
-    def what(x: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(x.shape), x.dtype, x.device.type
+def _same(frame: torch.Tensor, before: torch.Tensor, batched: bool) -> None:
+    def words(x: torch.Tensor) -> str:
+        shape = x.shape if batched or len(x) > 1 else x.shape[1:]
+        return f"{str(x.dtype)[6:]} {tuple(shape)} on {x.device}"
 
-    if what(frame) != what(before):
+    if (frame.shape, frame.dtype, frame.device) != (before.shape, before.dtype, before.device):
         raise InputError(
-            f"a frame is {what(frame)}, and those before were {what(before)}: call reset() to begin another video."
+            f"a frame is {words(frame)}, and those before were {words(before)}: call reset() to begin another video."
         )
