@@ -395,6 +395,41 @@ def test_nothing_is_copied_on_the_way_out(gl: lod.Context) -> None:
     assert torch.equal(control, image)
 
 
+def test_a_moved_buffer_is_an_error_and_its_tensors_are_poisoned(gl: lod.Context) -> None:
+    """As if CUDA had given it another address, in a process of its own."""
+    succeed(
+        """
+        import torch, gpu_lod as lod
+        from gpu_lod import errors
+        ctx = lod.Context("cuda")
+        image = ctx.empty(1, 16, 16, device="cuda").fill_(1)
+        alias, other = image[:, 2:], torch.ones(4, device="cuda")
+        driver = ctx.interop.driver
+        address = driver.address
+        driver.address = lambda handle: (address(handle)[0] + 256, address(handle)[1])
+        try:
+            lod.mipmap(image, generator="compute")
+        except errors.BufferMovedError as error:
+            assert "another CUDA address" in str(error)
+        else:
+            raise SystemExit("it was not noticed")
+        del driver.address
+        for use in (image.cpu, alias.sum, image.data_ptr, lambda: image + 1, lambda: lod.mipmap(image, backend="gl")):
+            try:
+                use()
+            except RuntimeError as error:
+                assert "no longer valid" in str(error), error
+            else:
+                raise SystemExit(f"{use} took it")
+        assert float(other.sum()) == 4
+        del image, alias, use
+        again = ctx.empty(1, 16, 16, device="cuda").fill_(2)
+        assert float(lod.mipmap(again, generator="compute")[4]) == 2
+        assert float(lod.mipmap(torch.full((1, 16, 16), 3.0, device="cuda"), backend="gl")[4]) == 3
+        """
+    )
+
+
 def test_a_buffer_waits_for_the_stream_that_still_reads_it(gl: lod.Context) -> None:
     """The tensor dies while work that reads it is queued on a second stream; the next result must not overwrite it."""
     side = torch.cuda.Stream(CUDA)

@@ -1,0 +1,163 @@
+"""The bridge through PyCUDA on a real GPU. PyCUDA must have been built with OpenGL; each test has a process of its own,
+for a CUDA context that is current lasts."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from scripts import HERE, succeed
+
+pytestmark = pytest.mark.gpu
+
+BEGIN = """
+    import torch
+    torch.zeros(1, device="cuda")  # the primary context
+    import pycuda.autoprimaryctx
+    import gpu_lod as lod
+    ctx = lod.Context("cuda", interop="pycuda")
+"""
+
+
+@pytest.fixture(autouse=True)
+def with_opengl() -> None:
+    pytest.importorskip("pycuda", reason="PyCUDA is not installed")
+    try:
+        importlib.import_module("pycuda.gl")
+    except ImportError as error:
+        pytest.skip(f"this PyCUDA has no OpenGL ({error})")
+
+
+def test_verbs_match_the_oracles() -> None:
+    succeed(
+        BEGIN
+        + """
+    from compare import HARDWARE_WEIGHT_ERROR, assert_matches
+    from images import DTYPES, noise
+    from oracle import extreme_chain, foveate, log_polar, mean_chain
+
+    def on_host(levels):
+        return [level.cpu() for level in levels]
+
+    with ctx:
+        for dtype in DTYPES:
+            image = noise(3, 3, 97, 140, dtype=dtype)
+            for generator in ("compute", "single-pass"):
+                for level, truth in zip(lod.mipmap(image.cuda(), generator=generator), mean_chain(image), strict=True):
+                    assert level.is_cuda
+                    assert_matches(level.cpu(), truth, "box")
+            pyramid = lod.mipmap(image.cuda(), backend="torch")
+            fixation = torch.rand(3, 2)
+            truth, texels, blend = log_polar(on_host(pyramid), fixation, 17, 40)
+            slack = 2 * HARDWARE_WEIGHT_ERROR * texels + HARDWARE_WEIGHT_ERROR * blend
+            found = lod.log_polar(pyramid, fixation, 17, 40, backend="gl")
+            assert_matches(found.cpu(), truth, "trilinear", slack=slack)
+            truth, texels, blend = foveate(on_host(pyramid), fixation)
+            slack = 2 * HARDWARE_WEIGHT_ERROR * texels + HARDWARE_WEIGHT_ERROR * blend
+            assert_matches(lod.foveate(pyramid, fixation, backend="gl").cpu(), truth, "trilinear", slack=slack)
+        relevance = noise(2, 1, 61, 45)
+        for level, truth in zip(lod.hiz(relevance.cuda(), backend="gl"), extreme_chain(relevance, "max"), strict=True):
+            assert torch.equal(level.cpu(), truth.to(level.dtype))
+    assert type(ctx.interop.driver).__name__ == "PyCudaDriver"
+    """,
+        PYTHONPATH=HERE,
+    )
+
+
+def test_a_counter_goes_to_and_fro() -> None:
+    """Through an image in GL memory, on two streams in turn: no stale byte, and nothing grows."""
+    succeed(
+        BEGIN
+        + """
+    import gc
+    image = ctx.empty(1, 64, 64, device="cuda")
+    assert ctx.owns(image)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    streams = [torch.cuda.Stream(), torch.cuda.default_stream()]
+    torch.cuda.synchronize()
+
+    def usage():
+        gc.collect()
+        with ctx.active(device=image.device):
+            bridge = ctx.interop
+            return len(bridge._by_address), bridge.pool.leased, bridge.pool.idle
+
+    for count in range(500):
+        streams[count % 2].wait_stream(streams[1 - count % 2])
+        with torch.cuda.stream(streams[count % 2]):
+            image.fill_(float(count))
+            pyramid = lod.mipmap(image, generator="compute")
+            for level in (pyramid[1], pyramid[6], image):
+                wrong += (level != count).sum()
+        if count == 100:
+            before = usage()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0 and usage() == before
+    """
+    )
+
+
+def test_another_thread_is_refused_and_the_first_goes_on() -> None:
+    succeed(
+        BEGIN
+        + """
+    import threading
+    image = torch.ones(1, 16, 16, device="cuda")
+    assert float(lod.mipmap(image, backend="gl")[4]) == 1
+    found = []
+
+    def elsewhere():
+        try:
+            lod.mipmap(image, backend="gl")
+        except lod.GpuLodError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert [type(error).__name__ for error in found] == ["ContextNotCurrentError"], found
+    assert float(lod.mipmap(2 * image, backend="gl")[4]) == 2
+    """
+    )
+
+
+def test_a_context_that_is_not_the_primary_one_is_refused() -> None:
+    """torch would not see its memory."""
+    succeed(
+        """
+    import torch
+    torch.zeros(1, device="cuda")
+    import pycuda.autoinit
+    import gpu_lod as lod
+    ctx = lod.Context("cuda", interop="pycuda")
+    try:
+        with ctx:
+            lod.mipmap(torch.ones(1, 16, 16, device="cuda"), backend="gl")
+    except lod.GpuLodError as error:
+        assert type(error).__name__ == "DeviceMismatchError", error
+        assert "autoprimaryctx" in str(error)
+    else:
+        raise SystemExit("it was taken")
+    """
+    )
+
+
+def test_the_doctor_finds_it_well() -> None:
+    found = succeed(
+        """
+    import io, json, sys
+    from contextlib import redirect_stdout
+    from gpu_lod import cli
+    text = io.StringIO()
+    sys.argv = ["gpu-lod", "doctor", "--json"]
+    with redirect_stdout(text):
+        try:
+            cli.main()
+        except SystemExit:
+            pass
+    for finding in json.loads(text.getvalue())["findings"]:
+        if finding["name"].startswith("PyCUDA bridge"):
+            print(finding["status"], finding["found"])
+    """
+    )
+    assert found.startswith("ok torch wrote"), found
