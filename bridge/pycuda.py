@@ -5,7 +5,11 @@ as `pycuda.autoprimaryctx` does. PyCUDA ties its objects to the thread that made
 must be called there, and on one thread only. It maps one buffer a call, on CUDA's default stream, which is ordered with
 torch's current one by events.
 
-Source: PyCUDA reference, "OpenGL Interoperability" (pycuda.gl).
+What PyCUDA cannot do, or not safely, the driver is asked for itself: which GPU OpenGL is on, and whether a buffer can
+be registered.
+
+Source: PyCUDA reference, "OpenGL Interoperability" (pycuda.gl); src/cpp/cuda_gl.hpp of PyCUDA 2026.1; CUDA Driver API,
+"OpenGL Interoperability".
 """
 
 from __future__ import annotations
@@ -30,10 +34,12 @@ from gpu_lod.errors import (
 from . import cuda_errors
 from .cuda import check_available, check_not_capturing, poison, tensor_over, wait_for_device
 
+_NO_DEVICE = 100
+
 _HOW_TO_BUILD = (
     "PyCUDA leaves OpenGL out unless it is told: unpack its source, run `python configure.py --cuda-enable-gl` there "
-    "(it writes CUDA_ENABLE_GL = True to siteconf.py), then `pip install .`; it needs nvcc and OpenGL's headers "
-    "(Debian: libgl-dev). Or use interop='cuda'."
+    "(it writes CUDA_ENABLE_GL = True to siteconf.py), then `pip install .`; it needs nvcc, a C++ compiler, OpenGL's "
+    "headers (Debian: libgl-dev) and, unless --no-cuda-enable-curand is given too, cuRAND. Or use interop='cuda'."
 )
 
 
@@ -104,12 +110,28 @@ class PyCudaDriver:
     def restore(self, before: None) -> None: ...
 
     def check_same_gpu(self, renderer: str) -> GpuLodError | None:
-        return InteropUnavailableError("PyCUDA cannot ask which GPU an OpenGL context is on.")
+        lib = _libcuda()
+        device, count, found = ctypes.c_int(0), ctypes.c_uint(0), (ctypes.c_int * 16)()
+        _check(lib, lib.cuDeviceGet(ctypes.byref(device), self._ordinal), "cuDeviceGet")
+        code = lib.cuGLGetDevices_v2(ctypes.byref(count), found, 16, 1)  # CU_GL_DEVICE_LIST_ALL
+        if code:
+            error = _error(lib, code, "cuGLGetDevices")
+            if code != _NO_DEVICE:
+                return error
+            raise DeviceMismatchError(f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: {error}")
+        listed = found[: count.value]
+        if device.value not in listed:
+            raise DeviceMismatchError(
+                f"the OpenGL context ({renderer}) is on CUDA device {listed}, and the tensor on {self.device}. Open "
+                f"the context with gpu_lod.Context({str(self.device)!r}), or move the tensor."
+            )
+        return None
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
 
     def register(self, glo: int) -> _Registered:
+        try_to_register(glo)
         with _named("pycuda.gl.RegisteredBuffer"):
             return _Registered(self._gl.RegisteredBuffer(glo))
 
@@ -217,12 +239,39 @@ class _named:
             raise cuda_errors.from_text(str(error), self._where) from None
 
 
+def _libcuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")  # PyCUDA has loaded it
+
+
+def _error(lib: Any, code: int, where: str) -> GpuLodError:
+    name = ctypes.c_char_p()
+    lib.cuGetErrorName(code, ctypes.byref(name))
+    return cuda_errors.error(code, (name.value or b"unknown").decode(), where)
+
+
+def _check(lib: Any, code: int, where: str) -> None:
+    if code:
+        raise _error(lib, code, where)
+
+
 def primary_context(ordinal: int) -> int:
     """Handle of a device's primary context, which torch uses."""
-    lib = ctypes.CDLL("libcuda.so.1")
+    lib = _libcuda()
     device, context = ctypes.c_int(0), ctypes.c_void_p(0)
-    code = lib.cuDeviceGet(ctypes.byref(device), ordinal) or lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-    if code:
-        raise cuda_errors.error(code, "unknown", "cuDevicePrimaryCtxRetain")
+    _check(lib, lib.cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet")
+    _check(lib, lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
     lib.cuDevicePrimaryCtxRelease_v2(device)  # torch holds it
     return context.value or 0
+
+
+def try_to_register(glo: int) -> None:
+    """Register a GL buffer and let it go again; raises what CUDA refuses.
+
+    When PyCUDA cannot register one, it unregisters a handle that it never got: whatever lies in that memory, such as
+    the handle of another buffer.
+    """
+    lib = _libcuda()
+    handle = ctypes.c_void_p(0)
+    registered = lib.cuGraphicsGLRegisterBuffer(ctypes.byref(handle), ctypes.c_uint(glo), 0)
+    _check(lib, registered, "cuGraphicsGLRegisterBuffer")
+    _check(lib, lib.cuGraphicsUnregisterResource(handle), "cuGraphicsUnregisterResource")

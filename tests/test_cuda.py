@@ -696,14 +696,63 @@ class LogicError(Exception):
     __module__ = "pycuda._driver"
 
 
+class Libcuda:
+    """What PyCUDA's driver asks libcuda for, whose arguments are C's."""
+
+    def __init__(self) -> None:
+        self.codes: dict[str, int] = {}
+        self.primary = 0x9
+        self.gl_devices = [0]
+        self.retained = 0
+        self.registered: list[int] = []
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_NAME"
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
+        context._obj.value = self.primary
+        code = self.codes.get("cuDevicePrimaryCtxRetain", 0)
+        self.retained += not code
+        return code
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: ctypes.c_int) -> int:
+        self.retained -= 1
+        return 0
+
+    def cuGLGetDevices_v2(self, count: Any, found: Any, most: int, which: int) -> int:
+        assert len(found) == most and which == 1
+        count._obj.value = len(self.gl_devices)
+        found[: len(self.gl_devices)] = self.gl_devices
+        return self.codes.get("cuGLGetDevices", 0)
+
+    def cuGraphicsGLRegisterBuffer(self, handle: Any, glo: ctypes.c_uint, flags: int) -> int:
+        code = self.codes.get("cuGraphicsGLRegisterBuffer", 0)
+        if not code:
+            handle._obj.value = 0xABC0 + glo.value
+            self.registered.append(handle._obj.value)
+        return code
+
+    def cuGraphicsUnregisterResource(self, handle: ctypes.c_void_p) -> int:
+        assert handle.value is not None
+        self.registered.remove(handle.value)
+        return 0
+
+
 @pytest.fixture
 def pycuda(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """PyCUDA built with OpenGL, in torch's context."""
-    state = SimpleNamespace(log=[], fail=None, context=SimpleNamespace(handle=0x9))
+    state = SimpleNamespace(log=[], fail=None, context=SimpleNamespace(handle=0x9), library=Libcuda())
 
     class RegisteredBuffer:
         def __init__(self, glo: int) -> None:
             self.glo = glo
+            assert not state.library.registered, "registered twice"
+            state.log.append(("register", glo))
             if state.fail == "register":
                 raise LogicError("cuGraphicsGLRegisterBuffer failed: invalid OpenGL or DirectX context")
 
@@ -723,7 +772,7 @@ def pycuda(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> 
     package.driver, package.gl = driver, gl  # type: ignore[attr-defined]
     for module in (package, driver, gl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(pycuda_module, "primary_context", lambda ordinal: 0x9)
+    monkeypatch.setattr(pycuda_module, "_libcuda", lambda: state.library)
     default = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: state.log.append("default waits"))
     current = SimpleNamespace(cuda_stream=0x55, wait_stream=lambda other: state.log.append("current waits"))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: default)
@@ -735,6 +784,7 @@ def test_pycuda_maps_on_the_default_stream_in_order_with_the_current_one(pycuda:
     driver = PyCudaDriver(0)
     driver.activate()
     handles = [driver.register(glo) for glo in (3, 4)]
+    pycuda.log.clear()
     driver.map(handles, driver.stream())
     assert pycuda.log == ["default waits", ("map", 3), ("map", 4), "current waits"]
     assert driver.address(handles[1]) == (0xE004, 512)
@@ -748,6 +798,7 @@ def test_pycuda_maps_on_the_default_stream_in_order_with_the_current_one(pycuda:
 def test_pycuda_maps_all_or_none(pycuda: SimpleNamespace) -> None:
     driver = PyCudaDriver(0)
     handles = [driver.register(glo) for glo in (3, 4)]
+    pycuda.log.clear()
     pycuda.fail = 4
     with pytest.raises(errors.MappingError, match="mapping of buffer object failed"):
         driver.map(handles, 0)
@@ -758,6 +809,33 @@ def test_pycuda_errors_are_named(pycuda: SimpleNamespace) -> None:
     pycuda.fail = "register"
     with pytest.raises(errors.DeviceMismatchError, match="219"):
         PyCudaDriver(0).register(3)
+
+
+def test_pycuda_is_not_asked_to_register_what_cuda_refuses(pycuda: SimpleNamespace) -> None:
+    """It would unregister a handle that it never got."""
+    driver = PyCudaDriver(0)
+    for code, kind in ((2, errors.OutOfMemoryError), (219, errors.DeviceMismatchError)):
+        pycuda.library.codes["cuGraphicsGLRegisterBuffer"] = code
+        with pytest.raises(kind, match=rf"{code} \(CUDA_ERROR_NAME\) in cuGraphicsGLRegisterBuffer"):
+            driver.register(3)
+    assert not pycuda.log
+    pycuda.library.codes.clear()
+    driver.register(3)
+    assert pycuda.log == [("register", 3)]
+
+
+def test_pycuda_context_on_another_gpu(pycuda: SimpleNamespace) -> None:
+    driver, library = PyCudaDriver(0), pycuda.library
+    assert driver.check_same_gpu("NVIDIA H200") is None
+    library.gl_devices = [1]
+    with pytest.raises(errors.DeviceMismatchError, match=r"on CUDA device \[1\], and the tensor on cuda:0"):
+        driver.check_same_gpu("NVIDIA H200")
+    library.codes["cuGLGetDevices"] = 100
+    with pytest.raises(errors.DeviceMismatchError, match="on no GPU that CUDA can use"):
+        driver.check_same_gpu("llvmpipe")
+    for code, kind in ((304, errors.InteropUnavailableError), (219, errors.DeviceMismatchError)):
+        library.codes["cuGLGetDevices"] = code  # then sharing a buffer tells
+        assert isinstance(driver.check_same_gpu("NVIDIA H200"), kind)
 
 
 def test_pycuda_that_unmaps_nothing_is_noticed(pycuda: SimpleNamespace) -> None:
@@ -807,6 +885,10 @@ def test_pycuda_without_a_context_or_in_one_of_its_own(pycuda: SimpleNamespace) 
         driver.activate()
     pycuda.context = SimpleNamespace(handle=0x8)
     with pytest.raises(errors.DeviceMismatchError, match="primary context"):
+        driver.activate()
+    assert pycuda.library.retained == 0
+    pycuda.library.codes["cuDevicePrimaryCtxRetain"] = 2
+    with pytest.raises(errors.OutOfMemoryError, match="cuDevicePrimaryCtxRetain"):
         driver.activate()
 
 
