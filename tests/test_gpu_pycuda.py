@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from scripts import HERE, succeed
+from scripts import HERE, run, succeed
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +64,52 @@ def test_verbs_match_the_oracles() -> None:
     )
 
 
+def test_results_are_the_mapped_buffers() -> None:
+    succeed(
+        BEGIN
+        + """
+    image = ctx.empty(3, 64, 64)
+    image.copy_(torch.rand(3, 64, 64))
+    pyramid = lod.mipmap(image, backend="gl")
+    assert pyramid[0].data_ptr() == image.data_ptr()
+    bridge = ctx.interop
+    with ctx.active(device=image.device):
+        assert bridge.driver.check_same_gpu(ctx.renderer) is None
+        for level in pyramid:
+            buffer, offset = bridge.find(level)
+            address, nbytes = bridge.driver.address(buffer.handle)
+            assert level.data_ptr() == address + offset and offset + level.nbytes <= nbytes
+    assert bridge.find(torch.rand(4, device="cuda")) is None
+    """
+    )
+
+
+def test_what_cuda_refuses_leaves_other_buffers_alone() -> None:
+    """A buffer that has no memory cannot be registered; PyCUDA would unregister what it never got."""
+    succeed(
+        BEGIN
+        + """
+    import gc
+    kept = [ctx.empty(4096 << i, dtype=torch.uint8).fill_(i) for i in range(6)]
+    dropped = [ctx.empty(4096 << i, dtype=torch.uint8) for i in range(6)]
+    del dropped
+    gc.collect()
+    ctx.trim()
+    with ctx.active(device=torch.device("cuda", 0)):
+        for name in (0, 2**31 - 1):
+            try:
+                ctx.interop.driver.register(name)
+            except lod.GpuLodError as error:
+                assert "cuGraphicsGLRegisterBuffer" in str(error), error
+            else:
+                raise SystemExit(f"{name} was taken")
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(kept))
+    for i, tensor in enumerate(kept):  # they go over to OpenGL, and come back
+        assert float(lod.mipmap(tensor.view(1, 64, -1), backend="gl")[-1]) == i
+    """
+    )
+
+
 def test_a_counter_goes_to_and_fro() -> None:
     """Through an image in GL memory, on two streams in turn: no stale byte, and nothing grows."""
     succeed(
@@ -110,13 +156,23 @@ def test_another_thread_is_refused_and_the_first_goes_on() -> None:
         try:
             lod.mipmap(image, backend="gl")
         except lod.GpuLodError as error:
-            found.append(error)
+            found.append(f"{type(error).__name__}: {error}")
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert [type(error).__name__ for error in found] == ["ContextNotCurrentError"], found
-    assert float(lod.mipmap(2 * image, backend="gl")[4]) == 2
+    def elsewhere_in_the_same_context():
+        primary = pycuda.driver.Device(0).retain_primary_context()
+        primary.push()
+        try:
+            elsewhere()
+        finally:
+            pycuda.driver.Context.pop()
+
+    for work in (elsewhere, elsewhere_in_the_same_context):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert float(lod.mipmap(2 * image, backend="gl")[4]) == 2
+    assert found[0].startswith("ContextNotCurrentError: no PyCUDA context is current"), found
+    assert found[1].startswith("ContextNotCurrentError: a verb on CUDA tensors was called on thread MainThread"), found
     """
     )
 
@@ -129,8 +185,8 @@ def test_a_context_that_is_not_the_primary_one_is_refused() -> None:
     torch.zeros(1, device="cuda")
     import pycuda.autoinit
     import gpu_lod as lod
-    ctx = lod.Context("cuda", interop="pycuda")
     try:
+        ctx = lod.Context("cuda", interop="pycuda")
         with ctx:
             lod.mipmap(torch.ones(1, 16, 16, device="cuda"), backend="gl")
     except lod.GpuLodError as error:
@@ -140,6 +196,22 @@ def test_a_context_that_is_not_the_primary_one_is_refused() -> None:
         raise SystemExit("it was taken")
     """
     )
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_exit_with_tensors_alive_is_quiet(closed: bool) -> None:
+    """PyCUDA's objects clean up after themselves, and write of what fails to stderr."""
+    result = run(
+        BEGIN
+        + f"""
+    image = ctx.empty(1, 64, 64).fill_(4)
+    level = lod.mipmap(image, backend="gl")[2]
+    if {closed}:
+        ctx.close()
+    assert float(level.sum()) == 4 * 256
+    """
+    )
+    assert result.returncode == 0 and "PyCUDA" not in result.stderr, result.stderr
 
 
 def test_the_doctor_finds_it_well() -> None:
