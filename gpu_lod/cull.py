@@ -225,6 +225,7 @@ def _descend(
     states = mask + others
     for own, some in ((mask, sizes[:1]), (others, sizes[1:])):
         if own:
+            own[0].bind(ctx, 3, 0, 0)  # on CUDA the buffer is torch's till then, and earlier work may still read it
             clear(gl, own[0].buffer.glo, packed_bytes(count, 1, some, torch.uint8))
     # Four words a level (workgroups in x, y and z, and survivors), the thresholds.
     words = torch.zeros(4 * levels + hz.batch, dtype=torch.int32, device="cpu")

@@ -111,6 +111,9 @@ class FakeCuda:
         self._call("register", glo)
         self.gl.BindBuffer(G.COPY_READ_BUFFER, glo)
         resource = self.resources[glo] = _Resource(glo, _buffer_size())
+        # A new buffer holds anything, not the zeros that Mesa has there.
+        rubbish = ctypes.c_void_p(resource.memory.ctypes.data)
+        self.gl.BufferSubData(G.COPY_READ_BUFFER, 0, len(resource.memory), rubbish)
         return resource
 
     def unregister(self, handle: _Resource) -> None:

@@ -355,6 +355,19 @@ def test_cull_and_region(gl: lod.Context, dtype: torch.dtype) -> None:
     assert torch.equal(lod.region_max(hz, boxes, backend="gl"), lod.region_max(hz, boxes, backend="torch"))
 
 
+def test_cull_clears_nothing_that_is_still_read(gl: lod.Context) -> None:
+    """Its buffers are those of tensors that died, which work that is queued may read yet."""
+    hz = lod.hiz(torch.rand(1, 1024, 1024, device=CUDA), backend="gl")
+    lod.cull(hz, 0.5, backend="gl")  # makes all that is made once
+    for _ in range(10):
+        lent = gl.empty(1024, 1024, dtype=torch.uint8, device=CUDA).fill_(1)
+        torch.cuda._sleep(20_000_000)  # about ten milliseconds
+        copy = lent.clone()
+        del lent
+        lod.cull(hz, 0.5, backend="gl")
+        assert bool((copy == 1).all())
+
+
 def test_strides_views_and_inference(gl: lod.Context) -> None:
     image = torch.rand(2, 70, 50, 3, device=CUDA).permute(0, 3, 1, 2)
     for view in (image, image[:, :, 5:, 3:], image[..., ::2], image.half(), image[1]):

@@ -28,13 +28,23 @@ def cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda
     """The context, sharing "CUDA" memory: verbs on CPU tensors run over the fake. GL must not touch mapped buffers."""
     fake = FakeCuda(ctx.gl)
     ctx.interop = InteropBridge(ctx.gl, fake)
-    bind = ctx.gl.BindBufferRange
+    bind, name, clear = ctx.gl.BindBufferRange, ctx.gl.BindBuffer, ctx.gl.ClearBufferSubData
+    named: dict[int, int] = {}
 
     def guarded(target: int, binding: int, glo: int, start: int, size: int) -> None:
         assert glo not in fake.mapped, f"GL buffer {glo} is bound while it is CUDA's"
         bind(target, binding, glo, start, size)
 
-    monkeypatch.setattr(ctx.gl, "BindBufferRange", guarded)
+    def noted(target: int, glo: int) -> None:
+        named[target] = glo
+        name(target, glo)
+
+    def cleared(target: int, *how: Any) -> None:
+        assert named[target] not in fake.mapped, f"GL buffer {named[target]} is cleared while it is CUDA's"
+        clear(target, *how)
+
+    for command, seen in (("BindBufferRange", guarded), ("BindBuffer", noted), ("ClearBufferSubData", cleared)):
+        monkeypatch.setattr(ctx.gl, command, seen)
     yield fake
     bridge, ctx.interop = ctx.interop, None
     assert not fake.active
