@@ -362,16 +362,22 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def context_for(*tensors: torch.Tensor) -> Context:
+def context_for(*tensors: torch.Tensor, device: torch.device | None = None) -> Context:
     """The context a verb runs on: that of a GL-backed input, else the one pinned to this thread, else the default one
-    for the device that the tensors are on."""
+    for the device that the tensors are on.
+
+    Args:
+        device: which one it works on, where the tensors are on several; None is the first tensor's.
+    """
     for context in (*_registry.values(), *_adopted):
         if any(context.owns(tensor) for tensor in tensors):
             return context
     stack = pinned_stack()
     if stack:
         return stack[-1]
-    return Context(tensors[0].device) if tensors else Context()
+    if device is None and tensors:
+        device = tensors[0].device
+    return Context(device)
 
 
 @functools.cache

@@ -107,8 +107,11 @@ class Plan:
     def _record(self, given: list[torch.Tensor]) -> bool:
         """GL commands. False if there are none."""
         try:
-            ctx = next((c for p in self._pyramids if (c := p.texture_context())), None) or context_for(*given)
+            uploaded = next((c for p in self._pyramids if (c := p.texture_context())), None)
+            ctx = uploaded or context_for(*given, device=self._device)
             homes = tuple(self._home(ctx, tensor) for tensor in given)
+            with ctx.active(self._device):  # which it may share no memory with
+                pass
         except Exception as error:
             self.reason = f"OpenGL cannot be used here ({type(error).__name__}: {error})"
             return False

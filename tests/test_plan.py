@@ -15,6 +15,7 @@ import torch
 from calls import CALLS
 from images import noise
 from scripts import succeed
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import gpu_lod as lod
@@ -100,6 +101,18 @@ def test_what_is_computed_from_a_converted_input_is_not_repeated() -> None:
     planned = lod.plan(halved, *inputs)
     assert not planned.replays and "torch computes in it" in planned.reason
     assert torch.equal(planned(*inputs), halved(*inputs))
+
+
+def test_a_plan_where_opengl_shares_no_memory(ctx: lod.Context) -> None:
+    """What is found on a GPU, of a fixation on the host, whose context is a software renderer's."""
+    with FakeTensorMode():
+        found = torch.empty(3, device="cuda")
+    planned = lod.plan(lambda fixation: (fixation + 1, found), torch.rand(2))
+    assert not planned.replays and "OpenGL" not in planned.reason and "on cpu" in planned.reason
+    with ctx:  # by name
+        planned = lod.plan(lambda fixation: (fixation + 1, found), torch.rand(2))
+    assert not planned.replays and "on cpu" in planned.reason
+    assert torch.equal(planned(torch.ones(2))[0], torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32], ids=str)
