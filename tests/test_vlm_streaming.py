@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import gpu_lod as lod
 from gpu_lod.allocate import GridTopK
 from gpu_lod.errors import InputError
 from gpu_lod.saliency import luma
-from gpu_lod.vlm import Streamed, TokenMemory, saliency_relevance
+from gpu_lod.vlm import Streamed, TokenMemory, saliency_relevance, streaming
 
 BLANK = torch.zeros(1, 3, 112, 112)  # 8 x 8 patches
 
@@ -382,3 +383,12 @@ def test_bad_input(call: Any, hint: str) -> None:
         call(memory)
     memory.reset()
     assert float(memory.update(BLANK[..., :98]).churn) == 1
+
+
+def test_frames_of_a_video_are_on_one_gpu() -> None:
+    """Of its kind alone torch would say that tensors are on several, in the midst of a frame."""
+    with FakeTensorMode():
+        first, second = (torch.empty(1, 3, 28, 28, device=f"cuda:{index}") for index in (0, 1))
+    streaming._same(first, torch.empty_like(first))
+    with pytest.raises(InputError, match=r"cuda:1.*cuda:0.*reset"):
+        streaming._same(second, first)
