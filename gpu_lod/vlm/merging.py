@@ -35,7 +35,7 @@ class Merged:
             sizes: [B, N], if the N stood for several tokens each already.
 
         Raises:
-            InputError: another number of values, or sizes as `bipartite_merge` refuses them.
+            InputError: another number of values, values on another device, or sizes as `bipartite_merge` refuses them.
         """
         _check(values, self.owner)
         weights = sizes_of(sizes, self.owner)
@@ -43,7 +43,11 @@ class Merged:
         return found.reshape(*self.sizes.shape, *values.shape[2:])
 
     def unmerge(self, values: torch.Tensor) -> torch.Tensor:
-        """Back to N places: of [B, K, ...] each of the N gets its owner's, and 0 if it has none."""
+        """Back to N places: of [B, K, ...] each of the N gets its owner's, and 0 if it has none.
+
+        Raises:
+            InputError: another number of values, or values on another device.
+        """
         _check(values, self.sizes)
         rows = torch.arange(len(self.owner), device=self.owner.device)[:, None]
         lost = (self.owner < 0).view(*self.owner.shape, *(1,) * (values.ndim - 2))
@@ -97,8 +101,8 @@ def bipartite_merge(
         sizes: [B, N], how many tokens each stands for already, from `Merged.sizes` of an earlier layer.
 
     Raises:
-        InputError: shapes that do not fit, more to remove than all unprotected tokens but one, or sizes that are not
-            positive and finite.
+        InputError: shapes that do not fit, tensors on several devices, more to remove than all unprotected tokens but
+            one, or sizes that are not positive and finite.
 
     Source: Bolya et al., "Token Merging: Your ViT But Faster" (2023), which merges r a layer, and leaves order alone.
     """
@@ -108,6 +112,7 @@ def bipartite_merge(
             f"tokens are {tuple(tokens.shape)} and keys {tuple(keys.shape)}; expected [B, N, D] and [B, N, E]."
             f"{one_picture(tokens)}"
         )
+    checks.same_device(tokens, keys, "keys", "the tokens")
     batch, there, _ = tokens.shape
     remove = checks.integer(remove, "remove", at_least=0)
     protected = checks.integer(protected, "protected", at_least=0)
@@ -196,3 +201,4 @@ def _check(values: torch.Tensor, like: torch.Tensor) -> None:
     checks.dense(values, "values")
     if values.shape[:2] != like.shape:
         raise InputError(f"values are {tuple(values.shape)}; expected [{like.shape[0]}, {like.shape[1]}, ...].")
+    checks.same_device(like, values, "values", "the tokens")

@@ -38,7 +38,8 @@ def sample_position_table(
             antialias; Qwen3-VL: bilinear and align_corners.
 
     Raises:
-        InputError: bad shapes, positions that are not finite, or antialias with align_corners.
+        InputError: bad shapes, tensors on several devices, positions that are not finite, or antialias with
+            align_corners.
 
     Source: Keys, "Cubic Convolution Interpolation" (1981), a = -0.75, or -0.5 with antialias, as torch has them.
     """
@@ -52,6 +53,7 @@ def sample_position_table(
             f"the table is {tuple(table.shape)}, positions {tuple(positions.shape)}; expected "
             f"[{grid[0] * grid[1]}, D] for a grid of {grid[0]} x {grid[1]}, and [..., 2]."
         )
+    checks.same_device(table, positions, "positions", "the table")
     if antialias and align_corners:
         raise InputError("antialias and align_corners exclude each other. Drop one.")
     at = positions.reshape(-1, 2).float()

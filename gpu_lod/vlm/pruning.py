@@ -32,7 +32,7 @@ def vision_zip(
         dominant, contextual: exact counts, 0 too; without contextual ones the rest is dropped.
 
     Raises:
-        InputError: shapes that do not fit, NaN in received, or more tokens than there are.
+        InputError: shapes that do not fit, tensors on several devices, NaN in received, or more tokens than there are.
 
     Source: Yang et al., "VisionZip: Longer is Better but Not Necessary in Vision Language Models" (2025). There the
         dominant ones keep their order in the picture, which sorting `Merged.indices` restores; the spacing's step is
@@ -78,7 +78,8 @@ def sparse_vlm(
         mask: bool [B, T], False for padding.
 
     Raises:
-        InputError: shapes that do not fit, NaN in attention, more tokens than there are, or no words.
+        InputError: shapes that do not fit, tensors on several devices, NaN in attention, more tokens than there are, or
+            no words.
 
     Source: Zhang et al., "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference" (2025),
         with density peaks after Rodriguez and Laio (2014) on the 5 nearest. There counts follow from the rank of the
@@ -165,6 +166,8 @@ def _three(
             f"tokens are {tuple(tokens.shape)}, keys {tuple(keys.shape)} and received {tuple(received.shape)}; "
             f"expected [B, N, D], [B, N, E] and [B, N], without the class token.{one_picture(tokens)}"
         )
+    checks.same_device(tokens, keys, "keys", "the tokens")
+    checks.same_device(tokens, received, "received", "the tokens")
     checks.no_nan(received, "received")
     return tokens, keys, received
 
@@ -190,6 +193,8 @@ def _asked(
         if mask is None
         else checks.dense(mask, "mask").bool()
     )
+    for name, value in (("text", text), ("attention", looks), ("mask", words)):
+        checks.same_device(tokens, value, name, "the tokens")
     if words.shape != text.shape[:2] or not words.any(1).all():
         raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
     checks.no_nan(looks, "attention")

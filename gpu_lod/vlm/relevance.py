@@ -184,7 +184,7 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
         have `relevance_map` bring the cosines to where the tokens are.
 
     Raises:
-        InputError: features that do not fill the grid, or a query of another width.
+        InputError: features that do not fill the grid, or a query of another width or on another device.
 
     Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021).
     """
@@ -205,6 +205,8 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
             f"features are {features.dtype} {tuple(features.shape)}; expected floats [B, Hg, Wg, D], or [B, Hg Wg, D] "
             "and grid=(Hg, Wg), or [B, K, D] of tokens."
         )
+    query = checks.tensor(query, "query")
+    checks.same_device(features, query, "query", "the features")
     wanted = F.normalize(_row(query, "query", len(features), features.shape[-1]), dim=-1)
     found = F.normalize(features.float(), dim=-1)
     return torch.einsum("b...d,bd->b...", precision.factor(found), precision.factor(wanted)).to(found.dtype)

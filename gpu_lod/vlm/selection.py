@@ -25,7 +25,7 @@ class Selection(NamedTuple):
         """Of [B, N, D] those that were chosen, [B, K, D], times their weights: through it a loss reaches relevance.
 
         Raises:
-            InputError: features of another batch, or of fewer than were chosen from.
+            InputError: features of another batch, of fewer than were chosen from, or on another device.
         """
         features = checks.dense(features, "features")
         # On a GPU nobody waits to know; there torch's kernel finds out.
@@ -34,6 +34,7 @@ class Selection(NamedTuple):
             raise InputError(
                 f"features are {tuple(features.shape)}; expected [{len(self.indices)}, N, D], N of {least} or more."
             )
+        checks.same_device(self.indices, features, "features", "the indices")
         rows = torch.arange(len(self.indices), device=self.indices.device)[:, None]
         return features[rows, self.indices] * self.weights[..., None].to(features.dtype)
 
