@@ -1276,12 +1276,12 @@ def test_the_share_grows_with_what_the_driver_takes(bench: bench_bridge.Bench, m
     quick = fake.map
 
     def slow(handles: Any, stream: int) -> None:
-        time.sleep(0.005)
+        time.sleep(0.02)  # a busy machine takes ten milliseconds for the rest
         quick(handles, stream)
 
     monkeypatch.setattr(fake, "map", slow)
     found = bridge_cost.share(bench, lambda: lod.mipmap(image, backend="gl"), 0.05)
-    assert found["bridge_p50_us"] > 5000 and not found["met"]
+    assert found["bridge_p50_us"] > 20_000 and not found["met"]
     assert found["share"] > 0.5
 
 

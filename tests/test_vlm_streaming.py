@@ -389,6 +389,6 @@ def test_frames_of_a_video_are_on_one_gpu() -> None:
     """Of its kind alone torch would say that tensors are on several, in the midst of a frame."""
     with FakeTensorMode():
         first, second = (torch.empty(1, 3, 28, 28, device=f"cuda:{index}") for index in (0, 1))
-    streaming._same(first, torch.empty_like(first))
+    streaming._same(first, torch.empty_like(first), True)
     with pytest.raises(InputError, match=r"cuda:1.*cuda:0.*reset"):
-        streaming._same(second, first)
+        streaming._same(second, first, True)
