@@ -116,11 +116,13 @@ class Plan:
             self.reason = f"OpenGL cannot be used here ({type(error).__name__}: {error})"
             return False
         self._call(homes)  # programs and tables that only these inputs need
-        found = recording.Recording(homes)
         with ctx.active(self._device):
+            found = recording.Recording(homes, ctx.bridge.coherent)
             try:
                 with found.running(ctx.gl):
                     results = self._call(homes)
+            except recording.AbandonedError:
+                pass
             except Exception as error:  # it ran twice before: what stands in its way is being recorded
                 found.stop(f"recording it ended with {type(error).__name__}: {error}")
             self._shared = ctx.bridge.taken()

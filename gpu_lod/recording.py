@@ -24,16 +24,23 @@ _reads_lock = threading.RLock()
 _READS = ("tolist", "numpy", "__array__", "__dlpack__")
 
 
+class AbandonedError(BaseException):
+    """A run that cannot be repeated ends here. No Exception, for functions catch those and go on."""
+
+
 class Recording:
     """The tape of one run.
 
     Args:
+        coherent: torch may read what verbs made meanwhile. On CUDA it is OpenGL's till the end: there the run ends at
+            the first thing that cannot be repeated, for what torch would read is undefined, be it indices.
         inputs: tensors that another run may find with other values. What is uploaded straight from their memory is
             uploaded again. Anything else that rests on them, in torch or in Python, cannot be repeated; what rests on
             none of them stays as it is.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, inputs: Sequence[torch.Tensor], coherent: bool = True) -> None:
+        self.coherent = coherent
         self.tape: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.conversions: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Inputs in another dtype, and what they are made of, in this order."""
@@ -59,6 +66,15 @@ class Recording:
     def stop(self, reason: str) -> None:
         """Note something that cannot be repeated."""
         self.obstacle = self.obstacle or reason
+
+    def abandon(self) -> None:
+        """End the run, if it is not to go on.
+
+        Raises:
+            AbandonedError: always, then.
+        """
+        if self.obstacle is not None and self.tape and not self.coherent:
+            raise AbandonedError
 
     def mend(self) -> None:
         """After commands were given in part."""
@@ -223,6 +239,7 @@ def _reads_seen() -> Iterator[None]:
             recording = current()
             if recording is not None and recording.watching and recording.varies(tensor.data_ptr()):
                 recording.stop(f"it reads values on the host (by {name})")
+                recording.abandon()
             return read(tensor, *args, **kwargs)
 
         return call
@@ -251,13 +268,12 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recording = self._recording
         if recording.watching and not _harmless(func):
+            recording.abandon()
             # What it computes from constants alone is a constant.
-            if func is torch.ops.aten._to_copy.default and recording.is_input(args[0].data_ptr()):
+            converts = func is torch.ops.aten._to_copy.default and _on_host(args[0], kwargs)
+            if converts and recording.is_input(args[0].data_ptr()):
                 result = func(*args, **(kwargs or {}))
-                if args[0].device.type == result.device.type == "cpu":
-                    recording.convert(result, args[0])
-                else:
-                    recording.stop(f"torch computes in it ({func})")
+                recording.convert(result, args[0])
                 return result
             tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -268,7 +284,14 @@ class _Watch(TorchDispatchMode):
                 recording.write(func, args, tensors)
             elif any(recording.varies(tensor.data_ptr()) for tensor in tensors):
                 recording.stop(f"torch computes in it ({func})")
+            recording.abandon()
         return func(*args, **(kwargs or {}))
+
+
+def _on_host(source: torch.Tensor, how: Any) -> bool:
+    """Whether a copy and what it is made of are."""
+    device = (how or {}).get("device") or source.device
+    return source.device.type == torch.device(device).type == "cpu"
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -215,6 +215,21 @@ def test_a_plan_of_tensors_of_two_devices_calls_its_function(gl: lod.Context) ->
         assert found.device == expected.device and torch.equal(found, expected)
 
 
+def test_a_plan_computes_with_nothing_that_is_opengls(gl: lod.Context) -> None:
+    """Indices that are none would cost the process its device."""
+    table = torch.arange(256.0, device=CUDA)
+
+    def function(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        level = lod.mipmap(image, backend="gl")[1]
+        return table[(255 * level).long()], lod.mipmap(image, backend="gl")[2]
+
+    planned = lod.plan(function, torch.rand(1, 64, 64, device=CUDA))
+    assert not planned.replays and "torch computes" in planned.reason, planned.reason
+    image = torch.rand(1, 64, 64, device=CUDA)
+    for found, expected in zip(planned(image), function(image), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_verb_in_a_plan_reads_what_the_one_before_it_wrote(gl: lod.Context) -> None:
     """Nothing but barriers stands between them."""
 

@@ -111,6 +111,26 @@ def test_a_plan_that_needs_more_buffers_than_its_rehearsal(ctx: lod.Context, cud
     assert torch.equal(planned(image), function(image))
 
 
+@pytest.mark.parametrize("how", ["torch", "tolist", "numpy"])
+def test_a_plan_computes_with_nothing_that_is_opengls(ctx: lod.Context, cuda: FakeCuda, how: str) -> None:
+    """While it records: that would be rubbish, and an index on a GPU that is none costs the process its device."""
+    seen: list[float] = []
+
+    def function(image: torch.Tensor) -> torch.Tensor:
+        level = lod.mipmap(image, generator="compute")[4]
+        value = {"torch": lambda: level.sum().item(), "tolist": level.tolist, "numpy": lambda: level.numpy().item()}
+        found = value[how]()
+        seen.append(found if how != "tolist" else found[0][0][0])
+        return lod.foveate(image, (0.4, 0.6), backend="gl")
+
+    planned = lod.plan(function, torch.ones(1, 16, 16))
+    assert not planned.replays and {"torch": "aten.sum"}.get(how, how) in planned.reason, planned.reason
+    assert seen == [1, 1] and not cuda.active and len(cuda.mapped) == len(cuda.resources)
+    image = noise(1, 16, 16)
+    assert torch.equal(planned(image), function(image))
+    assert seen[2] == seen[3]
+
+
 @pytest.mark.parametrize("outer", [True, False])
 def test_a_verb_on_tensors_of_the_other_device_inside_another(ctx: lod.Context, cuda: FakeCuda, outer: bool) -> None:
     """As a plan of both holds the context for both: each has its own memory."""
