@@ -118,6 +118,8 @@ class Sharing(Turns):
     _interop_by: Interop
     _active: int
     _unfinished: bool
+    _outer_bridges: list[Bridge]
+    """Of verbs around the running one that have another."""
 
     def _start_sharing(self, gl: GL, extensions: Set[str]) -> None:
         self.gl = gl
@@ -140,6 +142,7 @@ class Sharing(Turns):
         self.tuning = tuning(software=self.software)
         self._active = 0
         self._unfinished = False
+        self._outer_bridges = []
 
     @property
     def software(self) -> bool:
@@ -198,15 +201,17 @@ class Sharing(Turns):
             yield self
             return
         recording.decides("it works on CPU and on CUDA tensors")
-        bridge.begin()
+        begun = bridge in self._outer_bridges
+        if not begun:
+            bridge.begin()
+        self._outer_bridges.append(outer)
         self.bridge = bridge
         try:
             yield self
         finally:
-            try:
+            self.bridge = self._outer_bridges.pop()
+            if not begun:
                 bridge.end()
-            finally:
-                self.bridge = outer
 
     def _finish(self) -> None:
         try:

@@ -146,7 +146,10 @@ def test_a_verb_on_tensors_of_the_other_device_inside_another(ctx: lod.Context, 
                 lease.item.bind(0, 0, 64)
                 with ctx.active():
                     assert ctx.bridge is bridges[1]
-            assert ctx.bridge is bridges[0]
+                with ctx.active(devices[0]):
+                    assert ctx.bridge is bridges[0] and cuda.active == 1
+                assert ctx.bridge is bridges[1] and cuda.active == 1
+            assert ctx.bridge is bridges[0] and cuda.active == (not outer)
             assert not outer or len(cuda.mapped) == len(cuda.resources) > 0
             del lease
         assert ctx.bridge is ctx.host and not cuda.active
