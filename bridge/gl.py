@@ -133,6 +133,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "DeleteVertexArrays": (None, _i, _p),
     "Disable": (None, _u),
     "Disablei": (None, _u, _u),
+    "DispatchCompute": (None, _u, _u, _u),
     "DispatchComputeIndirect": (None, c_ssize_t),
     "DrawArraysInstanced": (None, _u, _i, _i, _i),
     "Enable": (None, _u),

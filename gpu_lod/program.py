@@ -55,9 +55,9 @@ class Program:
         self.dispatch_groups(-(-groups // rows), rows, 1)
 
     def dispatch_groups(self, x: int, y: int, z: int) -> None:
-        self._program.run(x, y, z)
-        if self._gl.noted is not None:
-            self._gl.noted(self._program.run, (x, y, z))
+        # Not by moderngl's run(): that keeps the interpreter's lock for as long as a software renderer computes.
+        self._gl.UseProgram(self._program.glo)
+        self._gl.DispatchCompute(x, y, z)
 
     def dispatch_indirect(self, glo: int, offset: int) -> None:
         """Run as many workgroups as the three integers at byte `offset` of buffer `glo` say."""

@@ -95,10 +95,7 @@ class Memory:
             yield
 
     def _note(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        if name == "a program":
-            if getattr(function, "__name__", "") == "run":
-                self._dispatch(function.__self__.glo)  # type: ignore[attr-defined]
-        elif (follow := getattr(self, f"_{name}", None)) is not None:
+        if (follow := getattr(self, f"_{name}", None)) is not None:
             follow(*arguments)
 
     def _before_reading(self, use: _Use, bit: int) -> None:
@@ -144,6 +141,9 @@ class Memory:
 
     def _UseProgram(self, glo: int) -> None:
         self._program = glo
+
+    def _DispatchCompute(self, *_: int) -> None:
+        self._dispatch(self._program)
 
     def _DispatchComputeIndirect(self, offset: int) -> None:
         use = _Use("buffer", self._indirect, offset, offset + 12, "an indirect dispatch")

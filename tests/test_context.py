@@ -11,6 +11,7 @@ import pickle
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from gpu_lod.errors import (
     InputError,
     UnsupportedError,
 )
+from gpu_lod.program import Program
 
 
 def test_import_opens_nothing() -> None:
@@ -119,6 +121,34 @@ def test_any_thread_may_call() -> None:
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(160)))
+
+
+def test_other_threads_run_while_a_renderer_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pyramid = lod.mipmap(noise(3, 512, 512), backend="gl").upload()
+    turns_taken, gained, done = [0], [], threading.Event()
+    dispatch = Program.dispatch_groups
+
+    def count() -> None:
+        while not done.is_set():
+            turns_taken[0] += 1
+            time.sleep(0)
+
+    def watched(self: Program, *groups: int) -> None:
+        before = turns_taken[0]
+        dispatch(self, *groups)
+        gained.append(turns_taken[0] - before)
+
+    monkeypatch.setattr(Program, "dispatch_groups", watched)
+    interval, other = sys.getswitchinterval(), threading.Thread(target=count)
+    sys.setswitchinterval(1000)  # nobody is made to let go of the interpreter
+    try:
+        other.start()
+        lod.foveate(pyramid, (0.4, 0.6), anisotropy=16, backend="gl")
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        other.join()
+    assert max(gained) > 0
 
 
 def test_backward_on_another_thread() -> None:
