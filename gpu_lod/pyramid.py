@@ -199,8 +199,8 @@ class Pyramid:
         key = ("planes", level, id(ctx))
         if key not in self._cache:
             found = planes_of(ctx, self.levels[level])
-            if isinstance(found.owner, Borrowed):
-                return found  # the level may have other memory by the next call
+            if found.owner is self.levels[level] or isinstance(found.owner, Borrowed):
+                return found  # the level may have other memory by the next call (`share_memory_`, as queues do it)
             self._cache[key] = (ctx, found)
         planes: Planes = self._cache[key][1]
         planes.buffer.take()

@@ -60,3 +60,14 @@ def test_calls_inside_backward_on_any_thread() -> None:
     thread.start()
     thread.join()
     assert x.grad is not None and float(x.grad) == 5.0
+
+
+def test_a_pyramid_that_was_sent_is_read_where_it_is_now() -> None:
+    """Queues move its levels to shared memory; the buffers that they were go to whoever comes next."""
+    hz = lod.hiz(torch.rand(1, 1, 64, 48), backend="gl")
+    expected = lod.cull(hz, 0.6, backend="torch").mask
+    assert torch.equal(lod.cull(hz, 0.6, backend="gl").mask, expected)
+    for level in hz:
+        level.share_memory_()
+    others = [lod.hiz(torch.zeros(1, 1, 64, 48), backend="gl") for _ in range(4)]
+    assert torch.equal(lod.cull(hz, 0.6, backend="gl").mask, expected) and len(others) == 4
