@@ -84,7 +84,8 @@ class InteropError(GpuLodError, RuntimeError):
 
 
 class BufferMovedError(InteropError):
-    """A GL buffer came back at another CUDA address, or did not come back: tensors over it are no longer valid."""
+    """A GL buffer came back at another CUDA address, or did not come back: tensors over it are no longer valid. Or
+    tensors of a plan were given other memory than its commands know."""
 
 
 class MappingError(InteropError):

@@ -15,7 +15,7 @@ from gpu_lod import checks, recording
 from gpu_lod.bridge.pool import storage_start
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
-from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.errors import BufferMovedError, ContextClosedError, InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.kernels import device
 from gpu_lod.kernels.graphs import captured
 from gpu_lod.pyramid import Pyramid
@@ -134,7 +134,8 @@ class Plan:
             self.reason = f"each call runs the function: {found.obstacle}"
             return bool(found.tape)
         self._ctx, self._recorded, self.inputs = ctx, found, homes
-        self._repeats(results, found.pyramids, f"{len(found.tape)} GL commands are repeated on {ctx.renderer}")
+        reason = f"{len(found.tape)} GL commands are repeated on {ctx.renderer}"
+        self._repeats(results, found.pyramids, reason, found.elsewhere())
         return True
 
     def _capture(self) -> None:
@@ -157,11 +158,19 @@ class Plan:
         self._graph = graph
         self._repeats(results, read, f"a CUDA graph is repeated on {self._device}")
 
-    def _repeats(self, results: Any, read: list[tuple[Any, Any]], reason: str) -> None:
+    def _repeats(
+        self,
+        results: Any,
+        read: list[tuple[Any, Any]],
+        reason: str,
+        elsewhere: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._results, self._read = results, read
         leaves = _tensors_and_pyramids(results)
         self._outputs = [(leaf, leaf.state[1]) for leaf in leaves if isinstance(leaf, Pyramid)]
         self._tensors = [leaf for leaf in _pytree.tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+        seen = [tensor for tensor in (*self.inputs, *self._tensors, *elsewhere) if tensor.layout == torch.strided]
+        self._starts = [(tensor, storage_start(tensor)) for tensor in seen]
         self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self.replays, self.reason = True, reason
 
@@ -208,6 +217,7 @@ class Plan:
         Raises:
             InputError: other tensors than it was planned for.
             PyramidChangedError: a pyramid that the function did not build itself was written to.
+            BufferMovedError: a tensor that it reads or returned was given other memory.
             ContextClosedError: the OpenGL context that it was recorded on was closed.
             UnsupportedError: a tensor of torch.func or of forward mode.
             GpuLodError: what the function's verbs raise for bad values.
@@ -236,6 +246,12 @@ class Plan:
                     "a pyramid that this plan reads was written to since it was planned. Plan again, or plan a "
                     "function that builds the pyramid."
                 )
+        if any(storage_start(tensor) != start for tensor, start in self._starts):
+            raise BufferMovedError(
+                "a tensor that this plan reads or returns has other memory than when it was planned, as tensors get by "
+                "share_memory_() and on their way through a queue to another process, and its commands know the old "
+                "one alone. Plan the function again, and share or send a clone()."
+            )
         with torch.no_grad():
             if self._graph is None:
                 self._give_commands(tensors)

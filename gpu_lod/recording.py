@@ -93,6 +93,11 @@ class Recording:
         shared: Iterator[Any] = (one for one in self.held if isinstance(one, Lease) and hasattr(one, "address"))
         return next((one for one in shared if one.address <= address < one.address + one.nbytes), None)
 
+    def elsewhere(self) -> list[torch.Tensor]:
+        """Tensors in GL memory that commands refer to, and that were there before."""
+        held = (one for one in self.held if isinstance(one, torch.Tensor))
+        return [tensor for tensor in held if not self.varies(tensor.data_ptr())]
+
     def convert(self, result: torch.Tensor, source: torch.Tensor) -> None:
         """Note that a tensor on the host is an input in another dtype: it is made again before anything else is done,
         and is an input like those."""

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 import gpu_lod as lod
 from gpu_lod.copies import put
-from gpu_lod.errors import ContextClosedError, InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.errors import BufferMovedError, ContextClosedError, InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.transfer import new_planes
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
@@ -393,6 +393,23 @@ def test_a_pyramid_that_is_returned_has_no_old_texture() -> None:
         sampled(FIXATION[:1])
     with pytest.raises(PyramidChangedError):
         lod.log_polar(derived, (0.4, 0.6), 8, 16)
+
+
+@pytest.mark.parametrize("which", ["input", "result", "elsewhere"])
+def test_tensors_that_were_given_other_memory_are_told_of(ctx: lod.Context, which: str) -> None:
+    """As a queue to another process does it: GL commands know the old memory alone."""
+    elsewhere = ctx.empty(3, 24, 40).copy_(noise(3, 24, 40))
+
+    def both(image: torch.Tensor) -> Any:
+        return [lod.mipmap(x, generator="single-pass")[1] for x in (image, elsewhere)]
+
+    image = noise(3, 37, 50)
+    planned = lod.plan(both, image)
+    assert planned.replays and torch.equal(planned(image)[0], both(image)[0])
+    {"input": planned.inputs[0], "result": planned(image)[0], "elsewhere": elsewhere}[which].share_memory_()
+    with pytest.raises(BufferMovedError, match=r"clone\(\)"):
+        planned(noise(3, 37, 50))
+    assert torch.equal(lod.plan(both, image)(image)[1], both(image)[1])
 
 
 def test_results_that_are_overwritten_count_as_changed() -> None:
