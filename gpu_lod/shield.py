@@ -8,25 +8,28 @@ the one it meets.
 from __future__ import annotations
 
 import _signal  # signal's own functions, without making enumerations of what they return: a quarter of the time
+import os
 import signal
 import threading
 from typing import Any
 
 _SIGNALS = tuple(int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
 _active = False  # touched by the main thread alone: only there do Python handlers run
+_holder: Shield | None = None  # what has handlers of its own in place, or may
 
 
 class Shield:
     """Hold back Python signal handlers of the main thread; they run on exit. Does nothing elsewhere or when nested."""
 
-    __slots__ = ("_handlers", "_pending")
+    __slots__ = ("_handlers", "_pending", "_thread")
 
     def __enter__(self) -> None:
-        global _active
+        global _active, _holder
         self._handlers: dict[int, Any] = {}
         self._pending: list[int] = []
         if _active or threading.get_ident() != threading.main_thread().ident:
             return
+        self._thread, _holder = threading.get_ident(), self
         try:
             for number in _SIGNALS:
                 handler = _signal.getsignal(number)
@@ -38,11 +41,14 @@ class Shield:
             self.__exit__()
             raise
 
-    def _later(self, number: int, _frame: object) -> None:
-        self._pending.append(number)
+    def _later(self, number: int, frame: object) -> None:
+        if threading.get_ident() != self._thread:  # in a child, before `_after_fork`
+            self._handlers[number](number, frame)
+        else:
+            self._pending.append(number)
 
     def __exit__(self, *_: object) -> None:
-        global _active
+        global _active, _holder
         if not self._handlers:
             return
         _active = False
@@ -55,6 +61,7 @@ class Shield:
                     left.pop()
             except BaseException as error:  # of one that is back already; the others come back all the same
                 raised = error
+        _holder = None
         try:
             self._deliver()
         finally:
@@ -69,3 +76,16 @@ class Shield:
                 self._handlers[number](number, None)
             finally:
                 self._deliver()
+
+
+def _after_fork() -> None:
+    """Where another thread forked meanwhile, nobody leaves the verb in the child, which would not hear of a signal any
+    more. What was held back goes to the parent."""
+    global _active, _holder
+    if _holder is not None and _holder._thread != threading.get_ident():
+        for number, handler in _holder._handlers.items():
+            _signal.signal(number, handler)
+        _active, _holder = False, None
+
+
+os.register_at_fork(after_in_child=_after_fork)
