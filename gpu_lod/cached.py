@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
@@ -47,11 +48,15 @@ class _Constants:
     """Those of each device that were used last."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.after_fork()
         self._kept: defaultdict[torch.device, OrderedDict[Hashable, _Kept]] = defaultdict(OrderedDict)
         self._bytes: Counter[torch.device] = Counter()
         self._captured: dict[Hashable, torch.Tensor] = {}
         self._asked: OrderedDict[Hashable, None] = OrderedDict()
+
+    def after_fork(self) -> None:
+        """A thread that is not in the child may have held the lock."""
+        self._lock = threading.Lock()
 
     def asked(self, device: torch.device, make: Callable[..., torch.Tensor], arguments: Any) -> bool:
         """Whether it is there, or was asked for before and can be brought."""
@@ -109,6 +114,7 @@ class _Constants:
 
 
 _constants = _Constants()
+os.register_at_fork(after_in_child=_constants.after_fork)
 
 
 def _stream(device: torch.device) -> Any:

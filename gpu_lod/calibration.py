@@ -9,6 +9,7 @@ measured, if it takes at most half as long in those most like them. What was nev
 from __future__ import annotations
 
 import functools
+import os
 import re
 import threading
 import warnings
@@ -208,6 +209,15 @@ def forgive(job: tuple[str, torch.device], backend: str) -> None:
     with _lock:
         refused[job] = {name: why for name, why in refused.get(job, {}).items() if name != backend}
         decided.clear()
+
+
+def _after_fork() -> None:
+    """A thread that is not in the child may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def reload() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -261,6 +262,15 @@ def _reads_seen() -> Iterator[None]:
                     delattr(torch.Tensor, name)
                 else:
                     setattr(torch.Tensor, name, method)
+
+
+def _after_fork() -> None:
+    """A thread that is not in the child may have held the lock."""
+    global _reads_lock
+    _reads_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Watch(TorchDispatchMode):

@@ -37,6 +37,76 @@ def test_forked_workers_of_a_parent_that_opened_opengl_say_what_to_do() -> None:
     assert "ForkedContextError" in out and "spawn" in out
 
 
+FORKS = """
+    import os, signal, threading, time, torch, gpu_lod as lod
+    from gpu_lod import cached, calibration, recording
+    torch.set_num_threads(1)
+
+    def left_by(child):
+        end = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                raise SystemExit("the child hangs")
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("lock", ["calibration._lock", "cached._constants._lock", "recording._reads_lock"])
+def test_a_fork_while_another_thread_works_locks_nothing_in_the_child(lock: str) -> None:
+    """Where torch may be used, and OpenGL be opened for the first time."""
+    succeed(
+        FORKS
+        + f"""
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with {lock}:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        image = torch.rand(3, 56, 56)
+        lod.foveate(image, (0.4, 0.6))
+        lod.allocate.FoveatedPyramid(16)(image)
+        lod.plan(lambda image: lod.mipmap(image, backend="gl")[1], image)
+        os._exit(0)
+    try:
+        left_by(child)
+    finally:
+        done.set()
+    """
+    )
+
+
+def test_a_child_hears_signals_though_its_parent_was_in_a_verb() -> None:
+    """The main thread's, where another one forks: nobody leaves that verb in the child."""
+    succeed(
+        FORKS
+        + """
+    def fork():
+        child = os.fork()
+        if child == 0:
+            while True:
+                time.sleep(0.01)
+        os.kill(child, signal.SIGTERM)
+        left_by(child)
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    results = []
+    with lod.Context().active():
+        thread = threading.Thread(target=lambda: results.append(fork()))
+        thread.start()
+        thread.join()
+    assert results == [None]
+    """
+    )
+
+
 def test_a_thread_pool() -> None:
     def work(value: int) -> float:
         return float(lod.mipmap(torch.full((1, 16, 16), float(value)), backend="gl")[4])
