@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -36,7 +37,7 @@ from gpu_lod.pinning import pinning
 from gpu_lod.program import Programs
 from gpu_lod.sharing import DRIVERS, Interop, Sharing, torch_device
 from gpu_lod.shield import Shield
-from gpu_lod.turns import pinned_stack, raise_forked
+from gpu_lod.turns import check_not_finalizing, pinned_stack, raise_forked
 
 _REQUIRED = 430
 _BINDINGS = 8
@@ -99,6 +100,7 @@ class Context(Sharing):
     _mgl: moderngl.Context
 
     def __new__(cls, device: int | str | torch.device | None = None, interop: Interop | None = None) -> Context:
+        check_not_finalizing()
         _check_interop(interop)
         if isinstance(device, (str, torch.device)):
             wanted = torch_device(device)
@@ -283,7 +285,7 @@ class Context(Sharing):
 
         Tensors stay valid. The GL context itself goes when a context is opened or closed after the last of them died.
         """
-        if self._closed or self._pid != os.getpid():
+        if self._closed or self._pid != os.getpid() or sys.is_finalizing():  # the process frees everything
             return
         # The context's lock before the registry's, as for a thread that has pinned the context and opens another one.
         with Shield(), self.active(), _registry_lock:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpu_lod.bridge import Device, egl
-from gpu_lod.errors import ContextBusyError, ContextClosedError, ContextNotCurrentError, ForkedContextError
+from gpu_lod.errors import (
+    ContextBusyError,
+    ContextClosedError,
+    ContextError,
+    ContextNotCurrentError,
+    ForkedContextError,
+)
 from gpu_lod.shield import Shield
 
 if TYPE_CHECKING:
@@ -51,6 +58,7 @@ class Turns:
         return self.device is not None or egl.current().same_context(self._own)
 
     def _check_usable(self) -> None:
+        check_not_finalizing()
         if self._pid != os.getpid():
             raise_forked()
         if self._closed:
@@ -128,6 +136,15 @@ def pinned_stack() -> list[Any]:
         _pinned.stack = []
     stack: list[Any] = _pinned.stack
     return stack
+
+
+def check_not_finalizing() -> None:
+    """Raises ContextError while modules are torn down: what verbs stand on is partly gone then, and torch aborts."""
+    if sys.is_finalizing():
+        raise ContextError(
+            "the interpreter is shutting down, and OpenGL cannot be used any more, as in a __del__ that runs at exit. "
+            "Register with atexit, or weakref.finalize, what is to be done at the end: that runs before."
+        )
 
 
 def raise_forked() -> NoReturn:

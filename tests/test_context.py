@@ -340,6 +340,33 @@ def test_a_pyramid_alive_at_interpreter_exit() -> None:
     assert out == "done\n"
 
 
+def test_finalizers_at_interpreter_exit_are_refused_by_name() -> None:
+    """Torch may abort the process there; atexit is in time."""
+    out = succeed("""
+        import atexit, torch, gpu_lod as lod
+        image = torch.rand(3, 32, 32)
+        class Late:
+            def __init__(self, context):
+                self.calls = [self.mipmap(), lod.Context, *([context.trim, context.__enter__] if context else [])]
+                self.close, self.error = getattr(context, "close", int), lod.GpuLodError
+            def mipmap(self):
+                verb, image = lod.mipmap, torch.rand(3, 32, 32)
+                return lambda: verb(image, backend="gl")
+            def __del__(self):
+                for call in self.calls:
+                    try:
+                        call()
+                    except self.error as error:
+                        assert "atexit" in str(error)
+                        print("refused")
+                self.close()
+        late = Late(None)
+        atexit.register(lambda: print(len(lod.mipmap(image, backend="gl"))))
+        later = Late(lod.Context())
+    """)
+    assert out.split() == ["6", *["refused"] * 6]
+
+
 def test_fork() -> None:
     """In a child every use is a named error, tensors stay readable, auto falls back to torch, and exit is clean."""
     out = succeed("""
