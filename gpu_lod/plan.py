@@ -212,7 +212,8 @@ class Plan:
 
         Returns:
             What the function returns. Where the plan replays, these are the same tensors at each call, overwritten by
-            the next one, which counts as a change in place: clone what must last.
+            the next one, which counts as a change in place: clone what must last. Another thread's call is a next one
+            too: make a plan for each thread, or clone inside `with gpu_lod.Context():`, as the call itself.
 
         Raises:
             InputError: other tensors than it was planned for.
@@ -238,8 +239,10 @@ class Plan:
             return self._call(tensors or self.inputs)
         if not self.replays:
             with torch.no_grad():
+                # What came, not the copies, which another thread's call writes to meanwhile, and which results may be.
+                apart = bool(tensors) and self._apart(tensors)
                 self._copy(tensors)
-                return self._call(self.inputs)
+                return self._call(tensors if apart else self.inputs)
         for pyramid, versions in self._read:
             if pyramid.state[0] != versions:
                 raise PyramidChangedError(
@@ -284,9 +287,17 @@ class Plan:
                 found.mend()
                 raise
 
+    def _homes(self) -> set[int]:
+        return {storage_start(home) for home in self.inputs}
+
+    def _apart(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Whether none of these is in an input's memory."""
+        homes = self._homes()
+        return not any(storage_start(tensor) in homes for tensor in tensors)
+
     def _copy(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """New values into the inputs, all at once where they are inputs themselves."""
-        homes = {storage_start(home) for home in self.inputs}
+        homes = self._homes()
         fresh = [
             tensor.clone() if tensor is not home and storage_start(tensor) in homes else tensor
             for home, tensor in zip(self.inputs, tensors, strict=False)

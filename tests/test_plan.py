@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import gc
 import pickle
@@ -319,6 +320,29 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads_that_a_plan_runs_the_function_for_have_their_own_results() -> None:
+    """As of an allocator on a CPU."""
+    both: list[threading.Barrier] = []
+
+    def function(image: torch.Tensor) -> lod.Pyramid:
+        for barrier in both:
+            barrier.wait(30)
+        return lod.mipmap(image, backend="torch")
+
+    images = [noise(1, 8, 8), noise(2, 8, 8)[1:]]
+    planned = lod.plan(function, images[0])
+    assert not planned.replays
+    both.append(threading.Barrier(2))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(planned, images))
+    both.clear()
+    planned(torch.zeros(1, 8, 8))
+    for image, pyramid in zip(images, found, strict=True):
+        assert torch.equal(pyramid[0], image) and torch.equal(pyramid[1], lod.mipmap(image)[1])
+    swapped = lod.plan(lambda a, b: (a.clone(), b.clone()), *images)
+    assert torch.equal(swapped(*reversed(swapped.inputs))[0], images[1])
 
 
 def test_a_dead_plan_gives_its_memory_back(ctx: lod.Context) -> None:
