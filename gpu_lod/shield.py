@@ -13,7 +13,14 @@ import signal
 import threading
 from typing import Any
 
-_SIGNALS = tuple(int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
+_SIGNALS = tuple(
+    int(number)
+    for number in (
+        *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT),
+        *(signal.SIGUSR1, signal.SIGUSR2),  # by which Celery, for one, tells a worker that its time is up
+    )
+)
+"""Those whose handlers may raise. SIGPROF and SIGVTALRM, of profilers, are handled where they come."""
 _active = False  # touched by the main thread alone: only there do Python handlers run
 _holder: Shield | None = None  # what has handlers of its own in place, or may
 

@@ -11,7 +11,7 @@ import pytest
 from gpu_lod import shield
 from gpu_lod.shield import Shield
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+HELD = tuple(getattr(signal, f"SIG{name}") for name in ["INT", "TERM", "ALRM", "HUP", "QUIT", "USR1", "USR2"])
 
 
 @pytest.fixture
