@@ -208,7 +208,7 @@ class Pyramid:
 
     def texture_context(self) -> Context | None:
         """The context in which the pyramid is a texture already and that can be used here and now, or None."""
-        for (kind, *_), (ctx, _) in self._cache.items():
+        for (kind, *_), (ctx, _) in tuple(self._cache.items()):  # other threads may add to it meanwhile
             if kind == "textures" and ctx.usable_here():
                 found: Context = ctx
                 return found

@@ -132,6 +132,19 @@ def test_calls_inside_backward_on_any_thread() -> None:
     assert x.grad is not None and float(x.grad) == 5.0
 
 
+def test_a_pyramid_is_asked_for_its_texture_while_another_thread_makes_one() -> None:
+    pyramid = lod.mipmap(torch.rand(1, 8, 8), backend="gl")
+
+    class Closed:
+        def usable_here(self) -> bool:
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                pool.submit(pyramid.upload).result()
+            return False
+
+    pyramid._cache["textures", 0, "float32", False] = (Closed(), [])
+    assert pyramid.texture_context() is None  # as it began
+
+
 def test_a_pyramid_that_was_sent_is_read_where_it_is_now() -> None:
     """Queues move its levels to shared memory; the buffers that they were go to whoever comes next."""
     hz = lod.hiz(torch.rand(1, 1, 64, 48), backend="gl")
