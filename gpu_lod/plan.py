@@ -170,7 +170,8 @@ class Plan:
         self._outputs = [(leaf, leaf.state[1]) for leaf in leaves if isinstance(leaf, Pyramid)]
         self._tensors = [leaf for leaf in _pytree.tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
         seen = [tensor for tensor in (*self.inputs, *self._tensors, *elsewhere) if tensor.layout == torch.strided]
-        self._starts = [(tensor, storage_start(tensor)) for tensor in seen]
+        one_each = {storage_start(tensor): tensor for tensor in seen}  # all levels of a chain lie in one storage
+        self._starts = [(tensor, start) for start, tensor in one_each.items()]
         self._tensors = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self.replays, self.reason = True, reason
 
