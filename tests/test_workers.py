@@ -89,10 +89,13 @@ def test_a_child_hears_signals_though_its_parent_was_in_a_verb() -> None:
         FORKS
         + """
     def fork():
+        ready, say = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(say, b"x")  # Python drops signals that come before
             while True:
                 time.sleep(0.01)
+        os.read(ready, 1)
         os.kill(child, signal.SIGTERM)
         left_by(child)
 
