@@ -262,7 +262,7 @@ def _version() -> str:
 
 
 def graphics_calls() -> tuple[Any, Any]:
-    """cuGraphicsMapResources and cuGraphicsUnmapResources. By way of cuda-bindings they take a fifth longer.
+    """cuGraphicsMapResources and cuGraphicsUnmapResources. By way of cuda-bindings each takes the CPU longer.
 
     Raises:
         CudaUnavailableError: there is no driver.
