@@ -105,7 +105,7 @@ class Context(Sharing):
         if isinstance(device, (str, torch.device)):
             wanted = torch_device(device)
             if wanted.type == "cuda":
-                with Shield(), _registry_lock:
+                with Shield():
                     return cls._open_on_gpu(wanted, interop)
             device = None
         if device is not None and (isinstance(device, bool) or not isinstance(device, int)):
@@ -137,7 +137,9 @@ class Context(Sharing):
     @classmethod
     def _open_on_gpu(cls, wanted: torch.device, interop: Interop | None) -> Context:
         """The context on the EGL device that is a CUDA device, with its bridge."""
-        for context in _registry.values():
+        with _registry_lock:
+            open_ones = [*_registry.values()]
+        for context in open_ones:
             if context.interop is not None and context.interop.device == wanted:
                 context._check_usable()
                 if interop not in (None, context.interop.driver.name):
@@ -149,9 +151,11 @@ class Context(Sharing):
         driver = DRIVERS[interop or "cuda"](wanted.index)
         failures = []
         for candidate in match(gpu(wanted.index), devices()):
-            fresh = candidate.index not in _registry
             try:
-                context = cls._on(candidate)
+                with _registry_lock:
+                    fresh = candidate.index not in _registry
+                    context = cls._on(candidate)
+                # Without the registry's lock: who holds the context may ask for that.
                 with context.active():
                     if context.interop is None:
                         context.interop = context._connect(wanted, driver)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from fake_cuda import FakeCuda
 from times import entry
 
 import gpu_lod as lod
-from gpu_lod import calibration, dispatch, errors, sharing, tables
+from gpu_lod import calibration, dispatch, errors, sharing, tables, turns
 from gpu_lod import context as context_module
 from gpu_lod.bridge import Device, cuda_errors
 from gpu_lod.bridge import cuda as cuda_module
@@ -450,6 +451,27 @@ def test_a_context_on_a_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace) -> N
     assert lod.Context(torch.device("cuda", 1)) is context
     with pytest.raises(errors.InputError, match="through 'cuda' already"):
         lod.Context("cuda:1", interop="pycuda")
+
+
+def test_a_context_is_joined_to_a_gpu_while_another_thread_works_on_it(
+    ctx: lod.Context, gpu_machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which opens contexts itself meanwhile: neither waits for the other one's lock for good."""
+    monkeypatch.setattr(turns, "LOCK_TIMEOUT", 5)
+    asked, acquire = threading.Event(), lod.Context._acquire
+
+    def announced(context: lod.Context) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            asked.set()
+        acquire(context)
+
+    monkeypatch.setattr(lod.Context, "_acquire", announced)
+    with ThreadPoolExecutor(1) as pool:
+        with ctx:
+            joining = pool.submit(lod.Context, "cuda:1")
+            assert asked.wait(30)
+            assert lod.Context() is ctx
+        assert joining.result(30) is ctx
 
 
 def test_candidates_are_tried_until_one_is_the_gpu(ctx: lod.Context, gpu_machine: SimpleNamespace) -> None:
