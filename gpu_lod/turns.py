@@ -69,7 +69,8 @@ class Turns:
         self._check_usable()
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):
             owner = self._owner
-            if owner is not None and owner not in (thread.ident for thread in threading.enumerate()):
+            # Of all that run Python, also those that threading did not start, as autograd's.
+            if owner is not None and owner not in sys._current_frames():
                 raise ContextBusyError(
                     f"thread {owner} has ended inside a `with context:` block, and holds this context for good: leave "
                     "the block on the thread that entered it. backend='torch' needs no context."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import copy
 import ctypes
@@ -209,6 +210,31 @@ def test_a_thread_that_ended_inside_a_block_is_told_of() -> None:
         else:
             raise AssertionError("taken from a thread that is gone")
     """)
+
+
+def test_a_thread_of_somebody_elses_that_holds_a_context_has_not_ended(
+    ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As autograd's, of which threading knows nothing."""
+    held, done, left = threading.Lock(), threading.Lock(), threading.Lock()
+
+    def hold() -> None:
+        with ctx:
+            held.release()
+            done.acquire()
+        left.release()
+
+    for lock in (held, done, left):
+        lock.acquire()
+    _thread.start_new_thread(hold, ())
+    held.acquire()
+    monkeypatch.setattr(turns, "LOCK_TIMEOUT", 0.05)
+    try:
+        with pytest.raises(ContextBusyError, match="has held"):
+            lod.mipmap(noise(1, 8, 8), backend="gl")
+    finally:
+        done.release()
+        left.acquire()
 
 
 def test_contexts_are_copied_by_reference_and_never_pickled(ctx: lod.Context) -> None:
