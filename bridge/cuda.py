@@ -34,7 +34,6 @@ from .pool import Loan, Returns
 # Of torch's CUDA version: bindings of a newer one may ask for a newer driver.
 INSTALL = f"pip install 'cuda-bindings=={(torch.version.cuda or '13').split('.')[0]}.*'"
 
-
 _NO_DEVICE = 100
 
 
@@ -153,20 +152,13 @@ class CudaDriver:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
 
     def check_same_gpu(self, renderer: str) -> GpuLodError | None:
-        which = self._rt.cudaGLDeviceList.cudaGLDeviceListAll
-        code, *found = self._rt.cudaGLGetDevices(16, which)
-        if int(code) != self._success:
-            error = cuda_errors.error(int(code), self._error_name(int(code)), "cudaGLGetDevices")
-            if int(code) != _NO_DEVICE:
-                return error
-            raise DeviceMismatchError(f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: {error}")
-        count, ordinals = found
-        if self._ordinal not in list(ordinals)[:count]:
-            raise DeviceMismatchError(
-                f"the OpenGL context ({renderer}) is on CUDA device {list(ordinals)[:count]}, and the tensor on "
-                f"{self.device}. Open the context with gpu_lod.Context({str(self.device)!r}), or move the tensor."
-            )
-        return None
+        code, *found = self._rt.cudaGLGetDevices(16, self._rt.cudaGLDeviceList.cudaGLDeviceListAll)
+        if int(code) == self._success:
+            count, ordinals = found
+            answer = [*ordinals][:count]
+        else:
+            answer = cuda_errors.error(int(code), self._error_name(int(code)), "cudaGLGetDevices")
+        return doubt_of_gpu(int(code), answer, self._ordinal, renderer, self.device)
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
@@ -261,18 +253,27 @@ def _version() -> str:
         return "0"
 
 
+def libcuda() -> ctypes.CDLL:
+    """NVIDIA's driver.
+
+    Raises:
+        CudaUnavailableError: there is none.
+    """
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaUnavailableError(
+            f"NVIDIA's driver does not load: {error}. Install or update it; `nvidia-smi` must list the GPU."
+        ) from None
+
+
 def graphics_calls() -> tuple[Any, Any]:
     """cuGraphicsMapResources and cuGraphicsUnmapResources. By way of cuda-bindings each takes the CPU longer.
 
     Raises:
         CudaUnavailableError: there is no driver.
     """
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise CudaUnavailableError(
-            f"NVIDIA's driver does not load: {error}. Install or update it; `nvidia-smi` must list the GPU."
-        ) from None
+    library = libcuda()
     calls = library.cuGraphicsMapResources, library.cuGraphicsUnmapResources
     for call in calls:
         call.argtypes, call.restype = (ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int
@@ -294,6 +295,28 @@ def check_available(ordinal: int) -> None:
             f"there is no CUDA device {ordinal}; torch sees 0 to {torch.cuda.device_count() - 1}. Look at "
             "CUDA_VISIBLE_DEVICES."
         )
+
+
+def doubt_of_gpu(
+    code: int, answer: Sequence[int] | GpuLodError, ordinal: int, renderer: str, device: torch.device
+) -> GpuLodError | None:
+    """`interop.Driver.check_same_gpu`, of what CUDA answered to which devices OpenGL is on.
+
+    Args:
+        code: CUDA's, 0 for success.
+        answer: the devices, by the numbers of the library that was asked, or the error that the code is.
+        ordinal: the number of `device` there.
+    """
+    if isinstance(answer, GpuLodError):
+        if code != _NO_DEVICE:
+            return answer
+        raise DeviceMismatchError(f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: {answer}")
+    if ordinal not in answer:
+        raise DeviceMismatchError(
+            f"the OpenGL context ({renderer}) is on CUDA device {[*answer]}, and the tensor on {device}. Open the "
+            f"context with gpu_lod.Context({str(device)!r}), or move the tensor."
+        )
+    return None
 
 
 def check_not_capturing() -> None:

@@ -38,6 +38,7 @@ CAPTURE = (
     "after torch.cuda.graph(), on whatever thread that is. Inside, mipmap and hiz with backend='torch' can be captured."
 )
 
+
 _Row = tuple[type[GpuLodError], str]
 
 

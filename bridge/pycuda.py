@@ -32,9 +32,15 @@ from gpu_lod.errors import (
 )
 
 from . import cuda_errors
-from .cuda import check_available, check_not_capturing, poison, tensor_over, wait_for_device
-
-_NO_DEVICE = 100
+from .cuda import (
+    check_available,
+    check_not_capturing,
+    doubt_of_gpu,
+    libcuda,
+    poison,
+    tensor_over,
+    wait_for_device,
+)
 
 _HOW_TO_BUILD = (
     "PyCUDA leaves OpenGL out unless it is told: unpack its source, run `python configure.py --cuda-enable-gl` there "
@@ -110,22 +116,12 @@ class PyCudaDriver:
     def restore(self, before: None) -> None: ...
 
     def check_same_gpu(self, renderer: str) -> GpuLodError | None:
-        lib = _libcuda()
+        lib = libcuda()
         device, count, found = ctypes.c_int(0), ctypes.c_uint(0), (ctypes.c_int * 16)()
         _check(lib, lib.cuDeviceGet(ctypes.byref(device), self._ordinal), "cuDeviceGet")
         code = lib.cuGLGetDevices_v2(ctypes.byref(count), found, 16, 1)  # CU_GL_DEVICE_LIST_ALL
-        if code:
-            error = _error(lib, code, "cuGLGetDevices")
-            if code != _NO_DEVICE:
-                return error
-            raise DeviceMismatchError(f"the OpenGL context ({renderer}) is on no GPU that CUDA can use: {error}")
-        listed = found[: count.value]
-        if device.value not in listed:
-            raise DeviceMismatchError(
-                f"the OpenGL context ({renderer}) is on CUDA device {listed}, and the tensor on {self.device}. Open "
-                f"the context with gpu_lod.Context({str(self.device)!r}), or move the tensor."
-            )
-        return None
+        answer = _error(lib, code, "cuGLGetDevices") if code else found[: count.value]
+        return doubt_of_gpu(code, answer, device.value, renderer, self.device)
 
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
@@ -239,10 +235,6 @@ class _named:
             raise cuda_errors.from_text(str(error), self._where) from None
 
 
-def _libcuda() -> Any:
-    return ctypes.CDLL("libcuda.so.1")  # PyCUDA has loaded it
-
-
 def _error(lib: Any, code: int, where: str) -> GpuLodError:
     name = ctypes.c_char_p()
     lib.cuGetErrorName(code, ctypes.byref(name))
@@ -256,7 +248,7 @@ def _check(lib: Any, code: int, where: str) -> None:
 
 def primary_context(ordinal: int) -> int:
     """Handle of a device's primary context, which torch uses."""
-    lib = _libcuda()
+    lib = libcuda()
     device, context = ctypes.c_int(0), ctypes.c_void_p(0)
     _check(lib, lib.cuDeviceGet(ctypes.byref(device), ordinal), "cuDeviceGet")
     _check(lib, lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
@@ -270,7 +262,7 @@ def try_to_register(glo: int) -> None:
     When PyCUDA cannot register one, it unregisters a handle that it never got: whatever lies in that memory, such as
     the handle of another buffer.
     """
-    lib = _libcuda()
+    lib = libcuda()
     handle = ctypes.c_void_p(0)
     registered = lib.cuGraphicsGLRegisterBuffer(ctypes.byref(handle), ctypes.c_uint(glo), 0)
     _check(lib, registered, "cuGraphicsGLRegisterBuffer")

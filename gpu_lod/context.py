@@ -142,12 +142,7 @@ class Context(Sharing):
         for context in open_ones:
             if context.interop is not None and context.interop.device == wanted:
                 context._check_usable()
-                if interop not in (None, context.interop.driver.name):
-                    raise InputError(
-                        f"the context on {wanted} shares memory through {context.interop.driver.name!r} already, not "
-                        f"{interop!r}. Close it first."
-                    )
-                return context
+                return context._sharing_through(interop)
         driver = DRIVERS[interop or "cuda"](wanted.index)
         failures = []
         for candidate in match(gpu(wanted.index), devices()):
@@ -167,9 +162,19 @@ class Context(Sharing):
                     _registry[candidate.index].close()
                 continue
             if context.interop.device == wanted:
-                return context
+                return context._sharing_through(interop)
             failures.append((candidate.index, DeviceMismatchError(f"it is {context.interop.device}")))
         raise _none_opens(failures, f" on {wanted}")
+
+    def _sharing_through(self, interop: Interop | None) -> Context:
+        """Itself, which shares memory with CUDA already."""
+        assert self.interop is not None
+        if interop not in (None, self.interop.driver.name):
+            raise InputError(
+                f"the context on {self.interop.device} shares memory through {self.interop.driver.name!r} already, not "
+                f"{interop!r}. Close it first."
+            )
+        return self
 
     @classmethod
     def _on(cls, device: Device) -> Context:

@@ -73,6 +73,22 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
     return sum;
 }
 
+inline unsigned __ldg(const unsigned* at) { return *at; }
+
+// Halves of a word by two bytes of another one.
+inline unsigned dp2a(unsigned a, unsigned b, unsigned sum) {
+    return sum + (a & 0xffffu) * (b & 255u) + (a >> 16) * (b >> 8 & 255u);
+}
+inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned sum) { return dp2a(a, b, sum); }
+inline unsigned __dp2a_hi(unsigned a, unsigned b, unsigned sum) { return dp2a(a, b >> 16, sum); }
+
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)(((uint64_t)high << 32 | low) << (shift & 31u) >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31u));
+}
+
 inline float half_to_float(unsigned short bits) {
     int exponent = bits >> 10 & 31, fraction = bits & 1023;
     float size = exponent == 31  ? (fraction ? NAN : INFINITY)

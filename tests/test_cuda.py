@@ -794,7 +794,7 @@ def pycuda(torch_has_cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> 
     package.driver, package.gl = driver, gl  # type: ignore[attr-defined]
     for module in (package, driver, gl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(pycuda_module, "_libcuda", lambda: state.library)
+    monkeypatch.setattr(pycuda_module, "libcuda", lambda: state.library)
     default = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: state.log.append("default waits"))
     current = SimpleNamespace(cuda_stream=0x55, wait_stream=lambda other: state.log.append("current waits"))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: default)

@@ -271,6 +271,32 @@ def test_a_count_before_the_fence_is_seen(emulated: EmulatedDevice) -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        ("shift = 8u *", "shift = 0u *"),
+        ("4 * i < before + wanted", "4 * i < wanted"),
+        ("8u * (unsigned)before);", "0u);"),
+        ("texel >= 0 && texel", "texel"),
+        ("at >= 0 && at + 4 <= bytes", "at >= 0"),
+        ("(n / 2 - x - i)", "(n / 2 - x)"),
+        ("c.width < WIDEST", "true"),
+    ],
+    ids=[
+        *("rows begin at words", "a word too few", "levels begin at words", "a texel before its row"),
+        *("texels behind a row", "one weight for a run", "sums of any size"),
+    ],
+)
+def test_parity_fails_for_broken_runs(emulated: EmulatedDevice, change: tuple[str, str]) -> None:
+    image = (
+        noise(2, 131, 131, dtype=torch.uint8)[1:] if "WIDEST" not in change[0] else noise(1, 3, 40001).mul(255).byte()
+    )
+    check(image, "mean")
+    emulated.changes = (change,)
+    with pytest.raises(AssertionError, match="differ"):
+        check(image.roll(1, -1), "mean")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         ("2 * end + n % 2", "2 * end"),
         ("made = ODD_COLUMNS ? three(a, b, Texels::at(at[1 + ODD_COLUMNS]), by_width) : ", "made = "),
         ("c.first_wide[index] != NOT_KEPT", "false"),
@@ -331,6 +357,27 @@ def test_nothing_outside_the_image_is_read(emulated: EmulatedDevice, size: tuple
         check(image, reduce)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduce", ["mean", "max", "min"])
+def test_small_types_from_any_address(emulated: EmulatedDevice, reduce: str, dtype: torch.dtype, window: int) -> None:
+    """Rows begin anywhere in a word, and what is beside them in it, which differs from call to call, counts nowhere."""
+    others = (0, 255) if dtype == torch.uint8 else (float("nan"), float("inf"))
+    sizes, offsets = [(5, 7), (130, 67), (67, 130), (131, 133), (2, 3), (3, 2)], range(4 // dtype.itemsize)
+    for (size, by), other in zip(itertools.product(sizes, offsets), itertools.cycle(others), strict=False):
+        inside = noise(2, *size, dtype=dtype)
+        memory = torch.full((by + inside.numel() + 4,), other, dtype=dtype)
+        image = memory[by : by + inside.numel()].view_as(inside).copy_(inside)
+        assert image.data_ptr() % 4 == by * dtype.itemsize
+        check(image, reduce)
+
+
+@pytest.mark.parametrize("size", [(2, 32767), (3, 40001)], ids=str)
+def test_counts_of_wide_images(emulated: EmulatedDevice, size: tuple[int, int]) -> None:
+    """Where sums by whole weights would be too large for fp32 they are not made; up to there they are exact."""
+    check(torch.full((1, *size), 255, dtype=torch.uint8), "mean")
+    check(noise(1, *size, dtype=torch.uint8), "mean")
+
+
 def test_layouts(emulated: EmulatedDevice) -> None:
     """Views, broadcasts, other memory formats, and memory that no vector load may begin at."""
     layouts = {
@@ -346,7 +393,7 @@ def test_layouts(emulated: EmulatedDevice) -> None:
 
 
 def test_a_vector_load_where_none_may_begin_is_seen(emulated: EmulatedDevice) -> None:
-    emulated.changes = (("if (c.fours) {", "if (true) {"),)
+    emulated.changes = (("bool quick = c.fours;", "bool quick = true;"),)
     lod.mipmap(noise(32 * 32).view(1, 32, 32), backend="cuda")
     with pytest.raises(AssertionError, match="where nothing of its type may begin"):
         lod.mipmap(noise(32 * 32 + 1)[1:].view(1, 32, 32), backend="cuda")

@@ -257,6 +257,7 @@ __device__ __forceinline__ void make_level(const From<Texels>& from, const Side&
 }
 
 #ifndef EVEN
+#ifdef FLOAT32
 // Level 1 where rows are whole groups of four: two neighbours from each row of fours.
 __device__ void make_level_of_fours(const element* plane, int width, const Side& down, const Side& right, Value* tile,
                                     int stride, const Level& level) {
@@ -292,11 +293,187 @@ __device__ void make_level_of_fours(const element* plane, int width, const Side&
             }
         }
 }
+#else
+// Columns of level 1 that a thread makes of texels smaller than words, and the words that a row of theirs lies in.
+#define RUN (4 / (int)sizeof(element))
+#define RUN_WORDS 3
+struct alignas(4 * RUN) Values { Value at[RUN]; };
+
+// What makes of a row of texels the values of a run: `by` are the words that it begins in and the next ones, and `shift`
+// the bits before it.
+#if defined(UINT8) && defined(REDUCE_MEAN)
+// Sums of counts by whole weights, which are exact: no count is made a float. They are shares of `whole`.
+#define WIDEST 32768  // sums stay below 2^23
+template <bool ODD> struct Across {
+    unsigned first_two[RUN], third[RUN];
+    float part;  // 1 / whole
+
+    __device__ __forceinline__ Across(int x, int n, float part) : part(ODD ? part : 0.5f) {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) {
+            first_two[i] = ODD ? (unsigned)(n / 2) << 16 | (unsigned)(n / 2 - x - i) & 0xffffu : 0x10001u;
+            third[i] = (unsigned)(x + i + 1) & 0xffffu;
+        }
+    }
+    __device__ __forceinline__ Values make(const unsigned* by, unsigned shift) const {
+        const unsigned magic = 0x4b000000u;  // 2^23: with a sum in its last bits, as a float
+        unsigned a = __funnelshift_r(by[0], by[1], shift), b = __funnelshift_r(by[1], by[2], shift), c = __funnelshift_r(by[2], 0u, shift);
+        unsigned sums[RUN] = {__dp2a_lo(first_two[0], a, magic), __dp2a_hi(first_two[1], a, magic),
+                              __dp2a_lo(first_two[2], b, magic), __dp2a_hi(first_two[3], b, magic)};
+        if (ODD) {
+            sums[0] = __dp2a_hi(third[0], a, sums[0]), sums[1] = __dp2a_lo(third[1], b, sums[1]);
+            sums[2] = __dp2a_hi(third[2], b, sums[2]), sums[3] = __dp2a_lo(third[3], c, sums[3]);
+        }
+        Values made;
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) made.at[i] = __uint_as_float(sums[i]) - 8388608.0f;
+        return made;
+    }
+    __device__ __forceinline__ Value value(Value sum) const { return sum * part; }
+};
+#else
+#define WIDEST (1 << 30)
+template <bool ODD> struct Across {
+    Shares by_width[RUN];
+
+    __device__ __forceinline__ Across(int x, int n, float part) {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) by_width[i] = shares(x + i, n, part);
+    }
+    __device__ __forceinline__ Values make(const unsigned* by, unsigned shift) const {
+        unsigned words[] = {__funnelshift_r(by[0], by[1], shift), __funnelshift_r(by[1], by[2], shift), __funnelshift_r(by[2], 0u, shift)};
+        Value texels[2 * RUN + 1];
+#pragma unroll
+        for (int i = 0; i < 2 * RUN + ODD; ++i) texels[i] = load((element)(words[i / RUN] >> 32 / RUN * (i % RUN)));
+        Values made;
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            made.at[i] = ODD ? three(texels[2 * i], texels[2 * i + 1], texels[2 * i + ODD + 1], by_width[i])
+                             : two(texels[2 * i], texels[2 * i + 1]);
+        return made;
+    }
+    __device__ __forceinline__ Value value(Value made) const { return made; }
+};
+#endif
+
+// The texels that a run is made of, row by row. A word is read where one of its texels is wanted, so none is where an
+// image has none; of the others that are in it nothing is made.
+template <bool ODD_COLUMNS> struct RunOfTexels {
+    const element* at;
+    int width;   // from row to row
+    int wanted;  // bytes of a row
+
+    template <bool ALL> __device__ __forceinline__ void read(unsigned* words, unsigned& shift) {
+        int before = (int)((unsigned long long)at & 3ull);
+        const unsigned* first = (const unsigned*)((const char*)at - before);
+#pragma unroll
+        for (int i = 0; i < RUN_WORDS; ++i)
+            words[i] = ALL && (ODD_COLUMNS || i < 2) || 4 * i < before + wanted ? __ldg(first + i) : 0u;
+        shift = 8u * (unsigned)(unsigned long long)at;  // of which shifts take what is below 32
+        at += width;
+    }
+};
+
+// Runs of level 1, one below the other, into shared memory: as values and, by the word, as they are stored.
+template <bool ODD_ROWS, bool ODD_COLUMNS, bool ALL>
+__device__ __forceinline__ void make_runs(RunOfTexels<ODD_COLUMNS> texels, const Across<ODD_COLUMNS>& across, int first,
+                                          int last, int height, float part, Values* target, unsigned* stored) {
+    unsigned words[RUN_WORDS], shift;
+    Values above;
+    if (ODD_ROWS) {
+        texels.template read<ALL>(words, shift);
+        above = across.make(words, shift);
+    }
+#pragma unroll 1
+    for (int y = first; y < last; y += ROWS_AT_ONCE) {
+        unsigned rows[2 * ROWS_AT_ONCE][RUN_WORDS], shifts[2 * ROWS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < 2 * ROWS_AT_ONCE; ++i)
+            if (y + i / 2 < last) texels.template read<ALL>(rows[i], shifts[i]);
+#pragma unroll
+        for (int i = 0; i < ROWS_AT_ONCE; ++i)
+            if (y + i < last) {
+                Values a = across.make(rows[2 * i], shifts[2 * i]), b = across.make(rows[2 * i + 1], shifts[2 * i + 1]);
+                Shares by_height = shares(y + i, height, part);
+                Values made;
+                unsigned word = 0;
+#pragma unroll
+                for (int j = 0; j < RUN; ++j) {
+                    Value value = ODD_ROWS ? three(above.at[j], a.at[j], b.at[j], by_height) : two(a.at[j], b.at[j]);
+                    made.at[j] = across.value(value);
+                    word |= (unsigned)store(made.at[j]) << 32 / RUN * j;
+                }
+                above = b;
+                *target = made;
+                *stored = word;
+                target += TILE / RUN, stored += TILE / RUN;
+            }
+    }
+}
+
+// Level 1 of a tile, in runs: a thread has a piece of a column of them.
+template <bool ODD_ROWS, bool ODD_COLUMNS>
+__device__ __forceinline__ void make_run_of_words(const element* plane, const Side& down, const Side& right,
+                                                    int window, Value* tile, unsigned* stored) {
+    int columns = (1 << window - 1) / RUN, pieces = THREADS / columns, rows = down.end[1] - down.begin[1];
+    int length = (rows + pieces - 1) / pieces, column = (int)threadIdx.x % columns;
+    int x = right.begin[1] + column * RUN, y = (int)threadIdx.x / columns * length;
+    int first = down.begin[1] + y, last = min(first + length, down.end[1]), width = right.n[0];
+    if (x >= right.end[1] || first >= last) return;
+    Across<ODD_COLUMNS> across(x, width, right.part[0]);
+    RunOfTexels<ODD_COLUMNS> texels = {plane + ((long long)(2 * first) * width + 2 * x), width,
+                                       (min(2 * RUN + ODD_COLUMNS, width - 2 * x)) * (int)sizeof(element)};
+    Values* target = (Values*)(tile + y * TILE) + column;
+    stored += y * (TILE / RUN) + column;
+    if (2 * (x + RUN) + ODD_COLUMNS <= width)
+        make_runs<ODD_ROWS, ODD_COLUMNS, true>(texels, across, first, last, down.n[0], down.part[0], target, stored);
+    else
+        make_runs<ODD_ROWS, ODD_COLUMNS, false>(texels, across, first, last, down.n[0], down.part[0], target, stored);
+}
+
+__device__ __forceinline__ bool in_words(const Chain& c) { return c.height > 1 && c.width > 1 && c.width < WIDEST; }
+
+__device__ __forceinline__ void make_level_of_words(const element* plane, const Side& down, const Side& right,
+                                                    int window, Value* tile, unsigned* stored) {
+    if (down.n[0] % 2 && right.n[0] % 2)
+        make_run_of_words<true, true>(plane, down, right, window, tile, stored);
+    else if (down.n[0] % 2)
+        make_run_of_words<true, false>(plane, down, right, window, tile, stored);
+    else if (right.n[0] % 2)
+        make_run_of_words<false, true>(plane, down, right, window, tile, stored);
+    else
+        make_run_of_words<false, false>(plane, down, right, window, tile, stored);
+}
+
+// What a tile owns of level 1, by the word, wherever rows of that begin.
+__device__ __forceinline__ void write_words(const Side& down, const Side& right, int window, const unsigned* stored,
+                                            const Level& level) {
+    int columns = (1 << window - 1) / RUN, bytes = (right.own[1] - right.begin[1]) * (int)sizeof(element);
+    for (int y = (int)threadIdx.x / columns; y < down.own[1] - down.begin[1]; y += THREADS / columns) {
+        element* row = level.plane + ((long long)(down.begin[1] + y) * level.width + right.begin[1]);
+        int before = (int)((unsigned long long)row & 3ull);  // bytes of the word that the row begins in
+        const unsigned* made = stored + y * (TILE / RUN);
+        for (int i = (int)threadIdx.x % columns; 4 * i < before + bytes; i += columns) {
+            unsigned word = __funnelshift_l(i ? made[i - 1] : 0u, made[i], 8u * (unsigned)before);
+            int at = 4 * i - before;  // of the row, in bytes
+            if (at >= 0 && at + 4 <= bytes) {
+                *(unsigned*)((char*)row + at) = word;
+            } else {
+#pragma unroll
+                for (int j = 0; j < RUN; ++j) {
+                    int texel = at / (int)sizeof(element) + j;
+                    if (texel >= 0 && texel < bytes / (int)sizeof(element)) row[texel] = (element)(word >> 32 / RUN * j);
+                }
+            }
+        }
+    }
+}
+#endif
 #endif
 
 // Levels base + 1 to base + `levels` of a tile of level base.
 __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int window, int own, int tile_y,
-                          int tile_x, Value* even, Value* odd, Side& down, Side& right) {
+                          int tile_x, Value* even, Value* odd, unsigned* stored, Side& down, Side& right) {
     int k = (int)threadIdx.x % 32;
     if (threadIdx.x < 32 && k <= levels) span(c, down, true, own, tile_y, base, levels, k);
     else if (threadIdx.x < 64 && k <= levels) span(c, right, false, own, tile_x, base, levels, k);
@@ -309,12 +486,17 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, 
 #ifndef EVEN  // else that is done already
         } else if (base == 0) {
             From<OfImage> from = {c.source + plane * ((unsigned long long)c.height * c.width), c.width};
-            if (c.fours) {
-                make_level_of_fours(from.first, c.width, down, right, odd, TILE, level);
-            } else {
+#ifdef FLOAT32
+            bool quick = c.fours;
+            if (quick) make_level_of_fours(from.first, c.width, down, right, odd, TILE, level);
+#else
+            bool quick = in_words(c);
+            if (quick) make_level_of_words(from.first, down, right, window, odd, stored);
+#endif
+            if (!quick) {
                 from.first += (long long)down.begin[0] * c.width + right.begin[0];
                 level.wide = nullptr;  // as it is: only the last level of several is read again
-                make_level<OfImage, ROWS_AT_ONCE>(from, down, right, window, 1, odd, TILE, level);
+                make_level<OfImage, 1>(from, down, right, window, 1, odd, TILE, level);
             }
 #endif
         } else {
@@ -323,6 +505,9 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, 
             make_level<OfLevel, ROWS_AT_ONCE>(from, down, right, window, 1, odd, TILE, level);
         }
         __syncthreads();
+#if !defined(EVEN) && !defined(FLOAT32)
+        if (k == 1 && base == 0 && in_words(c)) write_words(down, right, window, stored, level);
+#endif
     }
 }
 
@@ -619,10 +804,15 @@ __device__ __forceinline__ int last_window(const Chain& c, int base) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const Chain c) {
-    __shared__ Value odd[TILE * TILE];           // levels 1, 3, 5, 7 of a tile
-    __shared__ Value even[TILE / 2 * TILE / 2];  // levels 2, 4, 6
+    alignas(16) __shared__ Value odd[TILE * TILE];  // levels 1, 3, 5, 7 of a tile
+    __shared__ Value even[TILE / 2 * TILE / 2];     // levels 2, 4, 6
     __shared__ Side down, right;
     __shared__ int last;
+    unsigned* stored = nullptr;
+#if !defined(EVEN) && !defined(FLOAT32)
+    __shared__ unsigned words[TILE * TILE / RUN];  // level 1 as it is stored
+    stored = words;
+#endif
     unsigned of_plane = (unsigned)(c.tiles_x * c.tiles_y);
 #ifdef EVEN
     unsigned begin = blockIdx.x * c.at_once, end = begin + c.at_once < c.tiles ? begin + c.at_once : c.tiles;
@@ -635,7 +825,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
         unsigned mine = (end < beyond ? end : beyond) - (begin > first ? begin : first);
         if (last_of_plane(c, plane, mine, &last))
             make_tile(c, plane, c.group, c.levels - 1 - c.group, last_window(c, c.group), 2 * TILE, 0, 0, even, odd,
-                      down, right);
+                      stored, down, right);
     }
 #else
     unsigned plane = blockIdx.x / of_plane;
@@ -643,7 +833,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const
     int tile_x = (int)(blockIdx.x - plane * of_plane) - tile_y * c.tiles_x;
     int base = c.base, levels = c.group, window = c.window, own = c.own;
     for (;;) {
-        make_tile(c, plane, base, levels, window, own, tile_y, tile_x, even, odd, down, right);
+        make_tile(c, plane, base, levels, window, own, tile_y, tile_x, even, odd, stored, down, right);
         if (!c.finish || base > c.base || !last_of_plane(c, plane, 1, &last)) return;
         base += levels, levels = c.levels - 1 - base, tile_y = tile_x = 0;
         window = last_window(c, base), own = 2 * TILE;
