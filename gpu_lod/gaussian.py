@@ -71,7 +71,7 @@ def _choose(image: torch.Tensor, levels: int | None = None, backend: Backend = "
 
 
 RAGGED = "ragged rows"
-"""State of images whose rows are no whole number of `EIGHTS`: their shaders take twice as long."""
+"""State of images whose rows are no whole number of `EIGHTS`: their shaders take several times as long."""
 EIGHTS = 8
 
 

@@ -55,6 +55,7 @@ void main() {
     STORE(b_second, u_first.y + to, x, u_size.x, luma)
     STORE(b_second, u_first.y + to + next, x, u_size.x, motion)
     STORE(b_second, u_first.y + to + 2 * next, x, u_size.x, sqrt(dx * dx + dy * dy))
-    STORE(b_third, u_first.z + to, x, u_size.x, c.r - c.g)
+    precise vec4 red_green = c.r - c.g;  // of greys too, where both are one: else NaN less NaN might be made 0
+    STORE(b_third, u_first.z + to, x, u_size.x, red_green)
     STORE(b_third, u_first.z + to + next, x, u_size.x, c.b - 0.5 * (c.r + c.g))
 }

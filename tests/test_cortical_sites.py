@@ -70,14 +70,20 @@ def _nearest(at: torch.Tensor) -> torch.Tensor:
     return distance.min(dim=1).values
 
 
-def test_neighbours_are_as_far_in_every_direction() -> None:
-    """The nearest neighbour is 0.75 to 1.15 spacings away, wherever; a ring's cells stretch far more."""
-    size, e0, patch = (1024, 1024), 0.05, 14
-    sites = lod.cortical_sites((0.5, 0.5), 273, size, patch, e0).double()
-    spacing = patch * 2 ** sites[:, 2] / 1024
-    ratio = (_nearest(sites[:, :2] - 0.5) / spacing)[(sites[:, 2] > 0) & (torch.arange(273) >= 20)]
-    assert len(ratio) > 200  # the levels of the innermost are clamped to 0, and tell no spacing
+@pytest.mark.parametrize("fixation", [(0.5, 0.5), (0.0, 0.0), (1.0, 0.3), (0.7, 0.95)], ids=str)
+@pytest.mark.parametrize("size", [(1024, 1024), (600, 1500), (1700, 400)], ids=str)
+def test_neighbours_are_as_far_in_every_direction(size: tuple[int, int], fixation: tuple[float, float]) -> None:
+    """The nearest neighbour is 0.75 to 1.15 spacings away, wherever."""
+    sites = lod.cortical_sites(fixation, 273, size, patch=14, e0=0.05).double()
+    spacing = 14 * 2 ** sites[:, 2] / max(size)
+    places = sites[:, :2] * sites.new_tensor([size[1], size[0]]) / max(size)
+    ratio = (_nearest(places) / spacing)[(sites[:, 2] > 0) & (torch.arange(273) >= 20)]
+    assert len(ratio) > 150  # the levels of the innermost are clamped to 0, and tell no spacing
     assert float(ratio.min()) > 0.75 and float(ratio.max()) < 1.15
+
+
+def test_cells_of_rings_stretch_far_more() -> None:
+    e0 = 0.05
     # 13 rings x 21 wedges = 273 cells, the same cortical law: side along the ring over side across it.
     t = (torch.arange(13, dtype=torch.float64) + 0.5) / 13
     e = e0 * torch.expm1(t * math.log1p(0.7 / e0))

@@ -438,6 +438,18 @@ def test_gradients_beside_an_image_of_inference_mode(backend: Any) -> None:
     assert semantic.grad is not None and bool((semantic.grad == 1).all())
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_what_reads_a_nan_is_nan(channels: int) -> None:
+    """On both backends, of greys too, whose red less green a compiler may know to be 0."""
+    image = noise(1, channels, 64, 96)
+    image[0, : 1 if channels < 3 else 3, 30, 40] = float("nan")
+    made = {backend: lod.feature_maps(image, backend=backend)[0].isnan() for backend in BACKENDS}
+    assert all(bool(made["torch"][channel, 30, 40]) for channel in (0, 1, 2, 5, 9, 12, 13, 33, 37, 38, 39))
+    differ = (made["gl"] != made["torch"]).flatten(1).any(1)
+    assert set(differ.nonzero().flatten().tolist()) <= {33, 34, 35, 36}
+    assert not bool((made["gl"] & ~made["torch"]).any())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_variance_of_what_is_not_finite_is_not_a_number(backend: Any) -> None:
     for bad in (float("nan"), float("inf")):
