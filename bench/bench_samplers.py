@@ -428,6 +428,11 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
     sites = lod.cortical_sites(fixations, 64, (side, side))
     maps, bands, each = image[:, :1].split(1), lod.laplacian(image), [lod.laplacian(one[None]) for one in image]
     images, laid = image.split(1), lod.log_polar(whole, fixations, 64, 128)
+    samplers: list[tuple[str, Callable[..., object]]] = [
+        ("log_polar", lambda src, at, backend: lod.log_polar(src, at, 64, 128, backend=backend)),
+        ("foveate", lambda src, at, backend: lod.foveate(src, at, backend=backend)),
+        ("gather_patches", lambda src, at, backend: lod.gather_patches(src, at, backend=backend)),
+    ]
     verbs: list[tuple[str, Callable[..., object], Any, Any]] = [
         ("mipmap", lambda src, _, backend: lod.mipmap(src, backend=backend), image, images),
         ("hiz", lambda src, _, backend: lod.hiz(src, backend=backend), image[:, :1].contiguous(), maps),
@@ -435,16 +440,15 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
         ("laplacian", lambda src, _, backend: lod.laplacian(src, backend=backend), image, images),
         ("collapse", lambda src, _, backend: lod.collapse(src, backend=backend), bands, each),
         ("oriented_energy", lambda src, _, backend: lod.oriented_energy(src, backend=backend), image, images),
-        ("log_polar", lambda src, at, backend: lod.log_polar(src, at, 64, 128, backend=backend), whole, parts),
         (
             "inverse_log_polar",
             lambda src, at, backend: lod.inverse_log_polar(src, at, (side, side), backend=backend),
             laid,
             laid.split(1),
         ),
-        ("foveate", lambda src, at, backend: lod.foveate(src, at, backend=backend), whole, parts),
-        ("gather_patches", lambda src, at, backend: lod.gather_patches(src, at, backend=backend), whole, parts),
         ("feature_maps", lambda src, at, backend: lod.feature_maps(src, at, backend=backend), image, images),
+        *((*sampler, whole, parts) for sampler in samplers),
+        *((*sampler, image, images) for sampler in samplers),
     ]
     for name, verb, together, apart in verbs:
         at = sites if name == "gather_patches" else fixations
@@ -461,5 +465,6 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
         yield Row(
             name, "end to end", side, side, batch, 1 if name == "hiz" else 3, "float32", "warm",
             2 * image.nbytes // (3 if name == "hiz" else 1), race(sides, seconds=seconds),
-            other_job={SEPARATE: "as many calls as images"}, note="a batch in one call",
+            other_job={SEPARATE: "as many calls as images"},
+            note="a batch in one call" + f", {IMAGE}" * (together is image and name in dict(samplers)),
         )  # fmt: skip

@@ -169,6 +169,8 @@ def _questions(row: dict[str, Any]) -> Iterable[Question]:
     if note.endswith(WITH_BACKWARD):  # whose forward alone is chosen
         return []
     area, planes, together = height * width, batch * channels, note.startswith("a batch in one call")
+    if together and note.endswith(IMAGE):  # nothing is asked
+        return []
 
     def sampler(work: int, state: str = "") -> list[Question]:
         return [Question(verb, state, channels, dtype, batch, batch * work)]
