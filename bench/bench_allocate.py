@@ -66,8 +66,9 @@ Key = tuple[str, str]
 def plain(image: torch.Tensor, relevance: torch.Tensor, budget: int) -> torch.Tensor:
     """[B, K, C, P, P] of sides that are multiples of P."""
     index = torch.topk(relevance.flatten(1), budget).indices
-    every = image.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).permute(0, 2, 3, 1, 4, 5).flatten(1, 2)
-    return every[torch.arange(len(index), device=index.device)[:, None], index]
+    every = image.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH).permute(0, 2, 3, 1, 4, 5)  # a view: nothing is copied
+    columns = every.shape[2]
+    return every[torch.arange(len(index), device=index.device)[:, None], index // columns, index % columns]
 
 
 def ready(name: str, budget: int, patch: int, device: str) -> Any:

@@ -31,6 +31,7 @@ import gpu_lod as lod
 from gpu_lod.allocate import base, node_losses, ordering, tree_cut
 from gpu_lod.allocate.heat_diffusion import steady_state
 from gpu_lod.allocate.pyramid_top_k import _shares
+from gpu_lod.allocate.scale import HIGHEST, Summable
 from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
@@ -288,24 +289,28 @@ def test_the_table_of_the_documentation_says_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", MONOTONE)
-@given(st.integers(0, 98), st.sampled_from([5, 20, 60]), st.sampled_from([0.01, 0.5, 9.0]), st.integers(0, 2**20))
-def test_more_relevance_never_loses_a_token(name: str, rank: int, budget: int, more: float, seed: int) -> None:
-    torch.manual_seed(seed)
-    relevance = torch.rand(1, 9, 11)
-    allocator = lod.allocate.make(name, budget, 4)
+@given(st.data())
+def test_more_relevance_never_loses_a_token(name: str, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**20)))
+    rows, columns = (data.draw(st.integers(1, 13)) for _ in "yx")
+    relevance = maps(data.draw(st.sampled_from(KINDS)), 1, rows, columns)
+    allocator = lod.allocate.make(name, data.draw(st.integers(1, min(sites_there(name, rows, columns), 100))), 4)
     fixation = (0.4, 0.6) if "fixation" in allocator.takes else None
     query = torch.ones(allocator.query_width or 8) if "query" in allocator.needs else None
-    cell = int(relevance.flatten().argsort(descending=True)[rank])
-    wanted = torch.tensor([(cell % 11 + 0.5) / 11, (cell // 11 + 0.5) / 9, 0.0])
 
-    def has(values: torch.Tensor) -> bool:
+    def cells(values: torch.Tensor) -> list[int]:
+        """That have a token of their own."""
         with torch.no_grad():
             sites = allocator(relevance=values, fixation=fixation, query=query).sites[0]
-        return bool(((sites - wanted).abs() < 1e-6).all(-1).any())
+        x, y = (sites[sites[:, 2] == 0, :2] * torch.tensor([columns, rows])).floor().long().unbind(1)
+        return (y * columns + x).tolist()
 
-    before = has(relevance)
-    relevance.view(-1)[cell] += more
-    assert has(relevance) or not before
+    before = cells(relevance)
+    if before:
+        cell = data.draw(st.sampled_from(before))
+        value, by = float(relevance.view(-1)[cell]), data.draw(st.sampled_from([0.01, 0.5, 9.0, 1e30, math.inf]))
+        relevance.view(-1)[cell] = by if value == -math.inf else value + by
+        assert cell in cells(relevance)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -576,27 +581,44 @@ def test_what_a_level_lacks_goes_to_the_finer_ones_first() -> None:
 
 
 def test_detail_and_magnification_are_what_a_foveated_cut_goes_by() -> None:
-    relevance, fixation, e0 = torch.rand(1, 16, 24), (0.3, 0.6), 0.1
-    tokens = lod.allocate.FoveatedPyramid(40, 4, e0=e0)(relevance=relevance, fixation=fixation)
-    benefits = []
-    for level in range(1, 6):
+    """Which nodes there are, and their scores, by a priority queue and the law as it is written."""
+    relevance, fixation, e0 = torch.rand(1, 16, 32), (0.3, 0.6), 0.1
+
+    def magnification(level: int, y: int, x: int) -> float:
+        """At the node's nearest point to the fixation, in units of the longer side, 32 cells."""
         step = 2**level
-        rows, columns = -(-16 // step), -(-24 // step)
-        benefit = torch.zeros(rows, columns)
-        for y in range(rows):
-            for x in range(columns):
-                # The node's nearest point to the fixation, in units of the longer side, 24 cells.
-                dx = max(0.0, x * step - 24 * fixation[0], 24 * fixation[0] - min((x + 1) * step, 24))
-                dy = max(0.0, y * step - 16 * fixation[1], 16 * fixation[1] - min((y + 1) * step, 16))
-                detail = relevance[0, y * step : (y + 1) * step, x * step : (x + 1) * step].sum()
-                benefit[y, x] = detail * e0 / (math.hypot(dx, dy) / 24 + e0)
-        benefits.append(benefit)
-    expected = [level for level, *_ in refined(benefits, (16, 24), 40)]
-    found = tokens.sites[0, :, 2].int().tolist()
-    left = 40 - len(expected)  # detail cells
-    assert [found.count(level) for level in range(6)] == [
-        expected.count(level) + (level == 0) * left for level in range(6)
+        dx = max(0.0, x * step - 32 * fixation[0], 32 * fixation[0] - (x + 1) * step)
+        dy = max(0.0, y * step - 16 * fixation[1], 16 * fixation[1] - min((y + 1) * step, 16))
+        return e0 / (math.hypot(dx, dy) / 32 + e0)
+
+    def within(level: int, y: int, x: int) -> torch.Tensor:
+        return relevance[0, y << level : (y + 1) << level, x << level : (x + 1) << level]
+
+    benefits = [
+        torch.tensor(
+            [
+                [float(within(level, y, x).sum()) * magnification(level, y, x) for x in range(32 >> level)]
+                for y in range(max(16 >> level, 1))
+            ]
+        )
+        for level in range(1, 6)
     ]
+    expected = refined(benefits, (16, 32), 40)
+    tokens = lod.allocate.FoveatedPyramid(40, 4, e0=e0)(relevance=relevance, fixation=fixation)
+    found = [(int(level), int(y * 16) >> int(level), int(x * 32) >> int(level)) for x, y, level in tokens.sites[0]]
+    assert {*found} >= expected and all(level == 0 for level, *_ in {*found} - expected)  # and detail cells
+    scores = [float(within(*node).mean()) * magnification(*node) for node in found]
+    assert torch.allclose(tokens.scores[0], torch.tensor(scores), rtol=1e-4)
+
+
+def test_defaults_are_what_is_documented() -> None:
+    assert lod.allocate.FoveatedPyramid().e0 == 0.05
+    assert lod.allocate.HeatDiffusion().length == 2
+
+
+def test_an_infinity_is_16_times_the_largest_number_that_there_can_be() -> None:
+    amounts = Summable(torch.tensor([[[1.0, math.inf], [0.0, 2.0]]])).amounts
+    assert amounts.flatten().tolist() == [1.0, 2.0 ** (HIGHEST + 4), 0.0, 2.0]
 
 
 def test_a_fixation_that_is_not_given_is_the_peak_of_relevance() -> None:

@@ -128,8 +128,22 @@ def test_the_goals_are_judged_by_the_slowest() -> None:
         ("Voronoi", given, True): row("Voronoi", 60.1, 32),
         ("Voronoi", f"{given}, {bench_allocate.EACH}", True): row("Voronoi", 60.0, 32),
     }
-    assert allocate_doc.batches(batch).endswith("spread: GridTopK (relevance given) 1.10 times.")
-    assert allocate_doc.batches({key: value for key, value in batch.items() if key[0] == "Voronoi"}).startswith("No ")
+    batch |= {("Voronoi", given, False): row("Voronoi", 1.7)}
+    text = allocate_doc.batches(batch)
+    assert "as many times one picture, beyond the spread: Voronoi (relevance given) 1.10 times. " in text
+    assert text.endswith("as many calls, beyond the spread: GridTopK (relevance given) 1.10 times.")
+    batch[("Voronoi", given, False)] = row("Voronoi", 1.9)
+    assert "one picture, beyond the spread: none. " in allocate_doc.batches(batch)
+
+
+def test_what_the_plot_has_not_is_named(measured: Path) -> None:
+    assert "Not measured, for want of time: grid 16, K 256; " in allocate_doc.tables(measured)
+    data = json.loads(measured.read_text())
+    every = bench_allocate.over(bench_allocate.GRIDS, bench_allocate.BUDGETS)
+    data["rows"] = [{"job": "sites", "grid": [side, side], "budget": budget} for side, budget in every]
+    assert allocate_doc.left_out(data) == ""
+    del data["rows"][-1]
+    assert allocate_doc.left_out(data) == "Not measured, for want of time: grid 64, K 1024."
 
 
 def test_the_goals_of_a_gpu_are_judged_by_calls_and_plans() -> None:
