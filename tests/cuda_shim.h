@@ -73,7 +73,7 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
     return sum;
 }
 
-inline unsigned __ldg(const unsigned* at) { return *at; }
+template <class T> T __ldg(const T* at) { return *at; }
 
 // Halves of a word by two bytes of another one.
 inline unsigned dp2a(unsigned a, unsigned b, unsigned sum) {

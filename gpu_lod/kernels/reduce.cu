@@ -80,12 +80,21 @@ __device__ __forceinline__ void span(const Chain& c, Side& side, bool down, int 
     side.part[k] = down ? c.part_y[base + k] : c.part_x[base + k];
 }
 
-// Texels of a level, row by row: as an image has them; as levels have them, which other blocks of this launch may have
-// written, so never through a cache that does not see it; and in shared memory.
+// Texels of a level, row by row: as an image has them; as levels of an earlier launch have them; as levels have them that
+// other blocks of this launch may have written, so never through a cache that does not see it; and in shared memory.
+// Nobody writes the first two meanwhile, which the compiler is told, or it would not even know what memory they are in.
 struct OfImage {
     typedef const element* Pointer;
-    static __device__ __forceinline__ Value at(const element& texel) { return load(texel); }
+    static __device__ __forceinline__ Value at(const element& texel) { return load(__ldg(&texel)); }
 };
+#ifdef KEEP_WIDE
+struct OfEarlier {
+    typedef const float* Pointer;
+    static __device__ __forceinline__ Value at(const float& texel) { return __ldg(&texel); }
+};
+#else
+typedef OfImage OfEarlier;
+#endif
 struct OfLevel {
 #ifdef KEEP_WIDE
     typedef const volatile float* Pointer;
@@ -105,7 +114,8 @@ template <class Texels> struct From {
 };
 
 // A level that this launch made, or one before it.
-__device__ __forceinline__ From<OfLevel> made_of(const Chain& c, unsigned plane, int index) {
+template <class Texels>
+__device__ __forceinline__ From<Texels> made_of(const Chain& c, unsigned plane, int index) {
     int height = side_of_level(c.height, index), width = side_of_level(c.width, index);
     unsigned long long above = plane * ((unsigned long long)height * width);
 #ifdef KEEP_WIDE
@@ -471,6 +481,36 @@ __device__ __forceinline__ void write_words(const Side& down, const Side& right,
 #endif
 #endif
 
+// The texels of a tile.
+template <class Texels>
+__device__ __forceinline__ From<Texels> of_tile(From<Texels> plane, const Side& down, const Side& right) {
+    plane.first += (long long)down.begin[0] * plane.width + right.begin[0];
+    return plane;
+}
+
+#ifndef EVEN
+// Level base + 1 of a tile, of texels that were there before this launch.
+__device__ __forceinline__ void make_first_level(const Chain& c, unsigned plane, int base, const Side& down,
+                                                 const Side& right, int window, Value* odd, unsigned* stored,
+                                                 Level level) {
+    const element* image = c.source + plane * ((unsigned long long)c.height * c.width);
+    level.wide = nullptr;  // as it is: only the last level of several is read again
+#ifdef FLOAT32
+    if (base == 0 && c.fours) return make_level_of_fours(image, c.width, down, right, odd, TILE, level);
+#else
+    if (base == 0 && in_words(c)) return make_level_of_words(image, down, right, window, odd, stored);
+#endif
+    From<OfImage> from = {image, c.width};
+#ifdef KEEP_WIDE
+    if (base == 0) return make_level<OfImage, 1>(of_tile(from, down, right), down, right, window, 1, odd, TILE, level);
+    From<OfEarlier> earlier = made_of<OfEarlier>(c, plane, base);
+#else
+    From<OfImage> earlier = base ? made_of<OfImage>(c, plane, base) : from;
+#endif
+    make_level<OfEarlier, ROWS_AT_ONCE>(of_tile(earlier, down, right), down, right, window, 1, odd, TILE, level);
+}
+#endif
+
 // Levels base + 1 to base + `levels` of a tile of level base.
 __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, int window, int own, int tile_y,
                           int tile_x, Value* even, Value* odd, unsigned* stored, Side& down, Side& right) {
@@ -484,24 +524,11 @@ __device__ void make_tile(const Chain& c, unsigned plane, int base, int levels, 
             From<OfTile> from = {k % 2 ? even : odd, k % 2 ? TILE / 2 : TILE};
             make_level<OfTile, 1>(from, down, right, window, k, k % 2 ? odd : even, k % 2 ? TILE : TILE / 2, level);
 #ifndef EVEN  // else that is done already
-        } else if (base == 0) {
-            From<OfImage> from = {c.source + plane * ((unsigned long long)c.height * c.width), c.width};
-#ifdef FLOAT32
-            bool quick = c.fours;
-            if (quick) make_level_of_fours(from.first, c.width, down, right, odd, TILE, level);
-#else
-            bool quick = in_words(c);
-            if (quick) make_level_of_words(from.first, down, right, window, odd, stored);
-#endif
-            if (!quick) {
-                from.first += (long long)down.begin[0] * c.width + right.begin[0];
-                level.wide = nullptr;  // as it is: only the last level of several is read again
-                make_level<OfImage, 1>(from, down, right, window, 1, odd, TILE, level);
-            }
+        } else if (base == c.base) {
+            make_first_level(c, plane, base, down, right, window, odd, stored, level);
 #endif
         } else {
-            From<OfLevel> from = made_of(c, plane, base);
-            from.first += (long long)down.begin[0] * from.width + right.begin[0];
+            From<OfLevel> from = of_tile(made_of<OfLevel>(c, plane, base), down, right);
             make_level<OfLevel, ROWS_AT_ONCE>(from, down, right, window, 1, odd, TILE, level);
         }
         __syncthreads();
