@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from functools import partial
 import numpy as np
 from scipy.optimize import nnls
 
+from gpu_lod.kernels import chain
 from gpu_lod.report.rows import Row, kind_of, median, note
 
 RINGS_TIMES_WEDGES, PATCH_SAMPLES = 256 * 512, 273 * 14 * 14
@@ -28,6 +31,8 @@ POLYPHASE = 4.0
 """Of what an axis with an odd side reads: three operations on halves."""
 COPIED_IN = 2.0
 """What an input that shaders can read where it is saves of them."""
+KERNELS = "cuda kernels", "cuda graph of kernels"
+COMPILED = "torch compiled", "torch graph of compiled"
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Way:
     part: str = "end to end"
     sites: str = ""
     """Of `gather_patches`, which of them: those on the grid are another job, in which nothing is filtered."""
+    odd: bool | None = None
+    """Of kernels that differ by it, whether sides are odd, down to where four elements or two levels no longer fit."""
 
     @property
     def job(self) -> str:
@@ -62,6 +69,8 @@ class Way:
         found = []
         for row in rows:
             if row["verb"] != self.verb or row["part"] != self.part or self.sites not in note(row) or not _is_main(row):
+                continue
+            if self.odd is not None and self.odd == _rounds(row)[0][2]:
                 continue
             side = self.side(row)
             if side in row["sides"]:
@@ -135,6 +144,32 @@ def _halving_bytes(row: Row) -> float:
     return moved
 
 
+def _sizes(row: Row) -> list[tuple[int, int]]:
+    height, width = row["size"]
+    return [(max(1, height >> level), max(1, width >> level)) for level in range(max(height, width).bit_length())]
+
+
+def _rounds(row: Row) -> list[tuple[int, int, bool, bool]]:
+    return chain._rounds(_sizes(row), fours=row["size"][1] % 4 == 0)
+
+
+def _kernel_bytes(row: Row) -> float:
+    """That the kernels of a chain move: each launch reads the level it begins at, and the block that finishes a plane
+    reads the last level of the tiles; every level is written once."""
+    sizes = _sizes(row)
+    moved = sum(map(math.prod, sizes[1:]))
+    for base, group, _, finish in _rounds(row):
+        moved += math.prod(sizes[base]) + finish * math.prod(sizes[base + group])
+    return moved / math.prod(sizes[0]) * _image_bytes(row)
+
+
+def _samples(default: Callable[[Row], float], row: Row) -> float:
+    """Of a sampler: those that the note begins with, "1024 x 1024, ...", or else as many as these rows have."""
+    said = re.match(r"\d+( x \d+)+", note(row))
+    a_picture = math.prod(map(int, said[0].split(" x "))) if said else default(row)
+    return float(row["batch"] * a_picture)
+
+
 def _named(name: str) -> Callable[[Row], str | None]:
     return lambda row: name
 
@@ -145,7 +180,7 @@ def _first(*names: str) -> Callable[[Row], str | None]:
 
 
 def ways_of(rows: Sequence[Row], *, borrowed: bool = False) -> Iterator[Way]:
-    """Of chains every generator that was measured; of samplers their one way on each backend.
+    """Of chains every generator that was measured; of samplers the ways that are chosen from.
 
     Args:
         borrowed: shaders read ordinary tensors where they are.
@@ -162,9 +197,11 @@ def ways_of(rows: Sequence[Row], *, borrowed: bool = False) -> Iterator[Way]:
             for part, saved in (("end to end", COPIED_IN if borrowed else 0.0), ("zero-copy in", COPIED_IN)):
                 name = f"{side}{', GL memory' if part == 'zero-copy in' else ''}"
                 yield Way(verb, name, _named(side), partial(_generator_bytes, side, saved), "byte", part)
-
-    def samples(a_picture: Callable[[Row], float]) -> Callable[[Row], float]:
-        return lambda row: row["batch"] * a_picture(row)
+        for side in KERNELS:
+            yield Way(verb, side, _named(side), _kernel_bytes, "byte", odd=False)
+            yield Way(verb, f"{side}, odd sides", _named(side), _kernel_bytes, "byte", odd=True)
+        for side in COMPILED:  # a kernel a level
+            yield Way(verb, side, _named(side), lambda row: POOLING * _image_bytes(row), "byte")
 
     ring = "torch two levels a ring"
     samplers: list[tuple[str, Callable[[Row], float], tuple[str, ...]]] = [
@@ -176,11 +213,11 @@ def ways_of(rows: Sequence[Row], *, borrowed: bool = False) -> Iterator[Way]:
         ("foveate", lambda row: row["size"][0] * row["size"][1], ("gl compute", "torch coarse to fine, boxes")),
     ]
     for verb, a_picture, sides in samplers:
-        for side in sides:
-            yield Way(verb, side, _named(side), samples(a_picture), "sample")
+        for side in (*sides, *KERNELS, *COMPILED):
+            yield Way(verb, side, _named(side), partial(_samples, a_picture), "sample")
     for sites in ("cortical sites", "sites on the grid"):
-        for side in ("gl compute", "torch sites of a level together"):
-            patches = samples(lambda row: PATCH_SAMPLES)
+        for side in ("gl compute", "torch sites of a level together", *KERNELS, *COMPILED):
+            patches = partial(_samples, lambda row: PATCH_SAMPLES)
             yield Way("gather_patches", side, _named(side), patches, "sample", sites=sites)
 
 
@@ -214,24 +251,37 @@ def fits(rows: Sequence[Row], *, borrowed: bool = False) -> list[Fit]:
     return sorted(found, key=lambda one: order.index(one.way.job))
 
 
-def crossovers(found: list[Fit]) -> list[tuple[str, int, Fit, Fit, int | None, float]]:
-    """(job, batch, GL, torch, the side from which on GL is faster, GL over torch at 1024), end to end; by the
-    fastest way of each at 1024."""
+def crossovers(found: list[Fit], fastest: float = math.inf) -> list[tuple[str, int, Fit, Fit, int | None, float]]:
+    """(job, batch, ours, torch, the side from which on ours is faster, ours over torch at 1024), end to end, for each
+    of our backends; by the fastest way of each at 1024. A call meets torch's calls, a CUDA graph torch's graphs too.
+
+    Args:
+        fastest: GB/s, which no way exceeds: where a call takes as long as the host does, times of sizes at which it
+            no longer would cannot be had from those that were measured.
+    """
     result = []
     for job in dict.fromkeys(one.way.job for one in found):
-        mine = [one for one in found if one.way.job == job and one.way.part == "end to end"]
+        mine = [one for one in found if one.way.job == job and one.way.part == "end to end" and not one.way.odd]
         channels = 1 if job == "hiz" else 3
-        for batch in (1, 32):
+        for backend, graphs in (("gl", False), ("cuda", False), ("cuda", True)):
+            for batch in (1, 32):
 
-            def ms(one: Fit, side: int, batch: int = batch, channels: int = channels) -> float:
-                row = {"size": [side, side], "batch": batch, "channels": channels}
-                return one.ms(side.bit_length() - 1, one.way.work(row))
+                def ms(one: Fit, side: int, batch: int = batch, channels: int = channels) -> float:
+                    row = {"size": [side, side], "batch": batch, "channels": channels}
+                    work = one.way.work(row)
+                    return max(one.ms(side.bit_length() - 1, work), work / fastest * 1e-6)
 
-            groups = [[one for one in mine if one.way.name.startswith(kind)] for kind in ("gl", "torch")]
-            if not all(groups):
-                continue
-            ours, theirs = (min(group, key=lambda one: ms(one, 1024)) for group in groups)
-            sides = [2**power for power in range(5, LARGEST.bit_length())]
-            wins = [side for side in sides if all(ms(ours, s) < ms(theirs, s) for s in sides if s >= side)]
-            result.append((job, batch, ours, theirs, wins[0] if wins else None, ms(ours, 1024) / ms(theirs, 1024)))
+                ways = [one for one in mine if kind_of(one.way.name) == backend and _is_graph(one) == graphs]
+                rivals = [one for one in mine if kind_of(one.way.name) == "torch" and _is_graph(one) <= graphs]
+                if not ways or not rivals:
+                    continue
+                ours, theirs = (min(group, key=lambda one: ms(one, 1024)) for group in (ways, rivals))
+                sides = [2**power for power in range(5, LARGEST.bit_length())]
+                wins = [side for side in sides if all(ms(ours, s) < ms(theirs, s) for s in sides if s >= side)]
+                at_1024 = ms(ours, 1024) / ms(theirs, 1024)
+                result.append((job, batch, ours, theirs, wins[0] if wins else None, at_1024))
     return result
+
+
+def _is_graph(one: Fit) -> bool:
+    return " graph of " in one.way.name

@@ -48,6 +48,9 @@ def test_the_model_is_as_good_as_the_doc_says(path: Path) -> None:
     # Runs on CUDA tensors end with their time, the most important rows first: others come at too few sizes for a fit.
     others = {"hiz", "log_polar", "foveate", "gather_patches"} if data.get("tensors") != "cuda" else set()
     assert {one.way.verb for one in found} >= {"mipmap"} | others
+    if data.get("tensors") == "cuda":
+        compared = {one[2].way.name.partition(" ")[0] for one in cost_fit.crossovers(found)}
+        assert compared == {"gl", "cuda"}
     errors = [abs(error) for one in found for error in one.errors()]
     assert statistics.median(errors) < MEDIAN_ERROR
     assert f"median relative error {statistics.median(errors):.0%}" in cost_model.DOC.read_text()
@@ -115,6 +118,70 @@ def test_bytes_of_generators_are_those_on_paper() -> None:
         assert cost_fit._generator_bytes(side, 2, rgb) == pytest.approx((times - 2) * nbytes)
     grey = {**rgb, "channels": 1}
     assert cost_fit._generator_bytes("gl sampler", 0, grey) == pytest.approx(19 / 3 * nbytes / 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "moved"),
+    [
+        ([64, 64], 64**2 + 1365 + 0),  # one tile: 32, 16, ... 1, and nothing is left to finish
+        ([4096, 4096], 4096**2 + (4**12 - 1) // 3 + 64**2),  # the last block reads 64 x 64 again
+        ([4098, 4096], None),  # one even level is too few for tiles of groups of four
+    ],
+)
+def test_bytes_of_kernels_are_those_on_paper(size: list[int], moved: int | None) -> None:
+    row = {"size": size, "batch": 2, "channels": 3}
+    found = cost_fit._kernel_bytes(row)
+    if moved is not None:
+        assert found == pytest.approx(2 * 3 * 4 * moved, rel=1e-12)
+    else:
+        assert found / cost_fit._image_bytes(row) == pytest.approx(4 / 3 + 1 / 64, abs=1e-3)
+
+
+def test_kernels_have_a_fit_for_even_sides_and_one_for_odd_sides() -> None:
+    def ms(fixed: float) -> Any:
+        return lambda size, batch, channels: (
+            fixed + cost_fit._kernel_bytes({"size": [size, size], "batch": batch, "channels": channels}) / 2e12 * 1e3
+        )
+
+    even, odd = (128, 256, 512, 1024), (129, 257, 513, 1025)
+    rows = [*rows_of("mipmap", "cuda kernels", ms(0.1), even), *rows_of("mipmap", "cuda kernels", ms(0.3), odd)]
+    found = {one.way.name: one for one in cost_fit.fits(rows)}
+    assert set(found) == {"cuda kernels", "cuda kernels, odd sides"}
+    assert found["cuda kernels"].constants == pytest.approx((0.1, 0, 1e3 / 2e12), rel=1e-6, abs=1e-9)
+    assert found["cuda kernels, odd sides"].constants[0] == pytest.approx(0.3, rel=1e-6)
+    assert all(len(one.points) == 8 for one in found.values())
+
+
+def test_samples_are_as_many_as_the_note_says() -> None:
+    row = {"batch": 2, "size": [4096, 4096], "note": "1024 x 1024, from a prebuilt pyramid, a texture already"}
+    assert cost_fit._samples(lambda _: 7, row) == 2 * 1024 * 1024
+    assert cost_fit._samples(lambda _: 7, {**row, "note": "5400 x 14 x 14, cortical sites"}) == 2 * 5400 * 14 * 14
+    assert cost_fit._samples(lambda _: 7, {**row, "note": "from a prebuilt pyramid, a texture already"}) == 14
+
+
+def test_every_backend_meets_torch_and_calls_meet_no_graph() -> None:
+    def side(name: str, fixed: float, rate: float) -> list[Any]:
+        return rows_of("hiz", name, lambda size, batch, _: fixed + batch * size * size / rate, (256, 512, 1024, 2048))
+
+    sides = {
+        "gl compute": (0.6, 1e7), "cuda kernels": (0.08, 1e7), "cuda graph of kernels": (0.01, 1e7),
+        "torch max_pool2d": (0.2, 1e6), "torch compiled": (0.15, 8e6), "torch graph of compiled": (0.02, 8e6),
+    }  # fmt: skip
+    found = cost_fit.fits([row for name, (fixed, rate) in sides.items() for row in side(name, fixed, rate)])
+    pairs = {(ours.way.name, theirs.way.name) for _, _, ours, theirs, _, _ in cost_fit.crossovers(found)}
+    assert pairs == {
+        ("gl compute", "torch compiled"), ("cuda kernels", "torch compiled"),
+        ("cuda graph of kernels", "torch graph of compiled"),
+    }  # fmt: skip
+
+
+def test_a_rate_beyond_a_copys_wins_nothing() -> None:
+    """The host hides what grows, at the sizes that were measured alone."""
+    kernels = rows_of("hiz", "cuda kernels", lambda size, batch, _: 0.08 + batch * size * size * 4 / 3 / 3e9)
+    hidden = rows_of("hiz", "torch compiled", lambda *_: 0.16)
+    found = cost_fit.fits([*kernels, *hidden])
+    assert {where for *_, where, _ in cost_fit.crossovers(found)} == {None}
+    assert {where for *_, where, _ in cost_fit.crossovers(found, 3000.0)} == {32}
 
 
 def test_crossovers_say_from_where_on_gl_is_faster() -> None:
