@@ -2,7 +2,8 @@
 
 python bench/report.py [FILE]      the table on the terminal
 python bench/report.py --readme    put the tables of all result files into README.md and, with every row, into
-                                   docs/benchmarks.md, and a plot beside each file
+                                   docs/benchmarks.md, beside what each says of the claim under test, and a plot beside
+                                   each file
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gpu_lod.report import plots, text
-from gpu_lod.report.files import write
+from gpu_lod.report import claim, plots, text
+from gpu_lod.report.files import between, load, write
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 EVERY_ROW = HERE.parent / "docs" / "benchmarks.md"
+CLAIM_MARKS = "<!-- claim: python bench/report.py --readme -->", "<!-- end of the claim -->"
 
 
 def result_files() -> list[Path]:
@@ -35,9 +37,24 @@ def with_tables(readme: str) -> str:
 
 
 def with_every_row(document: str) -> str:
-    """The same of docs/benchmarks.md."""
+    """The same of docs/benchmarks.md, and the verdicts on the claim there."""
     tables = (text.markdown(path, HERE.parent / "docs", every=True) for path in result_files())
-    return text.with_tables(document, "\n\n".join(tables))
+    return between(text.with_tables(document, "\n\n".join(tables)), CLAIM_MARKS, claim_of_each())
+
+
+def claim_of_each() -> str:
+    """The claim, what would confirm it, and what each file says of it."""
+    said = [
+        f"> {claim.CLAIM}\n\nIt is confirmed at a size where the faster of driver and fragment, the generators that go "
+        f"through texture hardware, takes {claim.CLAIMED_MS} ms at most and pooling (avg_pool2d, eager) at least "
+        f"{claim.CLAIMED_RATIO:.0f} times as long. Chains of 3 x side x side fp32 down to 1 x 1, milliseconds of the "
+        "wall clock. Compute is one dispatch a level."
+    ]
+    for path in result_files():
+        data = load(path)
+        link = f"[file](../bench/results/{path.name})"
+        said.append(f"### {text.machine(data)}, {data['date']}\n\n{claim.markdown(data)}\n\n({link})")
+    return "\n\n".join(said)
 
 
 def table(path: Path) -> Table:

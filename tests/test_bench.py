@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ import gpu_lod as lod
 from gpu_lod import timing as races
 from gpu_lod.bridge import InteropBridge, egl
 from gpu_lod.bridge import gl as G
-from gpu_lod.report import text
+from gpu_lod.report import claim, text
 from gpu_lod.report.files import load
 from gpu_lod.report.shares import shares
 from gpu_lod.timing import race
@@ -88,7 +89,20 @@ def test_readme_shows_the_result_files() -> None:
     document = report.EVERY_ROW.read_text()
     assert report.with_every_row(document) == document, "run python bench/report.py --readme"
     calls = sum(len([r for r in json.loads(path.read_text())["rows"] if text.is_call(r)]) for path in RESULTS)
-    assert sum(line.startswith("| ") for line in document.splitlines()) == calls + 2 * len(RESULTS)
+    tables = document.partition(text.MARKS[0])[2].partition(text.MARKS[1])[0]
+    assert sum(line.startswith("| ") for line in tables.splitlines()) == calls + 2 * len(RESULTS)
+
+
+def test_the_page_answers_the_claim_for_each_machine() -> None:
+    document = report.EVERY_ROW.read_text()
+    said = document.partition(report.CLAIM_MARKS[0])[2].partition(report.CLAIM_MARKS[1])[0]
+    assert claim.CLAIM in said and said.count("\n### ") == len(RESULTS)
+    for path in RESULTS:
+        assert f"(../bench/results/{path.name})" in said and claim.verdict(json.loads(path.read_text())) in said
+    heading = document.partition(report.CLAIM_MARKS[0])[0].rstrip().splitlines()[-1]
+    anchor = re.sub(r"[^a-z0-9 -]", "", heading.removeprefix("## ").lower()).replace(" ", "-")
+    assert f"docs/benchmarks.md#{anchor})" in (CHECKOUT / "README.md").read_text()
+    assert f"](#{anchor})" in document
 
 
 def test_every_side_follows_every_other() -> None:

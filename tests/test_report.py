@@ -335,6 +335,21 @@ def test_on_a_gpu_the_claim_is_judged_by_time_and_ratio(driver: float, pooling: 
     assert "nothing is said" in claim.verdict(on_cuda(row(sides={"gl compute": timing(1)})))
 
 
+def test_the_claim_is_answered_with_the_ratio_of_fragment_to_compute() -> None:
+    sides = {"gl compute": timing(2.0), "gl fragment": timing(3.0), "gl registers": timing(0.5)}
+    kernel = row(part="kernel", size=512, sides=sides)
+    found = on_cuda(row(), kernel)
+    found["rows"][0]["sides"]["gl fragment"]["device_ms"] = 2.5
+    [line] = claim.lines(found)
+    assert (line.fragment_over_compute, line.fragment_over_compute_on_gpu) == (3, 5)
+    made = claim.markdown(found)
+    assert made.startswith(claim.verdict(found)) and made.splitlines()[4].endswith("| 2.50x | 3.00x | 5.00x |")
+    assert "by themselves at 512 x 512: compute 2.00; fragment 3.00; registers 0.500. Fragment / compute 1.50x." in made
+    plain = claim.markdown(data(row()))
+    assert plain.splitlines()[4].endswith("| 3.00x | - |") and "themselves" not in plain
+    assert claim.markdown(data(row("hiz"))) == claim.verdict(data(row("hiz")))
+
+
 def with_kernels(*, gl: bool) -> dict[str, Any]:
     """A row in which kernels are the best of ours, or all that there is."""
     sides = {"cuda kernels": timing(0.2), "torch avg_pool2d": timing(5), "torch x": timing(1)}

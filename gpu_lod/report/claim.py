@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu_lod.report.files import Data
-from gpu_lod.report.rows import Row, best, figure, is_plain, median, over_floor, own
+from gpu_lod.report.rows import Row, best, figure, is_plain, kind_of, median, over_floor, own
 
 CLAIM = "The GPU's texture hardware builds a mip chain in 0.1 ms where PyTorch's pooling takes 5 ms (50x)."
 CLAIMED_MS, CLAIMED_RATIO = 0.1, 50.0
@@ -30,6 +30,12 @@ class Line:
     strongest: float | None
     floor: float
     best_over_floor: float | None
+    fragment_over_compute_on_gpu: float | None
+    """By events on the stream, the change to OpenGL and back included; where they were recorded."""
+
+    @property
+    def fragment_over_compute(self) -> float | None:
+        return self.fragment / self.compute if self.fragment and self.compute else None
 
     @property
     def hardware(self) -> float | None:
@@ -68,11 +74,16 @@ def _line(side: int, row: Row) -> Line:
     def ms(name: str) -> float | None:
         return median(row, name) if name in row["sides"] else None
 
+    def on_gpu(name: str) -> float | None:
+        return row["sides"].get(name, {}).get("device_ms")
+
+    fragment, compute = on_gpu("gl fragment"), on_gpu("gl compute")
     fastest, strongest = own(row), best(row, "torch")
     assert fastest is not None
     return Line(
         side, row["part"], ms("gl driver"), ms("gl fragment"), ms("gl compute"), fastest, median(row, fastest),
         ms(POOLING), strongest or "", ms(strongest) if strongest else None, row["floor_ms"], over_floor(row, fastest),
+        fragment / compute if fragment and compute else None,
     )  # fmt: skip
 
 
@@ -107,6 +118,39 @@ def verdict(data: Data) -> str:
         f"hardware, at its fastest {figure(min(line.hardware for line in judged if line.hardware))} ms; "
         f"it holds {f'at {where}' if held else 'at none of these sizes'}.{ours(found)}"
     )
+
+
+def markdown(data: Data) -> str:
+    """The verdict, and the figures that it rests on, in milliseconds."""
+    found = lines(data)
+    if not found:
+        return verdict(data)
+    headings = [
+        "side", "input", "driver", "fragment", "compute", "best of ours", "avg_pool2d", "pooling / texture hardware",
+        "fragment / compute", "the same by the GPU's clock",
+    ]  # fmt: skip
+    cells = [
+        [
+            str(line.side), "GL memory" if line.part == "zero-copy in" else "ordinary tensor", figure(line.driver),
+            figure(line.fragment), figure(line.compute), f"{line.best_name}: {figure(line.best)}", figure(line.pooling),
+            figure(line.ratio, "x"), figure(line.fragment_over_compute, "x"),
+            figure(line.fragment_over_compute_on_gpu, "x"),
+        ]
+        for line in found
+    ]  # fmt: skip
+    table = ["| " + " | ".join(line) + " |" for line in [headings, ["---"] * len(headings), *cells]]
+    return "\n".join([verdict(data), "", *table, *by_themselves(data)])
+
+
+def by_themselves(data: Data) -> list[str]:
+    """What the generators take without what hands tensors over: a paragraph, where it was measured."""
+    for row in data["rows"]:
+        if row["verb"] == "mipmap" and is_plain(row, "kernel") and {"gl fragment", "gl compute"} <= row["sides"].keys():
+            times = {side: median(row, side) for side in row["sides"] if kind_of(side) == "gl"}
+            side, ratio = row["size"][0], times["gl fragment"] / times["gl compute"]
+            shown = "; ".join(f"{name.removeprefix('gl ')} {figure(ms)}" for name, ms in times.items())
+            return ["", f"Shaders by themselves at {side} x {side}: {shown}. Fragment / compute {figure(ratio, 'x')}."]
+    return []
 
 
 def ours(found: list[Line]) -> str:
