@@ -38,7 +38,7 @@ bench: setup  ## time every verb against the fastest torch way, write bench/resu
 	@$(BIN)/python bench/run.py $(BENCH_ARGS) && $(BIN)/python bench/report.py --readme && $(BIN)/python bench/cost_model.py --doc
 
 bench-allocate: setup  ## time every allocator, write bench/results/allocate/ and docs/allocators.md
-	@$(BIN)/python bench/bench_allocate.py $(BENCH_ARGS) && $(BIN)/python bench/bench_allocate.py --doc
+	@$(BIN)/python bench/bench_allocate.py $(BENCH_ARGS) && $(BIN)/python bench/bench_allocate.py --doc && $(BIN)/python bench/report.py --readme
 
 bench-encoder: setup  ## time an encoder on token sets against its full grid, write bench/results/encoder/ and docs/encoders.md
 	@$(BIN)/python bench/bench_encoder.py $(BENCH_ARGS) && $(BIN)/python bench/bench_encoder.py --doc
@@ -47,7 +47,7 @@ bench-streaming: setup  ## what a token memory keeps from frame to frame, write 
 	@$(BIN)/python bench/bench_streaming.py $(BENCH_ARGS) && $(BIN)/python bench/bench_streaming.py --doc
 
 bench-memory: setup  ## what a call of each verb takes at its peak, write bench/results/memory/ and docs/memory.md
-	@$(BIN)/python bench/bench_memory.py $(BENCH_ARGS) && $(BIN)/python bench/bench_memory.py --doc
+	@$(BIN)/python bench/bench_memory.py $(BENCH_ARGS) && $(BIN)/python bench/bench_memory.py --doc && $(BIN)/python bench/report.py --readme
 
 # Two steps: with its own requirements RapidOCR would put opencv-python over opencv-python-headless, and fovi bring CUDA's.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c .ci/constraints.txt

@@ -2,8 +2,8 @@
 
 python bench/report.py [FILE]      the table on the terminal
 python bench/report.py --readme    put the tables of all result files into README.md and, with every row, into
-                                   docs/benchmarks.md, beside what each says of the claim under test, and a plot beside
-                                   each file
+                                   docs/benchmarks.md, beside what each says of the claim under test and the table of
+                                   goals, and a plot beside each file
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import goals
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 EVERY_ROW = HERE.parent / "docs" / "benchmarks.md"
 CLAIM_MARKS = "<!-- claim: python bench/report.py --readme -->", "<!-- end of the claim -->"
+GOAL_MARKS = "<!-- goals: python bench/report.py --readme -->", "<!-- end of goals -->"
 
 
 def result_files() -> list[Path]:
@@ -37,9 +39,10 @@ def with_tables(readme: str) -> str:
 
 
 def with_every_row(document: str) -> str:
-    """The same of docs/benchmarks.md, and the verdicts on the claim there."""
+    """The same of docs/benchmarks.md, and there the verdicts on the claim and the goals."""
     tables = (text.markdown(path, HERE.parent / "docs", every=True) for path in result_files())
-    return between(text.with_tables(document, "\n\n".join(tables)), CLAIM_MARKS, claim_of_each())
+    document = between(text.with_tables(document, "\n\n".join(tables)), CLAIM_MARKS, claim_of_each())
+    return between(document, GOAL_MARKS, goals.table(HERE / "results"))
 
 
 def claim_of_each() -> str:
