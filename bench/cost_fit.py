@@ -73,7 +73,7 @@ class Way:
             if self.odd is not None and self.odd == _rounds(row)[0][2]:
                 continue
             side = self.side(row)
-            if side in row["sides"]:
+            if side is not None and side in row["sides"]:
                 levels = max(row["size"]).bit_length() - 1
                 found.append(Point(row, levels, self.work(row), median(row, side)))
         return found
