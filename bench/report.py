@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import goals
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +39,8 @@ def with_tables(readme: str) -> str:
 
 def with_every_row(document: str) -> str:
     """The same of docs/benchmarks.md, and there the verdicts on the claim and the goals."""
+    import goals  # makes every allocator, which run.py should not for one table on the terminal
+
     tables = (text.markdown(path, HERE.parent / "docs", every=True) for path in result_files())
     document = between(text.with_tables(document, "\n\n".join(tables)), CLAIM_MARKS, claim_of_each())
     return between(document, GOAL_MARKS, goals.table(HERE / "results"))
