@@ -29,7 +29,7 @@ total=$((BASH_REMATCH[1] * 60 + ${BASH_REMATCH[3]:-0} * 6))
 
 # Of the time, in percent, for each stage at the most. What one leaves the next may have: together they are more than all.
 declare -A percent=(
-    [doctor]=10 [compile]=28 [tests]=28 [kernels]=8 [bench]=52 [bridge]=20 [shared-memory]=8 [allocators]=16 [calibrate]=12
+    [doctor]=10 [compile]=28 [tests]=28 [kernels]=8 [bench]=52 [bridge]=24 [shared-memory]=8 [allocators]=16 [calibrate]=12
 )
 read -ra wanted <<<"${STAGES:-doctor compile tests kernels bench bridge allocators calibrate}"
 whole=0
