@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,17 @@ from gpu_lod.kernels import chain, samplers, sources
 ROUNDS, BLOCK = 12, 8
 """Turns, and calls of one."""
 POINT = (0.4, 0.6)
-JOBS = ("chain", "log_polar", "foveate", "patches")
+JOBS = ("chain", "hiz", "log_polar", "foveate", "patches")
 CHAINS = [
     (4096, torch.uint8, 4, "cold"),
     (4097, torch.uint8, 4, "cold"),
     *((side, torch.float32, 3, "warm") for side in (1024, 1025, 2048, 2049, 4096, 4097, 4095)),
+    (4097, torch.uint8, 3, "warm"),
+    (4097, torch.float16, 3, "warm"),
 ]
 """(side, dtype, channels, cache)"""
+BOUNDS = [(side, torch.float32, 1, "warm") for side in (4096, 4097)]
+"""The same, of Hi-Z chains of the maximum."""
 SIDES, MAPS = (1024, 2048, 4096), (1024, 2048)
 """Of pictures that are foveated, the last of which maps and patches are read from too; and of maps."""
 SCHEMA: dict[str, Any] = {
@@ -60,16 +65,11 @@ Work = tuple[Row, Callable[[Any], object], list[Any], int]
 
 
 def works(device: torch.device, wanted: list[str]) -> Iterator[Work]:
-    if "chain" in wanted:
-        for side, dtype, channels, cache in CHAINS:
+    for kernel, verb, chains in (("chain", lod.mipmap, CHAINS), ("hiz", lod.hiz, BOUNDS)):
+        for side, dtype, channels, cache in chains if kernel in wanted else []:
             image = picture(side, side, channels=channels, dtype=dtype).to(device)
             inputs = inputs_for(image, cache, lambda x: x, COLD_BYTES)
-            yield (
-                about("chain", "", image, cache),
-                lambda x: lod.mipmap(x, backend="cuda"),
-                inputs,
-                pyramid_bytes(image),
-            )
+            yield about(kernel, "", image, cache), partial(verb, backend="cuda"), inputs, pyramid_bytes(image)
     point = torch.tensor([POINT], device=device)
     for dtype in (torch.float32, torch.uint8):
         for side in SIDES:

@@ -35,11 +35,14 @@ class Clock:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pictures, and what is asked of kernels done by torch."""
     chains = [(64, torch.uint8, 4, "cold"), (33, torch.float32, 3, "warm")]
-    for name, value in {"CHAINS": chains, "SIDES": (32, 64), "MAPS": (16,), "MANY": 9, "COLD_BYTES": 2**15}.items():
+    for name, value in {
+        "CHAINS": chains, "BOUNDS": [(33, torch.float32, 1, "warm")], "SIDES": (32, 64), "MAPS": (16,), "MANY": 9,
+        "COLD_BYTES": 2**15,
+    }.items():  # fmt: skip
         monkeypatch.setattr(bench_kernels, name, value)
     monkeypatch.setattr(bench_kernels, "captured", lambda function, inputs: partial(function, inputs[-1]))
     monkeypatch.setattr(lod.Pyramid, "upload", lambda pyramid, **_: pyramid)
-    for name in ("mipmap", "log_polar", "foveate", "gather_patches"):
+    for name in ("mipmap", "hiz", "log_polar", "foveate", "gather_patches"):
         verb = getattr(lod, name)
 
         def by_torch(*args: Any, backend: str, verb: Callable[..., Any] = verb) -> Any:
@@ -66,7 +69,8 @@ def test_every_kernel_has_its_rows(small: None) -> None:
         assert ("log_polar", "16 x 16", 64, dtype, "warm") in found
         for where in ("cortical", "on the grid"):
             assert ("patches", f"9 x 14 x 14, {where}", 64, dtype, "warm") in found
-    assert len(found) == len(set(found)) == 12
+    assert ("hiz", "", 33, "float32", "warm") in found
+    assert len(found) == len(set(found)) == 13
     assert rows[0]["gpu_us"] == 750 and rows[0]["fastest_us"] == 500
     # Four bytes a texel are read and a third is written, at a byte a nanosecond.
     assert rows[0]["floor_us"] == round((64 * 64 * 4 + 64 * 64 * 4 // 3) / 1e3, 2)
