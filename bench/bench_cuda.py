@@ -436,8 +436,10 @@ def plan(run: Run, main: list[Size], rest: list[Size]) -> Jobs:
     device, f32 = str(run.device), [torch.float32]
     first, last = main[0], main[-1]
     height, width, batch = last
-    # What GPUs are judged by: RGBA8 from memory, large chains, outputs of a megapixel, the least that a call costs, odd
-    # sides beside even ones, and one pass beside many.
+    # What GPUs are judged by: RGBA8 from memory, its shaders by themselves and the whole call, large chains, outputs
+    # of a megapixel, the least that a call costs, odd sides beside even ones, and one pass beside many.
+    shaders = partial(bench_parts.large_chain, height, run.seconds, run.ctx, device, COLD_BYTES)
+    jobs.append((f"parts {height}x{width} uint8 cold 4", shaders if run.ctx is not None else list))
     add(run.mipmap, last, torch.uint8, "cold", 4)
     for size in reversed(main):
         add(run.mipmap, size)

@@ -21,7 +21,7 @@ from bench_log_polar import READY, RINGS, WEDGES
 from bench_samplers import BUDGET
 from bridge_cost import timing
 from cuda_timer import CudaStopwatch
-from inputs import generators_of, picture, pyramid_bytes
+from inputs import generators_of, inputs_for, job, picture, pyramid_bytes
 from rows import Row
 from timer import able, race
 
@@ -198,17 +198,47 @@ def _without_subgroups(ctx: lod.Context, side: Side) -> object:
         ctx.tuning = before
 
 
+def large_chain(
+    side: int, seconds: float, ctx: lod.Context | None = None, device: str = "cpu", cold_bytes: int | None = None
+) -> Iterator[Row]:
+    """A chain of RGBA8 in GL memory, of more images in turn than the caches hold: its kernels, and its bridge."""
+    ctx = ctx or lod.Context()
+    image = picture(side, side, channels=4, dtype=torch.uint8)
+    images = inputs_for(
+        image, "cold", lambda x: ctx.empty(tuple(x.shape), dtype=x.dtype, device=device).copy_(x), cold_bytes
+    )
+    verb: Callable[..., object] = lod.mipmap
+    ways: dict[str, Side] = {f"gl {name}": job(partial(verb, generator=name), images) for name in generators_of(verb)}
+    parts, moved = Parts(ctx), pyramid_bytes(image)
+    yield from _split(parts, "mipmap", side, 4, moved, ways, seconds, dtype="uint8", cache="cold")
+
+
 def rows(sides: list[int], seconds: float, ctx: lod.Context | None = None, device: str = "cpu") -> Iterator[Row]:
     """Two rows a job: its kernels, and its bridge."""
     ctx = ctx or lod.Context()
     parts = Parts(ctx)
-    clocks = (("kernel", parts.kernel), ("bridge", parts.of_bridge))
     for side in sides:
         for verb, note, channels, moved, ways in jobs(ctx, side, device):
-            ways, dropped = able(ways)
-            for part, clock in clocks:
-                yield Row(
-                    verb, part, side, side, 1, channels, "float32", "warm", moved,
-                    race(ways, seconds=seconds, clock=clock), note=note,
-                    extra={"dropped": dropped} if dropped else {},
-                )  # fmt: skip
+            yield from _split(parts, verb, side, channels, moved, ways, seconds, note=note)
+
+
+def _split(
+    parts: Parts,
+    verb: str,
+    side: int,
+    channels: int,
+    moved: int,
+    ways: dict[str, Side],
+    seconds: float,
+    *,
+    dtype: str = "float32",
+    cache: str = "warm",
+    note: str = "",
+) -> Iterator[Row]:
+    """The two rows of a job."""
+    ways, dropped = able(ways)
+    for part, clock in (("kernel", parts.kernel), ("bridge", parts.of_bridge)):
+        yield Row(
+            verb, part, side, side, 1, channels, dtype, cache, moved, race(ways, seconds=seconds, clock=clock),
+            note=note, extra={"dropped": dropped} if dropped else {},
+        )  # fmt: skip

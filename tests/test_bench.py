@@ -798,7 +798,10 @@ def test_cuda_rows_fit_the_schema_and_miss_only_what_needs_a_gpu(measured: dict[
         assert not dropped, row["dropped"]
         assert any(name.startswith("gl") for name in row["sides"])
         assert ("auto" in row["sides"]) == (row["part"] == "end to end")
-    mip = measured["rows"][0]
+    shaders, bridge, mip = measured["rows"][:3]
+    assert [row["part"] for row in (shaders, bridge, mip)] == ["kernel", "bridge", "end to end"]
+    assert (shaders["size"], shaders["channels"], shaders["dtype"], shaders["cache"]) == ([32, 32], 4, "uint8", "cold")
+    assert shaders["sides"].keys() >= {"gl compute", "gl single-pass", "gl driver"}
     assert {"gl compute", "gl fragment", "gl driver", "torch avg_pool2d", "torch reshape mean"} <= mip["sides"].keys()
     assert "no time left for compiling" in mip["dropped"]["torch compiled"]
     odd = measured["rows"][[kind[2] for kind in kinds].index([13, 21])]
@@ -855,7 +858,8 @@ def test_cold_rows_of_samplers_read_another_pyramid_at_each_call(
 @pytest.mark.parametrize("missing", ["device_ms", "p99_ms"])
 def test_cuda_rows_without_a_clock_do_not_fit_the_schema(measured: dict[str, Any], missing: str) -> None:
     broken = copy.deepcopy(measured)
-    del next(iter(broken["rows"][0]["sides"].values()))[missing]
+    whole = next(row for row in broken["rows"] if row["part"] == "end to end")
+    del next(iter(whole["sides"].values()))[missing]
     assert missing in str(bench_cuda.problem_of(broken))
     broken["tensors"] = "cpu"
     assert bench_cuda.problem_of(broken) is None
@@ -871,7 +875,8 @@ def test_cuda_files_must_say_what_they_were_measured_with(measured: dict[str, An
 def test_the_most_important_rows_come_first() -> None:
     names = [name for name, _ in bench_cuda.plan(run_on_host(ctx=None), bench_cuda.MAIN, bench_cuda.REST)]
     assert len(set(names)) == len(names)
-    assert names[:13] == [
+    assert names[:14] == [
+        "parts 4096x4096 uint8 cold 4",
         "mipmap 4096x4096x1 uint8 cold 4",
         "mipmap 4096x4096x1",
         "mipmap 2048x2048x1",
@@ -1375,9 +1380,14 @@ def test_the_whole_bridge_benchmark_runs_and_records_what_fails(
     }.items():  # fmt: skip
         monkeypatch.setattr(bench_bridge, name, value)
     monkeypatch.setattr(bench_bridge, "copy_into_arrays", lambda *_: 1 / 0)
+    costs: list[tuple[int, int]] = []
+    real = bench_bridge.cost
+    monkeypatch.setattr(bench_bridge, "cost", lambda *given: costs.append(given[1:3]) or real(*given))
     saves: list[int] = []
     bench.save = lambda: saves.append(1)
     bench_bridge.run(bench)
+    assert costs == [(1, 2**12), (1, 2**12), (2, 2**12)], "the first, for which all is new, is thrown away"
+    assert [entry["buffers"] for entry in bench.result["cost"]] == [1, 2]
     result = json.loads(json.dumps(bench.result))
     jsonschema.validate(result, bench_bridge.SCHEMA)
     assert bench_bridge.unmeasured(result) == []
