@@ -349,11 +349,45 @@ def check(rig: Rig, result: dict[str, Any]) -> None:
         return f"{result['stale']} stale so far"
 
     with ExitStack() as stack:
-        for way, side in shared(rig, stack, CHECKED_BYTES).items():
+        sides = shared(rig, stack, CHECKED_BYTES)
+        for way, side in sides.items():
             with suppress(StepFailed):
                 rig.step(f"{ROUNDS} rounds, {way}", play, side)
+        with suppress(StepFailed):
+            rig.step("views", lambda: result["views"].update(views(sides[FINISH])))
         if result["stale"] or rounds == 2 * ROUNDS:
             result["correct"] = result["stale"] == 0
+
+
+def views(side: Side) -> dict[str, dict[str, Any]]:
+    """What both see of the same bytes: CUDA writes, the shader adds one. Memory that is not shared at all, memory that
+    both lay out otherwise, and stale caches all leave CUDA with wrong words; OpenGL's own reads tell which it is.
+
+    - gl_before, gl_after: wrong words that glGetBufferSubData gives, before the shader and after it.
+    - cuda_after: wrong words that CUDA reads then; cuda_kept: those of them that are as CUDA wrote them.
+    - first_gl_before, ...: the first words, for the pattern in it.
+    """
+    count, found = side.nbytes // 4, {}
+    for name, wrote in {"one value": torch.full((count,), 7 * 10**6), "counted": torch.arange(count)}.items():
+        wrote = wrote.int()
+        side.words.copy_(wrote)
+        side.to_gl()
+        seen = {"gl_before": read_by_gl(side)}
+        side.add_one(count)
+        side.to_cuda()
+        seen |= {"gl_after": read_by_gl(side), "cuda_after": side.words.cpu().clone()}
+        wrong = {key: int((words != wrote + (key != "gl_before")).sum()) for key, words in seen.items()}
+        kept = int((seen["cuda_after"] == wrote).sum())
+        firsts = {f"first_{key}": words[:64].tolist() for key, words in seen.items()}
+        found[name] = {"words": count, **wrong, "cuda_kept": kept, **firsts}
+    return found
+
+
+def read_by_gl(side: Side) -> torch.Tensor:
+    words = torch.empty(side.nbytes // 4, dtype=torch.int32)
+    side.rig.checked("BindBuffer", G.COPY_READ_BUFFER, side.glo)
+    side.rig.checked("GetBufferSubData", G.COPY_READ_BUFFER, 0, side.nbytes, c_void_p(words.data_ptr()))
+    return words
 
 
 def frame(side: Side, sink: torch.Tensor, value: int) -> list[tuple[float, float]]:
@@ -474,7 +508,7 @@ def run(
     """
     result: dict[str, Any] = {"experiment": "shared memory", "device": None, "gl_renderer": None, "driver": None}
     result |= {"torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d"), "steps": [], "correct": None}
-    result |= {"stale": 0, "rows": [], "conclusion": "unfinished: the last step did not return"}
+    result |= {"stale": 0, "views": {}, "rows": [], "conclusion": "unfinished: the last step did not return"}
     rig = Rig(device, result["steps"], lambda: save(result))
     try:
         with suppress(StepFailed), ExitStack() as stack:
@@ -492,6 +526,12 @@ def conclude(result: dict[str, Any]) -> str:
     wrong = {f"{size} {way}": row["wrong_words"] for (size, way), row in trips.items() if row["wrong_words"]}
     if result["stale"] or wrong:
         says.append(f"not to be trusted: stale values in {result['stale']} rounds of the check, wrong words {wrong}")
+    if says:
+        says += [
+            "of {words} words, {0}, OpenGL reads {gl_before} wrong before its shader and {gl_after} after it, CUDA "
+            "{cuda_after}, {cuda_kept} of them as it wrote them".format(name, **seen)
+            for name, seen in result.get("views", {}).items()
+        ]
     for size in SIZES:
         ways = [way for way in (FINISH, FENCE) if (size, way) in trips]
         if ways and (size, BRIDGE) in trips:

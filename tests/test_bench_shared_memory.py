@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -202,6 +203,10 @@ class World:
     def gl_MemoryBarrier(self, bits: int) -> None:
         assert bits == 0x2200
 
+    def gl_GetBufferSubData(self, target: int, offset: int, nbytes: int, where: Any) -> None:
+        assert (target, offset) == (0x8F36, 0) and self.bound not in self.cuda_owns
+        ctypes.memmove(where, self.buffers[self.bound].data_ptr(), nbytes)
+
     def gl_Finish(self) -> None: ...
 
     def gl_FenceSync(self, condition: int, flags: int) -> int:
@@ -308,7 +313,7 @@ def play(world: World) -> dict[str, Any]:
     json.dumps(result, allow_nan=False)
     assert world.complaints == []
     assert world.open == {}, "a descriptor that GL did not take is still open"
-    keys = "experiment device gl_renderer driver torch date steps correct stale rows conclusion"
+    keys = "experiment device gl_renderer driver torch date steps correct stale views rows conclusion"
     assert set(result) == set(keys.split())
     assert all(set(step) == {"name", "ok", "detail"} for step in result["steps"])
     return result
@@ -545,9 +550,54 @@ def test_stale_words_are_counted(world: World, kind: str) -> None:
     assert len(ways(result)) == 3
 
 
+def wrong_in(view: dict[str, Any]) -> list[int]:
+    return [view[key] for key in ("gl_before", "gl_after", "cuda_after", "cuda_kept")]
+
+
+def test_both_views_of_the_memory_are_compared(world: World) -> None:
+    """Once the ten rounds are over, with the eleventh dispatch and the twelfth."""
+    seen = play(world)["views"]
+    assert list(seen) == ["one value", "counted"]
+    for view in seen.values():
+        assert [view[key] for key in ("words", "gl_before", "gl_after", "cuda_after", "cuda_kept")] == [
+            1024,
+            0,
+            0,
+            0,
+            0,
+        ]
+    assert seen["counted"]["first_gl_before"] == [*range(64)]
+    assert seen["counted"]["first_gl_after"] == seen["counted"]["first_cuda_after"] == [*range(1, 65)]
+    assert seen["one value"]["first_cuda_after"] == [7 * 10**6 + 1] * 64
+
+
+def test_views_tell_what_the_shader_left(world: World) -> None:
+    world.lost_runs = {2, 11}
+    result = play(world)
+    seen = result["views"]["one value"]
+    assert wrong_in(seen) == [0, 1024, 1024, 1024]
+    assert result["views"]["counted"]["cuda_after"] == 0
+    assert (
+        "of 1024 words, one value, OpenGL reads 0 wrong before its shader and 1024 after it, CUDA 1024, 1024 of"
+        in (result["conclusion"])
+    )
+
+
+def test_views_tell_memory_that_is_not_shared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = world.gl_BufferStorageMemEXT
+
+    def own(target: int, nbytes: int, memory: int, offset: int) -> None:
+        apart(target, nbytes, memory, offset)
+        world.buffers[world.bound] = world.buffers[world.bound].clone()
+
+    monkeypatch.setattr(world, "gl_BufferStorageMemEXT", own)
+    seen = play(world)["views"]["one value"]
+    assert wrong_in(seen) == [1024] * 4
+
+
 def test_stale_words_in_the_race_are_counted(world: World) -> None:
-    # 10 dispatches in the check; 3 in a frame, 3 frames in a turn: the last one of the first side's first turn.
-    world.lost_runs = {19}
+    # 10 and 2 dispatches in the check; 3 in a frame, 3 frames in a turn: the last one of the first side's first turn.
+    world.lost_runs = {21}
     result = play(world)
     assert result["correct"] is True
     assert {row["wrong_words"] for row in result["rows"] if row["size"] == "4 KiB"} == {0, 1024}
@@ -826,6 +876,7 @@ def test_the_shader_adds_one(rig: bench.Rig, ctx: lod.Context, words: int, count
     result = torch.frombuffer(bytearray(buffer.read()), dtype=torch.int32)
     assert (result[:count] == 2).all()
     assert (result[count:] == 0).all()
+    assert torch.equal(bench.read_by_gl(side), result)
     rig.checked("Finish")
     buffer.release()
 
