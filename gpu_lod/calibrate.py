@@ -73,7 +73,7 @@ def calibrate(
         InputError: unknown verbs, no time, $GPU_LOD_CACHE is "off".
         CalibrationBusyError: another process does this now.
         CudaUnavailableError: there is no such CUDA device.
-        FileError: the times cannot be kept.
+        FileError: the times cannot be kept; where that shows at once, nothing was measured.
     """
     report = Report() if report is None else report
     if not 0 < minutes < math.inf:

@@ -323,10 +323,14 @@ def store(machine: Machine, entries: Iterable[Entry]) -> Path:
                 table = found if found.machine == machine else table
             whole_file.write(path, table.merged(entries).as_text().encode("utf-8"))
     except OSError as error:
-        raise FileError(
-            f"the times cannot be kept in {path.parent}: {error}. Set GPU_LOD_CACHE to a folder that can be written to."
-        ) from None
+        raise _not_kept(path.parent, error) from None
     return path
+
+
+def _not_kept(where: Path, error: OSError) -> FileError:
+    return FileError(
+        f"the times cannot be kept in {where}: {error}. Set GPU_LOD_CACHE to a folder that can be written to."
+    )
 
 
 @contextmanager
@@ -344,8 +348,10 @@ def measuring() -> Iterator[None]:
 
     Raises:
         CalibrationBusyError: there is one.
+        FileError: the folder cannot be written to, as far as that shows before there are times.
     """
     import fcntl
+    import tempfile
 
     where = folder()
     with ExitStack() as stack:
@@ -354,13 +360,16 @@ def measuring() -> Iterator[None]:
             where.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((where / ".measuring").open("a"))  # closing it unlocks it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (where / ".lock").open("a").close()
+            tempfile.TemporaryFile(dir=where).close()  # the locks may be there from a time when it took new files
         except BlockingIOError:
             raise CalibrationBusyError(
                 f"another process calibrates for {where} now, and times of two at once would be wrong. Wait until it "
                 "is done, or stop it."
             ) from None
-        except OSError:  # nothing can be kept there, as `store` says once there are times to show
-            pass
+        except OSError as error:
+            assert where is not None
+            raise _not_kept(where, error) from None
         yield
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -697,7 +698,57 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
     lod.explain(lod.mipmap, noise(3, 40, 52))
     report = Report()
     with pytest.raises(FileError, match="GPU_LOD_CACHE"):
-        calibrate(1, ["region_max"], quick=True, report=report)
+        calibrate(1, ["region_max"], quick=True, report=report, progress=lambda *_: pytest.fail("measured"))
+    assert not report.entries
+    calibration.reload()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+def test_without_permission_nothing_is_measured(tmp_path: Path) -> None:
+    """Neither where no folder can be made, nor in one that was calibrated in before."""
+    closed, bare, used, foreign = (tmp_path / name for name in ("closed", "bare", "used", "foreign"))
+    for folder in (closed, bare / "calibration", used / "calibration", foreign / "calibration"):
+        folder.mkdir(parents=True)
+    for folder in (used, foreign):
+        for lock in (".measuring", ".lock"):
+            (folder / "calibration" / lock).touch()
+    shut = {closed: 0o500, bare / "calibration": 0o500, used / "calibration": 0o500}
+    for path, mode in {**shut, foreign / "calibration" / ".lock": 0o400}.items():
+        path.chmod(mode)
+    said = scripts.succeed(f"""
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert libc.capget(header, sets) == 0
+        sets[0] &= ~0b110  # root, too, needs permission now, to write and to read
+        assert libc.capset(header, sets) == 0
+        from gpu_lod.calibrate import calibrate
+        from gpu_lod.errors import FileError
+        for folder in {[str(closed), str(bare), str(used), str(foreign)]}:
+            os.environ["GPU_LOD_CACHE"] = folder
+            try:
+                calibrate(1, ["region_max"], quick=True, progress=lambda *_: print("measured"))
+            except FileError as error:
+                print(error)
+    """)
+    for path in shut:
+        path.chmod(0o700)
+    assert said.count("Permission denied") == said.count("Set GPU_LOD_CACHE") == len(said.splitlines()) == 4, said
+
+
+def test_a_folder_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is in the report."""
+    monkeypatch.setenv("GPU_LOD_CACHE", str(tmp_path / "cache"))
+    calibration.reload()
+    report = Report()
+
+    def lose(*_: Any) -> None:
+        if report.entries and (tmp_path / "cache").is_dir():
+            shutil.rmtree(tmp_path / "cache")
+            (tmp_path / "cache").write_text("")
+
+    with pytest.raises(FileError, match="GPU_LOD_CACHE"):
+        calibrate(1, ["region_max"], quick=True, report=report, progress=lose)
     assert [one.question.verb for entries in report.entries.values() for one in entries] == ["region_max"]
     calibration.reload()
 

@@ -384,7 +384,7 @@ def test_calibrate_where_nothing_can_be_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     arguments = ("calibrate", "--quick", "--verbs", "region_max")
     result = run(tmp_path, *arguments, env={"GPU_LOD_CACHE": str(tmp_path / "file")})
-    assert result.returncode == 1 and "region_max" in result.stdout  # the times, all the same
+    assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("gpu-lod: ") and "Set GPU_LOD_CACHE to a folder" in result.stderr
     refused(
         tmp_path,
