@@ -34,6 +34,8 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     """Jobs for which there was no time, or which failed, and why."""
     paths: list[Path] = field(default_factory=list)
+    unsteady: list[str] = field(default_factory=list)
+    """Jobs whose times spread too much to say what is fastest."""
     busy: str = ""
     """What the machine was at when the measuring began, if that was much: times then say little."""
 
@@ -56,7 +58,8 @@ def calibrate(
     The ways of a job take turns, with a pause before each turn; a job's times are medians and interquartile ranges by
     the wall clock, on a GPU with a synchronise behind every call. They are kept in the user's cache folder, a file a
     machine and driver, and replace older times of the same job; $GPU_LOD_CACHE is another folder, or "off". What was
-    measured when something raises, Ctrl-C too, is kept.
+    measured when something raises, Ctrl-C too, is kept. Times that spread too much to say what is fastest, as on a
+    machine that is busy, replace none, and "auto" does not go by them.
 
     Units: minutes.
 
@@ -100,13 +103,18 @@ def calibrate(
                 try:
                     machine, entry = _measure(job, device, left / (len(todo) - number), quick=quick)
                     report.entries.setdefault(machine, []).append(entry)
+                    if calibration.guessed(entry):
+                        report.unsteady.append(name)
                 except (GpuLodError, MemoryError, RuntimeError) as error:
                     report.left_out.append(f"{name}: {error}".partition("\n")[0])
             if progress is not None:
                 progress(len(todo), len(todo), "")
     finally:
         if report.entries:
-            report.paths = [tables.store(machine, entries) for machine, entries in report.entries.items()]
+            report.paths = [
+                tables.store(machine, entries, {one.question for one in entries if calibration.guessed(one)})
+                for machine, entries in report.entries.items()
+            ]
             calibration.reload()
     return report
 

@@ -4,6 +4,7 @@ Times of this machine come from `gpu-lod calibrate`; without them speak those th
 is taken only where it clearly beats torch: the middle halves of their times do not overlap, and the medians are at
 least 5% apart. Between two sizes that were measured it is taken if it is at both; and where dtypes or channels were not
 measured, if it takes at most half as long in those most like them. What was never measured near a size runs on torch.
+Times of this machine that spread so much that the choice would be a guess (`guessed`) count as not measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ from gpu_lod.tuning import cpu
 MARGIN = 1.05
 """By how much the medians differ at least."""
 
+GUESS = 1.5
+"""How many times as long as another way the one that is taken may take, were all times as far off as they spread."""
+GUESS_MS = 0.02
+"""And how much longer, where that is more: it matters little."""
+FAR = 2.0
+"""A way whose lower quartile is so many times the other one's upper is out of the question."""
+
 decided: dict[Any, Any] = {}
 """Choices by what they depend on, for `dispatch`; emptied when the tables change."""
 
@@ -38,7 +46,8 @@ refused: dict[tuple[str, torch.device], dict[str, str]] = {}
 are."""
 
 _lock = threading.RLock()
-_loaded: dict[Host, list[Table]] = {}
+_loaded: dict[Host, tuple[list[Table], list[Table]]] = {}
+"""The user's tables, and the same without what would be guessed."""
 _seeds: list[Table] | None = None
 _warned: set[Path] = set()
 _hearing = threading.local()
@@ -91,12 +100,23 @@ def taken(entry: Entry) -> str:
     return min(clear, key=lambda way: entry.ways[way].median_ms, default="torch")
 
 
+def guessed(entry: Entry) -> bool:
+    """Whether times spread so much, as on a machine that has other things to do, that they do not say what to take."""
+    chosen = entry.ways.get(taken(entry))
+    if chosen is None:
+        return False
+    worst = chosen.high + chosen.iqr_ms / 2
+    rivals = (way for way in entry.ways.values() if way is not chosen and way.low < FAR * chosen.high)
+    best = min((way.low - way.iqr_ms / 2 for way in rivals), default=worst)
+    return worst > GUESS * best and worst - best > GUESS_MS
+
+
 Found = list[tuple[Table, Entry]]
 
 
 def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[Found]:
     """Measurements that speak for a job, by how well they know this machine: the first that holds any decides."""
-    users, seeds = _of_user(host), _of_package()
+    (users, sure), seeds = _of_user(host), _of_package()
 
     def matching(group: list[Table]) -> list[Table]:
         return [
@@ -115,7 +135,7 @@ def _groups(question: Question, host: Host, driver: str, gl: GL | None) -> list[
     same = [t for t in alike if t.machine.host == host]  # under another driver
     return [
         [(table, entry) for table in group if _agree(entries := table.around(question)) for entry in entries]
-        for group in (own, matching(seeds), same, alike)
+        for group in (matching(sure), matching(seeds), same, alike)
     ]
 
 
@@ -194,7 +214,7 @@ def spoken(way: str) -> str:
 def in_force(host: Host) -> list[Table]:
     """The tables that are asked for tensors of a host, in that order: the first that knows a job decides."""
     seeds = [table for table in _of_package() if table.machine.tensors == host[0]]
-    return [*_of_user(host), *sorted(seeds, key=lambda table: table.machine.host != host)]
+    return [*_of_user(host)[0], *sorted(seeds, key=lambda table: table.machine.host != host)]
 
 
 def refuse(job: tuple[str, torch.device], backend: str, why: str) -> None:
@@ -231,12 +251,15 @@ def reload() -> None:
         refused.clear()
 
 
-def _of_user(host: Host) -> list[Table]:
+def _of_user(host: Host) -> tuple[list[Table], list[Table]]:
     found = _loaded.get(host)
     if found is None:
         with _lock:
-            found, wrong = tables.load(host)
-            _loaded[host] = found
+            read, wrong = tables.load(host)
+            sure = [
+                replace(table, entries=tuple(entry for entry in table.entries if not guessed(entry))) for table in read
+            ]
+            _loaded[host] = found = read, sure
         _warn(dict(wrong))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
@@ -156,9 +156,10 @@ class Table:
         found = [(far, entry) for entry in self.entries if (far := _apart(entry.question, question)) is not None]
         return min(found, key=lambda pair: (*pair[0], pair[1].question))[1] if found else None
 
-    def merged(self, newer: Iterable[Entry]) -> Table:
-        """With newer measurements, which replace those of the same job."""
-        by_job = {entry.question: entry for entry in (*self.entries, *newer)}
+    def merged(self, newer: Iterable[Entry], weak: Collection[Question] = ()) -> Table:
+        """With newer measurements, which replace those of the same job, but for weak ones."""
+        own = {entry.question: entry for entry in self.entries}
+        by_job = own | {new.question: new for new in newer if new.question not in weak or new.question not in own}
         return Table(self.machine, tuple(by_job[job] for job in sorted(by_job)), self.path)
 
     def as_dict(self) -> dict[str, Any]:
@@ -302,8 +303,9 @@ def read(path: Path) -> Table:
     return parse(path.read_text(encoding="utf-8"), path)
 
 
-def store(machine: Machine, entries: Iterable[Entry]) -> Path:
+def store(machine: Machine, entries: Iterable[Entry], weak: Collection[Question] = ()) -> Path:
     """Add measurements to the user's table of a machine; returns its path. A file that is no table is replaced.
+    Those of jobs that are `weak` replace no others.
 
     Processes that do so at once wait for each other, and whoever reads meanwhile finds a whole file.
 
@@ -321,7 +323,7 @@ def store(machine: Machine, entries: Iterable[Entry]) -> Path:
             with suppress(OSError, ValueError):
                 found = read(path)
                 table = found if found.machine == machine else table
-            whole_file.write(path, table.merged(entries).as_text().encode("utf-8"))
+            whole_file.write(path, table.merged(entries, weak).as_text().encode("utf-8"))
     except OSError as error:
         raise _not_kept(path.parent, error) from None
     return path

@@ -186,6 +186,62 @@ def test_a_way_is_taken_only_where_it_clearly_gains(torchs: Any, other: Any, tak
     assert (calibration.taken(one) == "gl compute") == taken
 
 
+@pytest.mark.parametrize(
+    ("torchs", "other", "guess"),
+    [
+        ((10, 1), (5, 1), False),
+        ((10, 1), (10, 1), False),  # whichever is taken
+        ((10, 1.5), (8, 1.5), False),
+        ((47, 266), (20, 30), True),  # torch is taken, for nothing is clear
+        ((190, 306), (12, 20), True),  # it may be 32 ms against none
+        ((10, 9), (4, 1), True),  # OpenGL is taken, and torch's may be 1 ms
+        ((10, 3), (4, 1), False),
+        ((10, 1), (60, 70), False),  # a way that lost in its first calls
+        ((0.03, 0.02), (0.03, 0.02), True),
+        ((0.01, 0.008), (0.01, 0.008), False),  # of some microseconds
+    ],
+)
+def test_times_that_spread_are_a_guess(torchs: Any, other: Any, guess: bool) -> None:
+    assert calibration.guessed(entry(JOB, torch=torchs, gl_compute=other)) == guess
+
+
+def test_a_guess_counts_as_not_measured(cache: Path) -> None:
+    image = noise(3, 40, 52)
+    question = asked(lod.mipmap, image)
+    calm = {"torch": Timed(10, 1), "gl compute": Timed(5, 1)}
+    busy = {"torch": Timed(10, 30), "gl compute": Timed(5, 20)}
+
+    def store(ways: dict[str, Timed], *weak: Question) -> str:
+        tables.store(here(), [Entry(question, "a job", "2026-11-28", ways)], weak)
+        calibration.reload()
+        return lod.explain(lod.mipmap, image).reason
+
+    assert "calibrated" not in store(busy), "the seeds are asked"
+    assert "5 ms against 10 ms" in store(calm)
+    assert "5 ms against 10 ms" in store(busy, question), "which took no other one's place"
+    [table, *_] = calibration.in_force(calibration.host(HERE, torch.get_num_threads()))
+    assert [one.ways for one in table.entries] == [calm]
+
+
+def test_jobs_that_are_unsteady_are_told_and_take_no_place(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "guessed", lambda entry: False)
+    first = calibrate(1, ["region_max"], quick=True)
+    assert first.unsteady == []
+    monkeypatch.setattr(calibration, "guessed", lambda entry: entry.question.verb == "region_max")
+    report = calibrate(1, ["region_max", "hiz"], quick=True)
+    assert [name.partition(",")[0] for name in report.unsteady] == ["region_max"]
+    [(machine, measured)] = report.entries.items()
+    kept = {one.question.verb: one for one in tables.read(report.paths[0]).entries}
+    [before], [after] = first.entries[machine], [one for one in measured if one.question.verb == "region_max"]
+    assert kept["region_max"] == rounded(before) != rounded(after) and "hiz" in kept
+    printing.show_tables([Table(machine, tuple(measured))], new=True)
+    printing.show_left_out([], report.unsteady, "")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("unsteady: as before") == 1 and "The times of 1 jobs spread too much" in printed
+
+
 def test_the_fastest_of_several_clear_ways() -> None:
     assert calibration.taken(entry(JOB, torch=(10, 1), gl_compute=(5, 1), gl_fragment=(4, 1))) == "gl fragment"
     assert calibration.taken(entry(JOB, gl_compute=(5, 1))) == "torch"  # beats nothing
@@ -834,7 +890,8 @@ def test_resetting_removes_the_tables_alone(cache: Path) -> None:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_way_of_a_job_is_measured_and_kept(cache: Path) -> None:
+def test_every_way_of_a_job_is_measured_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "guessed", lambda entry: False)  # this machine may be busy
     steps: list[tuple[int, int, str]] = []
     report = calibrate(1, ["hiz", "log_polar"], quick=True, progress=lambda *step: steps.append(step))
     [(machine, entries)] = report.entries.items()

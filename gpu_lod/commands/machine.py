@@ -81,13 +81,14 @@ def calibrate(
             {
                 "tables": [table.as_dict() for table in measured],
                 "left_out": report.left_out,
+                "unsteady": report.unsteady,
                 "busy": report.busy,
                 "written": list(map(str, report.paths)),
             }
         )
     elif measured:
         printing.show_tables(measured, new=True)
-        printing.show_left_out(report.left_out, report.busy)
+        printing.show_left_out(report.left_out, report.unsteady, report.busy)
         printing.show_written(report.paths)
     if isinstance(problem, KeyboardInterrupt):
         raise typer.Exit(130)

@@ -125,12 +125,15 @@ def show_tables(tables: list[Table], *, new: bool = False) -> None:
         for entry in table.entries:
             others = sorted((timed, way) for way, timed in entry.ways.items() if way != "torch")
             taken = calibration.taken(entry)
+            guess = (new or table.path is not None) and calibration.guessed(entry)
             grid.add_row(
                 entry.question.verb,
                 f"{entry.at}{f' ({entry.question.state})' if entry.question.state else ''}",
                 _spread(entry.ways["torch"]) if "torch" in entry.ways else "",
                 f"{calibration.spoken(others[0][1])} {_spread(others[0][0])}" if others else "",
-                Text(calibration.spoken(taken), style="" if taken == "torch" else "bold green"),
+                Text("unsteady: as before", style="dim")
+                if guess
+                else Text(calibration.spoken(taken), style="" if taken == "torch" else "bold green"),
             )
         _show(grid)
 
@@ -139,13 +142,18 @@ def _spread(timed: Timed) -> str:
     return f"{timed.median_ms:.3g} ± {timed.iqr_ms / 2:.2g}"
 
 
-def show_left_out(jobs: list[str], busy: str) -> None:
+def show_left_out(jobs: list[str], unsteady: list[str], busy: str) -> None:
     late = sum(job.endswith("no time was left") for job in jobs)
     for job in jobs:
         if not job.endswith("no time was left"):
             _console().print(f"not measured: {job}", soft_wrap=True, markup=False)
     if late:
         _console().print(f"No time was left for {late} jobs: --minutes gives more.")
+    if unsteady:
+        _console().print(
+            f"The times of {len(unsteady)} jobs spread too much to say what is fastest: there auto goes by what was "
+            "calibrated before, or by the seeds."
+        )
     if busy:
         _console().print(f"The machine had other things to do ({busy}): calibrate again when it has not.")
 
