@@ -153,6 +153,7 @@ class CudaDriver:
 
     def check_same_gpu(self, renderer: str) -> GpuLodError | None:
         code, *found = self._rt.cudaGLGetDevices(16, self._rt.cudaGLDeviceList.cudaGLDeviceListAll)
+        answer: list[int] | GpuLodError
         if int(code) == self._success:
             count, ordinals = found
             answer = [*ordinals][:count]
