@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
 
+@functools.cache
 def halving_matrix(n: int) -> torch.Tensor:
-    """[m, n] float64: the exact area average along a side of n, as a matrix."""
+    """[m, n] float64, sparse: the exact area average along a side of n, as a matrix."""
     if n == 1:
-        return torch.ones(1, 1, dtype=torch.float64)
-    m = n // 2
-    weights = torch.zeros(m, n, dtype=torch.float64)
-    for i in range(m):
-        if n % 2 == 0:
-            weights[i, 2 * i] = weights[i, 2 * i + 1] = 0.5
-        else:
-            weights[i, 2 * i], weights[i, 2 * i + 1], weights[i, 2 * i + 2] = (m - i) / n, m / n, (i + 1) / n
-    return weights
+        return torch.ones(1, 1, dtype=torch.float64).to_sparse()
+    m, taps = n // 2, 2 + n % 2
+    i = torch.arange(m, dtype=torch.float64)
+    shares = [(m - i) / n, torch.full_like(i, m / n), (i + 1) / n] if n % 2 else [torch.full_like(i, 0.5)] * 2
+    row = torch.arange(m).repeat(taps)
+    column = torch.cat([2 * torch.arange(m) + tap for tap in range(taps)])
+    return torch.sparse_coo_tensor(torch.stack([row, column]), torch.cat(shares), (m, n), check_invariants=True)
+
+
+def _halved(x: torch.Tensor, dim: int) -> torch.Tensor:
+    first = x.movedim(dim, 0)
+    matrix = halving_matrix(len(first))
+    return (matrix @ first.flatten(1)).unflatten(1, first.shape[1:]).movedim(0, dim)
 
 
 def mean_chain(image: torch.Tensor, levels: int | None = None) -> list[torch.Tensor]:
@@ -26,9 +32,7 @@ def mean_chain(image: torch.Tensor, levels: int | None = None) -> list[torch.Ten
     chain = [image.double()]
     count = max(image.shape[-2:]).bit_length() if levels is None else levels
     while len(chain) < count:
-        above = chain[-1]
-        rows, columns = halving_matrix(above.shape[-2]), halving_matrix(above.shape[-1])
-        chain.append(rows @ above @ columns.T)
+        chain.append(_halved(_halved(chain[-1], -2), -1).contiguous())
     return chain
 
 

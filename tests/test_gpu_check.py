@@ -335,8 +335,8 @@ def test_a_failure_is_told_and_later_stages_run(
 
 
 def test_a_stage_that_hangs_is_stopped(check: Callable[..., subprocess.CompletedProcess[str]], seen: Path) -> None:
-    # The bridge may take 20% of 36 s.
-    done = check(bridge="trap '' INT; exec -a hanging sleep 60", MINUTES="0.6")
+    # The bridge may take 24% of 30 s.
+    done = check(bridge="trap '' INT; exec -a hanging sleep 60", MINUTES="0.5")
     found = verdicts(done)
     assert found["bridge"] == "TIMED"
     assert found["calibrate"] == found["allocators"] == "ok"
