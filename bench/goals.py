@@ -63,22 +63,17 @@ _whole_bytes = of.rows_of("mipmap", 4096, **BYTES)
 
 TABLE: dict[str, list[Goal]] = {
     "The bridge": [
-        Goal(
-            "map and unmap of a verb's buffers, median",
-            "us",
-            (BRIDGE,),
-            partial(of.bridge, "share", "bridge_p50_us"),
-            30,
+        *(
+            Goal(words, "us", (BRIDGE,), partial(of.bridge, part, f"{before}{name}_us"), most)
+            for what, part, before in (
+                ("a verb's buffers", "share", "bridge_"),
+                ("1 to 8 buffers by themselves", "cost", ""),
+            )
+            for words, name, most in (
+                (f"map and unmap of {what}, median", "p50", 30),
+                ("the same, 99th percentile", "p99", 150),
+            )
         ),
-        Goal("the same, 99th percentile", "us", (BRIDGE,), partial(of.bridge, "share", "bridge_p99_us"), 150),
-        Goal(
-            "map and unmap of 1 to 8 buffers by themselves, median",
-            "us",
-            (BRIDGE,),
-            partial(of.bridge, "cost", "p50_us"),
-            30,
-        ),
-        Goal("the same, 99th percentile", "us", (BRIDGE,), partial(of.bridge, "cost", "p99_us"), 150),
         Goal(
             "their share of a chain of 4096 x 4096",
             "%",
