@@ -29,9 +29,11 @@ from gpu_lod.allocate import (
     SoftVortex,
     Stratified,
     VortexLearned,
+    base,
     coverage_loss,
     dead_bin_loss,
     repulsion_loss,
+    soft_vortex,
 )
 from gpu_lod.allocate.learned import even_points
 from gpu_lod.allocate.soft_top_k_coverage import in_spreads
@@ -633,6 +635,38 @@ def test_blends_are_convex_and_stand_where_they_look() -> None:
     assert torch.allclose(tokens.sites[..., :2], weights @ places, atol=1e-5)
     assert torch.allclose(4 ** tokens.sites[..., 2], 1 / weights.square().sum(-1), rtol=1e-4)
     assert torch.allclose(tokens.scores, tokens.blend(relevance.flatten(1)[..., None])[..., 0], atol=1e-5)
+
+
+def test_patches_that_are_whole_are_copied_as_they_lie(pictures: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And blend, with their gradients, to what gathered ones do."""
+    allocator, relevance = SoftVortex(9, P), maps("noise", 2, 5, 7)
+    found = []
+    for copied in (True, False):
+        image = pictures[:2, :, :40, :56].transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+        with monkeypatch.context() as patch:
+            if copied:
+                patch.setattr(allocator, "_gathered", lambda *given, **how: pytest.fail("they were gathered"))
+            else:
+                patch.setattr(SoftVortex, "_tiles", staticmethod(lambda scene: None))
+            patches = allocator(image, relevance).patches
+        found.append((patches, torch.autograd.grad(patches.square().sum(), image)[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_what_all_images_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the parts of one call, of which each gets what it would alone; another budget makes its own."""
+    relevance = maps("noise", 5, 10, 14)
+    alone = [SoftVortex(31, P)(relevance=one) for one in relevance]
+    made: list[torch.Size] = []
+    distances = soft_vortex.distances
+    monkeypatch.setattr(soft_vortex, "distances", lambda *given: made.append(given[1].shape) or distances(*given))
+    monkeypatch.setattr(base, "AT_ONCE", 2 * 31 * 140)
+    for budget in (31, 17):
+        made.clear()
+        tokens = SoftVortex(budget, P)(relevance=relevance)
+        assert made == [(1, budget, 2)]
+        if budget == 31:
+            assert all(torch.equal(tokens.weights[i], one.weights) for i, one in enumerate(alone))
 
 
 def test_means_of_places_are_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,7 @@ class Scene:
     """int64 [B, H, W], or [B, Hg, Wg]"""
     chain: list[torch.Tensor] = field(default_factory=list)
     """Levels 1, 2, ... of the image's mean chain, [B, C, h, w], where a choice needed them."""
+    _common: dict[str, torch.Tensor] | None = None
 
     @property
     def batch(self) -> int:
@@ -85,13 +87,22 @@ class Scene:
         half = (self.patch / 2 / sides).clamp(max=0.5)  # a patch at a far edge is flush with it
         return torch.minimum(torch.maximum(points * (cells * self.patch / sides), half), 1 - half)
 
+    def common(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make()` gives, which is the same for all images: made once for all parts of a split."""
+        if self._common is None:
+            return make()
+        if name not in self._common:
+            self._common[name] = make()
+        return self._common[name]
+
     def split(self, count: int) -> list[Scene]:
         """Scenes of so many images each, the last of what is left."""
         given = (None if self.image is None else self.top, self.fixation, self.query, self.labels)
         parts = [[None] * -(-self.batch // count) if x is None else x.split(count) for x in given]
+        names, common = ("relevance", "image", "fixation", "query", "labels"), dict[str, torch.Tensor]()
         return [
-            replace(self, relevance=relevance, image=image, fixation=fixation, query=query, labels=labels, chain=[])
-            for relevance, image, fixation, query, labels in zip(self.relevance.split(count), *parts, strict=True)
+            replace(self, **dict(zip(names, part, strict=True)), chain=[], _common=common)
+            for part in zip(self.relevance.split(count), *parts, strict=True)
         ]
 
     def some(self, index: torch.Tensor) -> Scene:
@@ -106,7 +117,7 @@ class Scene:
 
         names = ("relevance", "fixation", "image", "query", "labels")
         given = {name: part(getattr(self, name)) for name in names}
-        return replace(self, **given, chain=[])  # the levels of these images, not of all
+        return replace(self, **given, chain=[], _common=None)  # the levels of these images, not of all
 
     def centres(self) -> tuple[torch.Tensor, torch.Tensor]:
         """x of the centres of each column of level-0 patches, and y of those of each row, in parts of the sides."""

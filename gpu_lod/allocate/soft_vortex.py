@@ -131,8 +131,8 @@ def _blends(
     scene: Scene, anchors: torch.Tensor, squares: torch.Tensor, strengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sites [B, K, 3], scores [B, K] and weights [B, K, Hg Wg] of tokens at anchors [K, 2]."""
-    near = distances(scene, anchors[None]) / (-2 * squares[:, None])
-    parts, total, _ = convex(strengths[:, None] * log_relevance(scene).float()[:, None] + near)
+    near = scene.common("near", lambda: distances(scene, anchors[None]) / (-2 * squares[:, None]))
+    parts, total, _ = convex(torch.addcmul(near, strengths[:, None], log_relevance(scene).float()[:, None]))
     amounts = scene.amounts().flatten(1)[:, None]
     least = amounts.amin(-1, keepdim=True)
     # From the least on, so that equal relevance gives equal scores to the last bit, and an order of its own.
@@ -141,7 +141,7 @@ def _blends(
     places = scene.sites(0, torch.arange(scene.grid[0] * scene.grid[1], device=scene.device))[:, :2]
     # Rounding may step over the edge.
     centre = means(precision.factor(weights), precision.factor(places)).to(places.dtype).clamp(0, 1)
-    levels = -0.5 * weights.square().sum(-1, keepdim=True).log2()
+    levels = -torch.linalg.vector_norm(weights, dim=-1, keepdim=True).log2()
     return torch.cat([centre, levels.clamp(min=0)], dim=-1), scores, weights
 
 
