@@ -29,6 +29,7 @@ Status = Literal["ok", "warn", "fail"]
 
 INSTALL = "apt-get install libegl1 libgl1-mesa-dri"
 REPORT = "report it, with what `gpu-lod doctor --json` prints"
+_SHOW = "unset __EGL_VENDOR_LIBRARY_FILENAMES __EGL_VENDOR_LIBRARY_DIRS"
 _OTHER = "take another device (`gpu-lod info` lists them) or a newer driver"
 _TOLERANCE = 2e-6
 _MAPS = "/proc/self/maps"
@@ -185,10 +186,11 @@ def _text(file: str) -> str:
 
 def _vendors() -> Iterator[Finding]:
     """The drivers that glvnd's EGL hands calls to."""
+    listed, installed = _listed(), _files(_VENDOR_FOLDERS)
     loads, broken = [], []
-    for file in _listed():
+    for file in listed:
         library = _library_of(file)
-        if library is not None and _refused(library) is None:
+        if _loads(file):
             loads.append(f"{library} ({Path(file).name})")
         else:
             broken.append((file, library))
@@ -197,7 +199,8 @@ def _vendors() -> Iterator[Finding]:
         text += "; listed but not loadable: " + ", ".join(file for file, _ in broken)
     # NVIDIA's is left over where there is no such GPU, and where there is one it has a finding of its own.
     well = bool(loads) and all(_is_nvidia(library) for _, library in broken)
-    yield Finding("EGL vendors", "ok" if well else "warn", text, None if well else INSTALL)
+    fix = _SHOW if listed != installed and any(map(_loads, installed)) else INSTALL
+    yield Finding("EGL vendors", "ok" if well else "warn", text, None if well else fix)
 
 
 def _listed() -> list[str]:
@@ -228,6 +231,12 @@ def _refused(library: str) -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+def _loads(file: str) -> bool:
+    """Whether a vendor file names a library that loads."""
+    library = _library_of(file)
+    return library is not None and _refused(library) is None
 
 
 def _is_nvidia(library: str | None) -> bool:
@@ -273,11 +282,7 @@ def _lacking() -> tuple[str, str] | None:
     elif file not in listed:
         why.append(f"its vendor file {file} is not one that glvnd reads")
         hidden = file in _files(_VENDOR_FOLDERS)  # by a variable
-        lines.append(
-            "unset __EGL_VENDOR_LIBRARY_FILENAMES __EGL_VENDOR_LIBRARY_DIRS"
-            if hidden
-            else f"export __EGL_VENDOR_LIBRARY_FILENAMES={file}"
-        )
+        lines.append(_SHOW if hidden else f"export __EGL_VENDOR_LIBRARY_FILENAMES={file}")
     return (", and ".join(why), " && ".join(lines)) if why else None
 
 

@@ -352,9 +352,14 @@ def test_vendors_that_variables_name(machine: Machine, monkeypatch: pytest.Monke
     assert only(doctor._vendors()).found == "libEGL_mesa.so.0 (1.json), libEGL_mesa.so.0 (50_mesa.json)"
     monkeypatch.delenv("__EGL_VENDOR_LIBRARY_DIRS")
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", f"{other}:/nonexistent.json")
-    assert only(doctor._vendors()).found == "libEGL_mesa.so.0 (1.json); listed but not loadable: /nonexistent.json"
+    show = "unset __EGL_VENDOR_LIBRARY_FILENAMES __EGL_VENDOR_LIBRARY_DIRS"  # what is installed would do
+    found = "libEGL_mesa.so.0 (1.json); listed but not loadable: /nonexistent.json"
+    assert only(doctor._vendors()) == Finding("EGL vendors", "warn", found, show)
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "")
-    assert only(doctor._vendors()).found == "none listed for glvnd"
+    assert only(doctor._vendors()) == Finding("EGL vendors", "warn", "none listed for glvnd", show)
+    machine.loadable.clear()
+    assert only(doctor._vendors()).fix == doctor.INSTALL
+    machine.loadable.add("libEGL_mesa.so.0")
     monkeypatch.delenv("__EGL_VENDOR_LIBRARY_FILENAMES")
     assert only(doctor._vendors()).found == default != "none listed for glvnd"
 
