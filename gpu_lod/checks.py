@@ -369,6 +369,13 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def array(tensor: torch.Tensor) -> Any:
+    """The same as a numpy array."""
+    read = values(tensor)
+    with torch._C._DisableFuncTorch():  # inside torch.func not even a tensor that is none of its own has an array
+        return read.cpu().numpy()
+
+
 def traced() -> bool:
     """True while make_fx records what is done: then nothing that depends on its arguments can be read on the host."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

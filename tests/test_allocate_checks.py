@@ -100,6 +100,19 @@ def test_vmap_is_refused(name: str, given: str) -> None:
         torch.func.vmap(lambda one, its: allocator(one, its).sites, over)(image, relevance)
 
 
+@pytest.mark.parametrize("name", [name for name in allocate.names() if name != "AdaptiveStratified"])
+def test_functional_gradients_are_those_of_autograd(name: str) -> None:
+    allocator, image = allocate.make(name, 4), IMAGE.clone().requires_grad_()
+
+    def energy(one: torch.Tensor) -> torch.Tensor:
+        patches = allocator(one, RELEVANCE).patches
+        assert patches is not None
+        return patches.square().sum()
+
+    (expected,) = torch.autograd.grad(energy(image), image)
+    torch.testing.assert_close(torch.func.grad(energy)(IMAGE), expected)
+
+
 @pytest.mark.parametrize("device", [torch.bfloat16, None, "nonsense"])
 def test_tokens_go_to_devices_alone(device: Any) -> None:
     tokens = allocate.GridTopK(4)(IMAGE)

@@ -142,7 +142,7 @@ class HybridAtlas(Allocator):
             raise UnsupportedError(
                 f"superpixels need scikit-image ({error}); in the checkout: pip install '.[allocate]'. Or pass labels=."
             ) from None
-        pictures = seen[:, : 3 if colour else 1].permute(0, 2, 3, 1).detach().double().cpu().numpy()
+        pictures = checks.array(seen[:, : 3 if colour else 1].permute(0, 2, 3, 1).double())
         make = partial(slic, n_segments=self.segments, compactness=compactness, start_label=1)
         # It takes one picture, and leaves Python to others while it works.
         with ThreadPoolExecutor(min(torch.get_num_threads(), len(pictures))) as threads:
