@@ -76,8 +76,8 @@ class Operator:
     """A verb's op and the op of its backward.
 
     A Pyramid among the arguments becomes two arguments, its levels and what they hold: `Tensor[] src, str? src_holds`
-    (None for an image). A Pyramid that is returned becomes the levels that are not the source, and another dataclass
-    its fields, whole numbers as tensors.
+    (None for an image, and no levels for nothing). A Pyramid that is returned becomes the levels that are not the
+    source, and another dataclass its fields, whole numbers as tensors.
     """
 
     def __init__(self, verb: Callable[..., Any], fake: Callable[..., Any], differentiable: bool) -> None:
@@ -104,7 +104,7 @@ class Operator:
             hints[name] is Any or {float, torch.Tensor} <= {*typing.get_args(hints[name])}
             for name in self.signature.parameters
         )
-        self.pyramids = tuple("Tensor[]" in parameter for parameter in parameters)
+        self.pyramids = tuple("_holds" in parameter for parameter in parameters)
         # Without defaults: torch would leave out arguments that are equal to them.
         arguments = ", ".join(parameters)
         returns = "Tensor" if self.returns_tensor else "Tensor[]"
@@ -148,7 +148,7 @@ class Operator:
             if isinstance(value, Pyramid):
                 flat += [list(value.levels), value.reduce]
             elif pyramid:
-                flat += [[value], None]
+                flat += [[] if value is None else [value], None]
             elif numbers and value is not None and not isinstance(value, torch.Tensor):
                 flat.append(_numbers(value))
             else:
@@ -172,6 +172,8 @@ class Operator:
 
     @staticmethod
     def _pyramid(levels: list[torch.Tensor], holds: Any) -> Any:
+        if not levels:
+            return None
         return levels[0] if holds is None else Pyramid(tuple(levels), holds)
 
     def _record(self, outputs: Any) -> Any:
@@ -258,6 +260,8 @@ def _parameter(name: str, hint: Any, default: Any) -> str:
     kinds: set[Any] = {str} if typing.get_origin(hint) is Literal else set(typing.get_args(hint)) or {hint}
     if Pyramid in kinds:
         return f"Tensor[] {name}, str? {name}_holds"
+    if typing.get_origin(hint) is list:
+        return f"Tensor[] {name}"
     optional = "?" if type(None) in kinds or default is None else ""
     if torch.Tensor in kinds or Any in kinds:  # Any: a fixation, which may be numbers
         kind = "Tensor"
@@ -273,7 +277,12 @@ def _leaves(flat: Sequence[Any]) -> tuple[list[Any], Any]:
     """An op's arguments with lists of tensors taken apart, but not lists of numbers."""
 
     def numbers(value: Any) -> bool:
-        return isinstance(value, list) and value is not flat and not isinstance(value[0], (torch.Tensor, bool))
+        return (
+            isinstance(value, list)
+            and value is not flat
+            and bool(value)
+            and not isinstance(value[0], (torch.Tensor, bool))
+        )
 
     return _pytree.tree_flatten(flat, is_leaf=numbers)
 

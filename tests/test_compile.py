@@ -247,8 +247,9 @@ def test_inductor() -> None:
 
     def loss(image: torch.Tensor, fixation: torch.Tensor) -> torch.Tensor:
         polar, level, _ = chain(image * 2, fixation, "gl")
-        return polar.sin().sum() + level.cos().sum()
+        return polar.sin().sum() + level.cos().sum() + allocator(image * 2).patches.square().sum()
 
+    allocator = lod.allocate.GridTopK(5, 8)
     run = torch.compile(loss, fullgraph=True)
     one, two = run(image, fixation), loss(image, fixation)
     assert torch.allclose(one, two)

@@ -6,11 +6,13 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 
 from gpu_lod import by_kernel, checks, dispatch, heap, precision
+from gpu_lod.allocate import compiled
+from gpu_lod.allocate.compiled import kinds
 from gpu_lod.allocate.scale import HIGHEST
 from gpu_lod.allocate.scene import Scene, cells_of, label_maps
 from gpu_lod.cached import numbers
@@ -25,9 +27,11 @@ from gpu_lod.pyramid import Pyramid
 from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet, blended
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
-_registry: dict[str, type[Allocator]] = {}
 A = TypeVar("A", bound="type[Allocator]")
 
 
@@ -49,6 +53,12 @@ class Allocator(ABC):
     blends: ClassVar[bool] = False
     """Whether a token is a blend of level-0 patches, by the weights of `choose`; else it is read at its site."""
 
+    weighs: ClassVar[bool] = False
+    """Whether `choose` gives weights."""
+
+    moves: ClassVar[bool] = False
+    """Whether sites have gradients."""
+
     finest: ClassVar[bool] = False
     """Whether all sites are of level 0; a class that chooses anew says so anew."""
 
@@ -63,6 +73,11 @@ class Allocator(ABC):
 
     query_holds: ClassVar[str] = ""
     """What the numbers of a query are, where they are no embedding."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        compiled.remember(made)  # copies, too
+        return made
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -80,7 +95,6 @@ class Allocator(ABC):
         """Sites [B, K, 3] and scores [B, K], high scores first; and weights [B, K, Hg Wg] if there are such: how much
         of each level-0 patch, row by row, goes into each token. They sum to 1 for each token."""
 
-    @precision.in_full
     def __call__(
         self,
         image: torch.Tensor | Pyramid | None = None,
@@ -114,6 +128,15 @@ class Allocator(ABC):
                 relevance; a budget larger than the number of sites there are.
             UnsupportedError: inside `torch.func.vmap`.
         """
+        if torch.compiler.is_compiling() and self._of_the_package:
+            return compiled.traced(self, image, relevance, query, fixation, labels, mean, std)
+        return self._tokens(image, relevance, query, fixation, labels, mean, std)
+
+    @precision.in_full
+    def _tokens(
+        self, image: Any, relevance: Any, query: Any, fixation: Any, labels: Any, mean: Any, std: Any
+    ) -> TokenSet:
+        """As a call of the allocator, by itself: without hooks, and with no eye on compiled code."""
         heap.keep_freed()
         scene, batched = self._scene(image, relevance, query, fixation, labels)
         found = self._in_parts(scene, lambda part: self._chosen(part, mean, std))
@@ -139,6 +162,11 @@ class Allocator(ABC):
             if not isinstance(value, (torch.Tensor, torch.nn.Module)) and repr(value) != repr(default):
                 found.setdefault(name, value)
         return ", ".join(f"{name}={value!r}" for name, value in found.items())
+
+    def _as_made(self) -> dict[str, Any]:
+        """Arguments by which another one is made like it, but for parameters."""
+        held = vars(self) | vars(self).get("_made_with", {})
+        return {name: held[name] for name in _arguments(type(self)) if name != "self"}
 
     def work(self, scene: Scene) -> int:
         """Numbers that it goes through for each image of a scene, where they are many; 0 where they are few."""
@@ -415,20 +443,20 @@ def register(allocator: A) -> A:
         raise InputError(f"{allocator!r} is no class of allocators; derive it from gpu_lod.allocate.Allocator.")
     if inspect.isabstract(allocator):
         raise InputError(f"{allocator.__name__} has no choose() of its own; give it one.")
-    there = _registry.get(allocator.__name__, allocator)
+    there = kinds.get(allocator.__name__, allocator)
     if (there.__module__, there.__qualname__) != (allocator.__module__, allocator.__qualname__):
         # The same one again is a notebook's cell that is run anew.
         raise InputError(
             f"there is an allocator {allocator.__name__} already, that of {there.__module__}; give the class another "
             "name."
         )
-    _registry[allocator.__name__] = allocator
+    kinds[allocator.__name__] = allocator
     return allocator
 
 
 def names() -> list[str]:
     """The allocators there are."""
-    return sorted(_registry)
+    return sorted(kinds)
 
 
 def make(name: str, *args: Any, **kwargs: Any) -> Allocator:
@@ -438,4 +466,4 @@ def make(name: str, *args: Any, **kwargs: Any) -> Allocator:
         InputError: an unknown name; the message lists those there are.
     """
     checks.choice(name, "name", names())
-    return _registry[name](*args, **kwargs)
+    return kinds[name](*args, **kwargs)

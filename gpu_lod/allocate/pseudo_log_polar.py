@@ -49,6 +49,8 @@ class PseudoLogPolar(Learned):
     """
 
     takes: ClassVar[tuple[Need, ...]] = ("fixation",)
+    weighs: ClassVar[bool] = True
+    moves: ClassVar[bool] = True
 
     def __init__(
         self,

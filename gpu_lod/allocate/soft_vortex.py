@@ -47,6 +47,8 @@ class SoftVortex(Learned):
     """
 
     blends: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+    moves: ClassVar[bool] = True
 
     def __init__(
         self,

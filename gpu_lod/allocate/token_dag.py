@@ -54,6 +54,7 @@ class TokenDAG(Allocator):
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("image", "relevance")
+    moves: ClassVar[bool] = True
 
     def __init__(
         self,
