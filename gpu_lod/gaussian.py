@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -87,9 +88,11 @@ def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = T
         checks.gl_input(image)
     if backend != "auto":
         return Choice(backend, "asked for")
+    if barred := dispatch.barred(image):  # compiled code, which would have a graph for ragged rows alone
+        return barred
     state = RAGGED if ragged and image.shape[-1] % EIGHTS else ""
-    return dispatch.barred(image) or dispatch.measured(
-        verb, image, image.numel(), state=state, batch=image.shape[:-2].numel(), adjoint=adjoint
+    return dispatch.measured(
+        verb, image, image.numel(), state=state, batch=math.prod(image.shape[:-2]), adjoint=adjoint
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -61,7 +62,7 @@ def _choose(relevance: torch.Tensor, reduce: str = "max", generator: str = "auto
     relevance = checks.image(relevance, "relevance", max_channels=None)
     checks.choice(reduce, "reduce", _REDUCES)
     checks.choice(generator, "generator", _GENERATORS)
-    planes = relevance.shape[:-2].numel()
+    planes = math.prod(relevance.shape[:-2])
     return choose_generator("hiz", relevance, generator, backend, "", 0, planes)
 
 

@@ -170,7 +170,8 @@ def test_sizes_of_as_many_levels_share_a_graph(verb: str) -> None:
     for height, width in sizes:
         image = noise(1, 1 if verb == "region_max" else 3, height, width)
         assert torch.equal(run(image), CHAINS[verb](image))
-    assert counter.frame_count <= 2, "the first of a level of one pixel may differ"
+    # The first of a level of one pixel may differ where a pyramid is sampled.
+    assert counter.frame_count <= (2 if verb in ("log_polar", "foveate") else 1)
     before = counter.frame_count
     image = noise(1, 1 if verb == "region_max" else 3, 100, 70)
     assert torch.equal(run(image), CHAINS[verb](image)) and counter.frame_count == before + 1
@@ -348,3 +349,24 @@ def test_export(strict: bool) -> None:
     )
     image, fixation = noise(3, 3, 20, 24), torch.rand(3, 2)
     assert torch.equal(program.module()(image, fixation), Retina()(image, fixation))
+
+
+class Chained(torch.nn.Module):
+    def __init__(self, verb: str) -> None:
+        super().__init__()
+        self.verb = verb
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return CHAINS[self.verb](image)
+
+
+@pytest.mark.parametrize("verb", CHAINS)
+def test_programs_take_batches_and_sizes_of_as_many_levels(verb: str) -> None:
+    channels = 1 if verb == "region_max" else 3
+    sides = {0: torch.export.Dim("batch", max=64)}
+    sides |= {dim: torch.export.Dim(f"side{dim}", min=33, max=63) for dim in (2, 3)}
+    example = (noise(3, channels, 40, 56),)
+    program = torch.export.export(Chained(verb), example, dynamic_shapes=(sides,), strict=False).module()
+    for batch, height, width in ((3, 40, 56), (1, 33, 63), (5, 61, 34)):
+        image = noise(batch, channels, height, width)
+        assert torch.equal(program(image), CHAINS[verb](image))
