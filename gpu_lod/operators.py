@@ -38,6 +38,7 @@ _TYPES = {
     bool: "bool",
     torch.dtype: "ScalarType",
     Sequence[float]: "float[]",
+    Sequence[int]: "SymInt[]",
 }
 operators: dict[str, Operator] = {}
 """By the names of the verbs."""
@@ -258,6 +259,8 @@ def _autograd() -> Iterator[None]:
 def _parameter(name: str, hint: Any, default: Any) -> str:
     """A parameter of a verb as the schema of an op says it."""
     kinds: set[Any] = {str} if typing.get_origin(hint) is Literal else set(typing.get_args(hint)) or {hint}
+    if hint in _TYPES:
+        kinds = {hint}
     if Pyramid in kinds:
         return f"Tensor[] {name}, str? {name}_holds"
     if typing.get_origin(hint) is list:

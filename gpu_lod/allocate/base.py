@@ -6,7 +6,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -26,9 +26,6 @@ from gpu_lod.planewise import joined
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet, blended
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
@@ -68,16 +65,20 @@ class Allocator(ABC):
     monotone: bool = False
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
+    _own: ClassVar[type | None] = None
+    """The class of the package, which those derived from it are not."""
+
+    _arguments: ClassVar[tuple[str, ...]] = ()
+    """What that one's `__init__` takes."""
+
+    _made_with: dict[str, Any]
+    """Arguments of a module's that parameters were made of, which have moved on since."""
+
     query_width: int | None = None
     """D of a query; None is any. Where `__init__` takes it, as `width`, a query of another one is told so."""
 
     query_holds: ClassVar[str] = ""
     """What the numbers of a query are, where they are no embedding."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        compiled.remember(made)  # copies, too
-        return made
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -128,7 +129,7 @@ class Allocator(ABC):
                 relevance; a budget larger than the number of sites there are.
             UnsupportedError: inside `torch.func.vmap`.
         """
-        if torch.compiler.is_compiling() and self._of_the_package:
+        if torch.compiler.is_compiling() and compiled.traceable(self):
             return compiled.traced(self, image, relevance, query, fixation, labels, mean, std)
         return self._tokens(image, relevance, query, fixation, labels, mean, std)
 
@@ -163,10 +164,10 @@ class Allocator(ABC):
                 found.setdefault(name, value)
         return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
-    def _as_made(self) -> dict[str, Any]:
-        """Arguments by which another one is made like it, but for parameters."""
-        held = vars(self) | vars(self).get("_made_with", {})
-        return {name: held[name] for name in _arguments(type(self)) if name != "self"}
+    def _settings(self) -> list[tuple[str, Any]]:
+        """Arguments by which another one is made like it, but for parameters; of a class of the package."""
+        made_with: dict[str, Any] = self._made_with if isinstance(self, torch.nn.Module) else {}
+        return [(name, made_with[name] if name in made_with else getattr(self, name)) for name in self._arguments]
 
     def work(self, scene: Scene) -> int:
         """Numbers that it goes through for each image of a scene, where they are many; 0 where they are few."""
@@ -451,6 +452,9 @@ def register(allocator: A) -> A:
             "name."
         )
     kinds[allocator.__name__] = allocator
+    if allocator.__module__.startswith(f"{__package__}."):
+        allocator._own = allocator
+        allocator._arguments = tuple(name for name in _arguments(allocator) if name != "self")
     return allocator
 
 

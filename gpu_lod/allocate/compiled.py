@@ -1,8 +1,7 @@
 """Allocators as one custom op, `torch.ops.gpu_lod.allocate`: what stands for their calls in compiled code.
 
-The op runs the allocator when the graph runs, so values and settings are looked at then. In a graph of torch.compile
-an allocator is known by its identity, on which torch guards; in a program of torch.export by what it was made with, so
-that another process can run it.
+The op is given what an allocator is made with, and its parameters, as they are where it is called; it makes such a one
+when the graph runs, and values are looked at then. So a graph holds no allocator, and another process can run it.
 """
 
 from __future__ import annotations
@@ -12,73 +11,90 @@ import copy
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import nn
 
-from gpu_lod import operators
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.gather_patches import gather_patches
+from gpu_lod.operators import Operator, operators
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
 
 if TYPE_CHECKING:
     from gpu_lod.allocate.base import Allocator
 
-_alive: WeakValueDictionary[int, Allocator] = WeakValueDictionary()
-"""By identity."""
-
 kinds: dict[str, type[Allocator]] = {}
 """Classes of allocators by their names."""
 
 
-def remember(allocator: Allocator) -> None:
-    """So that graphs find it."""
-    _alive[id(allocator)] = allocator
+def traceable(allocator: Allocator) -> bool:
+    """Whether it is of a class of the package, and no more than that: what another does besides, nobody knows."""
+    return type(allocator)._own is type(allocator) and "choose" not in allocator.__dict__
 
 
-def traced(allocator: Allocator, image: Any, *others: Any) -> TokenSet:
+def traced(allocator: Allocator, image: Any, relevance: Any, *others: Any) -> TokenSet:
     """What stands in a graph for a call of an allocator."""
-    if image is None and others[0] is None:
+    if image is None and relevance is None:
         raise InputError(f"{type(allocator).__name__} needs an image, or a relevance map; pass image= or relevance=.")
-    parameters = list(allocator.parameters()) if isinstance(allocator, nn.Module) else []
-    shape = allocator.budget, allocator.patch, allocator.blends, allocator.weighs
-    found = _operator.traced(parameters, _known_as(allocator), *shape, image, *others)
+    allocator._frame(image, relevance)  # for what it refuses
+    parameters = dict(allocator.named_parameters()) if isinstance(allocator, nn.Module) else {}
+    training = isinstance(allocator, nn.Module) and allocator.training
+    ints: list[int] = []
+    floats: list[float] = []
+    settings = [
+        f"{name!r}: {_written(value, ints, floats)}" for name, value in allocator._settings() if name not in _SHAPE
+    ]
+    known_as = f"({type(allocator).__name__!r}, {training}, {{{', '.join(settings)}}}, {list(parameters)!r})"
+    found = _operator.traced(
+        list(parameters.values()), known_as, ints, floats, allocator.budget, allocator.patch,
+        allocator.blends, allocator.weighs, image, relevance, *others,
+    )  # fmt: skip
     sites, scores = found[:2]
     patches = None if image is None else found[2]
     weights = found[-1] if allocator.weighs else None
     return TokenSet(sites if allocator.moves else sites.detach(), scores, patches, allocator.patch, weights)
 
 
-def _known_as(allocator: Allocator) -> str:
-    """Its name in a graph."""
-    if torch.compiler.is_dynamo_compiling():
-        if torch.compiler.is_exporting():
-            raise UnsupportedError("torch.export takes allocators with strict=False alone.")
-        return f"#{id(allocator)}"  # torch guards on it
-    kind, training = type(allocator).__name__, getattr(allocator, "training", False)
-    return repr((kind, allocator._as_made(), training))
+_SHAPE = ("budget", "patch")
+"""Settings that are arguments of their own."""
 
 
-def _found(known_as: str) -> Allocator:
-    """The allocator of such a name.
+def _written(value: Any, ints: list[int], floats: list[float]) -> str:
+    """A setting as Python writes it, but numbers, which a graph may have as symbols: each as the set of its place among
+    the integers, or as a list of that among the others."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, int):
+        ints.append(value)
+        return f"{{{len(ints) - 1}}}"
+    if isinstance(value, float):
+        floats.append(value)
+        return f"[{len(floats) - 1}]"
+    if isinstance(value, (tuple, list)):
+        return f"({''.join(f'{_written(item, ints, floats)}, ' for item in value)})"
+    raise UnsupportedError(
+        f"an allocator was given a {type(value).__name__}; in compiled code expected numbers, strings and tuples of "
+        "them. Set a number."
+    )
 
-    Raises:
-        UnsupportedError: it is of another process, or gone.
-    """
-    if not known_as.startswith("#"):
-        return _made(known_as)
-    found = _alive.get(int(known_as[1:]))
-    if found is None:
-        raise UnsupportedError("the graph's allocator is gone. Compile the function anew.")
-    return found
+
+def _read(value: Any, ints: Sequence[int], floats: Sequence[float]) -> Any:
+    """The setting that `_written` wrote."""
+    if isinstance(value, (set, list)):
+        (place,) = value
+        return ints[place] if isinstance(value, set) else floats[place]
+    return tuple(_read(item, ints, floats) for item in value) if isinstance(value, tuple) else value
 
 
 @functools.lru_cache(64)
-def _made(known_as: str) -> Allocator:
-    kind, arguments, training = ast.literal_eval(known_as)
-    allocator = kinds[kind](**arguments)
+def _made(kind: str, training: bool, settings: tuple[tuple[str, Any], ...]) -> Allocator:
+    if kind not in kinds:
+        raise UnsupportedError(f"the program calls an allocator {kind}, and this version has none. Take a later one.")
+    allocator = kinds[kind](**dict(settings))
     return allocator.train(training) if isinstance(allocator, nn.Module) else allocator
 
 
@@ -95,7 +111,9 @@ class _Held(nn.Module):
 
 def allocate(
     parameters: list[torch.Tensor],
-    allocator: str,
+    known_as: str,
+    ints: Sequence[int],
+    floats: Sequence[float],
     budget: int,
     patch: int,
     blends: bool,
@@ -109,23 +127,30 @@ def allocate(
     std: Sequence[float] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Sites and scores, patches where there is an image, weights where the allocator gives some."""
-    found, given = _found(allocator), (image, relevance, query, fixation, labels, mean, std)
-    if all(map(_same, parameters, found.parameters() if isinstance(found, nn.Module) else ())):
+    kind, training, written, names = ast.literal_eval(known_as)
+    settings = {name: _read(value, ints, floats) for name, value in written.items()}
+    found = _made(kind, training, tuple((settings | {"budget": budget, "patch": patch}).items()))
+    given = image, relevance, query, fixation, labels, mean, std
+    if isinstance(found, nn.Module):
+        held = _Held(copy.deepcopy(found))  # calls at once replace parameters of their own
+        own = [name for name, _ in found.named_parameters()]
+        if names != own:
+            raise UnsupportedError(
+                f"the parameters of {kind} are {', '.join(names)} in a graph; expected {', '.join(own)}. Compile it as "
+                "it was before it was pruned or wrapped, or call it outside."
+            )
+        replaced = {f"allocator.{name}": value for name, value in zip(own, parameters, strict=True)}
+        tokens = torch.func.functional_call(held, replaced, given)
+    else:
         tokens = found._tokens(*given)
-    else:  # of an exported program, or those that gradients are asked for
-        held = _Held(copy.deepcopy(found))
-        names = (name for name, _ in held.named_parameters())
-        tokens = torch.func.functional_call(held, dict(zip(names, parameters, strict=True)), given)
     return tuple(x for x in (tokens.sites, tokens.scores, tokens.patches, tokens.weights) if x is not None)
-
-
-def _same(given: torch.Tensor, own: torch.Tensor) -> bool:
-    return given is own or (given.data_ptr() == own.data_ptr() and not given.requires_grad)
 
 
 def _like(
     parameters: list[torch.Tensor],
-    allocator: str,
+    known_as: str,
+    ints: Sequence[int],
+    floats: Sequence[float],
     budget: int,
     patch: int,
     blends: bool,
@@ -148,10 +173,10 @@ def _like(
     found = [sites, seen.new_empty(lead, dtype=torch.float32)]
     if top is not None:
         kind = torch.float32 if blends and top.dtype == torch.uint8 else None
-        found.append(operators.operators[gather_patches.__name__].fake(image, sites, patch, "clamp", mean, std, kind))
+        found.append(operators[gather_patches.__name__].fake(image, sites, patch, "clamp", mean, std, kind))
     if weighs:
         found.append(seen.new_empty(*lead, cells[0] * cells[1], dtype=torch.float32))
     return tuple(found)
 
 
-_operator = operators.Operator(allocate, _like, differentiable=True)
+_operator = Operator(allocate, _like, differentiable=True)

@@ -23,8 +23,7 @@ class Learned(nn.Module, Allocator):
 
     def __init__(self, budget: int = 273, patch: int = 14, pool: Pool = "mean") -> None:
         nn.Module.__init__(self)
-        self._made_with: dict[str, Any] = {}
-        """Arguments that parameters were made of, which have moved on since."""
+        self._made_with = {}
         Allocator.__init__(self, budget, patch, pool)
 
     def extra_repr(self) -> str:
