@@ -120,6 +120,28 @@ def test_a_plan_is_a_cuda_graph(name: str, alone: bool) -> None:
         assert torch.allclose(found.patches, expected.patches, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its compilers
+@pytest.mark.parametrize("compiler", ["aot_eager", "cudagraphs"])
+@pytest.mark.parametrize("name", ["GridTopK", "PseudoLogPolar", "SoftVortex", "TokenDAG"])
+def test_compiled(name: str, compiler: str) -> None:
+    """In one graph, of new pictures too; with gradients, but in a CUDA graph."""
+    torch._dynamo.reset()
+    allocator = moved(lod.allocate.make(name, 97, 14))
+    run = torch.compile(lambda *images: allocator(*images), fullgraph=True, backend=compiler)
+    for _ in range(3):
+        image, relevance = torch.rand(2, 3, 19 * 14, 26 * 14, device="cuda"), torch.rand(2, 19, 26, device="cuda")
+        gradients = []
+        for call in (run, allocator):
+            leaf = image.clone().requires_grad_(compiler == "aot_eager")
+            with torch.set_grad_enabled(compiler == "aot_eager"):
+                tokens = call(leaf, relevance)
+            gradients.append([tokens.sites.detach().clone(), tokens.patches.detach().clone()])
+            if leaf.requires_grad:
+                gradients[-1].append(torch.autograd.grad(tokens.patches.square().sum(), leaf)[0])
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", lod.allocate.names())
