@@ -97,6 +97,8 @@ def test_what_a_graph_is_told_is_what_comes(name: str) -> None:
         expected = there(allocator(given_image, *maps))
         for one, other in zip(compiled._operator.op(*flat), expected, strict=True):
             assert torch.equal(one, other)
+    if isinstance(allocator, torch.nn.Module):
+        assert [name for name, _ in allocator.named_parameters()] == [*allocator.learns]
     sites = allocator(image.requires_grad_(), relevance.requires_grad_(), query).sites
     assert sites.requires_grad == allocator.moves
 
@@ -377,10 +379,13 @@ class GridTopK(allocate.GridTopK):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of what it cannot trace
-@pytest.mark.parametrize("kind", ["own", "derived", "changed"])
+@pytest.mark.parametrize("kind", ["own", "derived", "changed", "pruned"])
 def test_allocators_of_your_own_break_the_graph(kind: str) -> None:
     """What they do besides choosing, nobody knows."""
-    allocator: Any = {"own": First, "derived": GridTopK, "changed": allocate.GridTopK}[kind](K, P)
+    kinds = {"own": First, "derived": GridTopK, "changed": allocate.GridTopK, "pruned": allocate.VortexLearned}
+    allocator: Any = kinds[kind](K, P)
+    if kind == "pruned":
+        torch.nn.utils.prune.random_unstructured(allocator, "log_strengths", 3)
     if kind == "changed":
         allocator.choose = First(K, P).choose
     image, relevance = noise(2, 3, 64, 72), noise(2, 64, 72)
@@ -408,9 +413,10 @@ def test_what_is_refused() -> None:
         width = allocate.SoftVortex(K, P)
         width.width = 1j  # type: ignore[assignment]
         torch.export.export(Front(width), (image,), strict=False)
-    with pytest.raises(UnsupportedError, match=r"log_radii.*before it was pruned"):
-        pruned = torch.nn.utils.prune.identity(allocate.SoftVortex(K, P), "strengths")
-        compiled._operator.op(*flattened(pruned, image))
+    with pytest.raises(UnsupportedError, match=r"log_radii.*Export it with this version"):
+        flat = flattened(allocate.SoftVortex(K, P), image)
+        flat[1] = flat[1].replace("strengths", "weights")
+        compiled._operator.op(*flat)
     with pytest.raises(UnsupportedError, match="this version has none"):
         flat = flattened(allocator, image)
         flat[1] = flat[1].replace("GridTopK", "Later")

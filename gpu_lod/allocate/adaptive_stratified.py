@@ -47,6 +47,9 @@ class AdaptiveStratified(Learned):
     finest = True
 
     needs: ClassVar[tuple[Need, ...]] = ("relevance", "query")
+    learns: ClassVar[tuple[str, ...]] = tuple(
+        f"head.{layer}.{name}" for layer in (0, 1, 3) for name in ("weight", "bias")
+    )
 
     def __init__(
         self,
@@ -60,12 +63,13 @@ class AdaptiveStratified(Learned):
         super().__init__(budget, patch, pool)
         width = self.query_width = checks.integer(width, "width", at_least=1)
         hidden = checks.integer(hidden, "hidden", at_least=1)
+        seed = checks.integer(seed, "seed", at_least=0, at_most=MOST_SEED)
         self._made_with = {"width": width, "hidden": hidden, "seed": seed}
         # torch's own start would be drawn of the program's random numbers.
         device = torch.get_default_device()
         first = nn.utils.skip_init(nn.Linear, width, hidden, device=device)
         last = nn.utils.skip_init(nn.Linear, hidden, 2 * CHOICES, device=device)
-        generator = torch.Generator().manual_seed(checks.integer(seed, "seed", at_least=0, at_most=MOST_SEED))
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for layer, size in ((first, width**-0.5), (last, 0.1 * hidden**-0.5)):
                 layer.weight.copy_((2 * torch.rand(layer.weight.shape, generator=generator, device="cpu") - 1) * size)

@@ -65,6 +65,9 @@ class Allocator(ABC):
     monotone: bool = False
     """Whether raising a cell's relevance, where none is negative, never loses the cell's own token."""
 
+    learns: ClassVar[tuple[str, ...]] = ()
+    """Names of the parameters of a class of the package, in their order."""
+
     _own: ClassVar[type | None] = None
     """The class of the package, which those derived from it are not."""
 

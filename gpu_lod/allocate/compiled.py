@@ -30,8 +30,15 @@ kinds: dict[str, type[Allocator]] = {}
 
 
 def traceable(allocator: Allocator) -> bool:
-    """Whether it is of a class of the package, and no more than that: what another does besides, nobody knows."""
-    return type(allocator)._own is type(allocator) and "choose" not in allocator.__dict__
+    """Whether it is of a class of the package, and no more than that, as pruned ones are: what another does besides,
+    nobody knows."""
+    if type(allocator)._own is not type(allocator) or "choose" in allocator.__dict__:
+        return False
+    return _names(allocator) == list(type(allocator).learns)
+
+
+def _names(allocator: Allocator) -> list[str]:
+    return [name for name, _ in allocator.named_parameters()] if isinstance(allocator, nn.Module) else []
 
 
 def traced(allocator: Allocator, image: Any, relevance: Any, *others: Any) -> TokenSet:
@@ -39,16 +46,16 @@ def traced(allocator: Allocator, image: Any, relevance: Any, *others: Any) -> To
     if image is None and relevance is None:
         raise InputError(f"{type(allocator).__name__} needs an image, or a relevance map; pass image= or relevance=.")
     allocator._frame(image, relevance)  # for what it refuses
-    parameters = dict(allocator.named_parameters()) if isinstance(allocator, nn.Module) else {}
+    parameters = list(allocator.parameters()) if isinstance(allocator, nn.Module) else []
     training = isinstance(allocator, nn.Module) and allocator.training
     ints: list[int] = []
     floats: list[float] = []
     settings = [
         f"{name!r}: {_written(value, ints, floats)}" for name, value in allocator._settings() if name not in _SHAPE
     ]
-    known_as = f"({type(allocator).__name__!r}, {training}, {{{', '.join(settings)}}}, {list(parameters)!r})"
+    known_as = f"({type(allocator).__name__!r}, {training}, {{{', '.join(settings)}}}, {_names(allocator)!r})"
     found = _operator.traced(
-        list(parameters.values()), known_as, ints, floats, allocator.budget, allocator.patch,
+        parameters, known_as, ints, floats, allocator.budget, allocator.patch,
         allocator.blends, allocator.weighs, image, relevance, *others,
     )  # fmt: skip
     sites, scores = found[:2]
@@ -133,11 +140,10 @@ def allocate(
     given = image, relevance, query, fixation, labels, mean, std
     if isinstance(found, nn.Module):
         held = _Held(copy.deepcopy(found))  # calls at once replace parameters of their own
-        own = [name for name, _ in found.named_parameters()]
-        if names != own:
+        if names != (own := list(found.learns)):
             raise UnsupportedError(
-                f"the parameters of {kind} are {', '.join(names)} in a graph; expected {', '.join(own)}. Compile it as "
-                "it was before it was pruned or wrapped, or call it outside."
+                f"the parameters of {kind} are {', '.join(names)} in the program; expected {', '.join(own)}. Export it "
+                "with this version."
             )
         replaced = {f"allocator.{name}": value for name, value in zip(own, parameters, strict=True)}
         tokens = torch.func.functional_call(held, replaced, given)

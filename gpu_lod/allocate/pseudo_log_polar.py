@@ -51,6 +51,7 @@ class PseudoLogPolar(Learned):
     takes: ClassVar[tuple[Need, ...]] = ("fixation",)
     weighs: ClassVar[bool] = True
     moves: ClassVar[bool] = True
+    learns: ClassVar[tuple[str, ...]] = ("offsets",)
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ class SoftTopKCoverage(Learned):
     """
 
     finest = True
+
+    learns: ClassVar[tuple[str, ...]] = ("strength", "log_temperature")
 
     def __init__(
         self,

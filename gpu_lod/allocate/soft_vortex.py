@@ -49,6 +49,7 @@ class SoftVortex(Learned):
     blends: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
     moves: ClassVar[bool] = True
+    learns: ClassVar[tuple[str, ...]] = ("centre_logits", "log_radii", "strengths", "twists")
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ class VortexLearned(Learned):
 
     monotone = True
     finest = True
+
+    learns: ClassVar[tuple[str, ...]] = ("centre_logits", "log_strengths", "log_radii", "log_temperature")
 
     def __init__(
         self,
