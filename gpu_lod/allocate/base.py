@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 
 from gpu_lod import by_kernel, checks, dispatch, heap, precision
-from gpu_lod.allocate import compiled
-from gpu_lod.allocate.compiled import kinds
+from gpu_lod.allocate.compiled import kinds, traceable, traced
 from gpu_lod.allocate.scale import HIGHEST
 from gpu_lod.allocate.scene import Scene, cells_of, label_maps
 from gpu_lod.cached import numbers
@@ -132,8 +131,8 @@ class Allocator(ABC):
                 relevance; a budget larger than the number of sites there are.
             UnsupportedError: inside `torch.func.vmap`.
         """
-        if torch.compiler.is_compiling() and compiled.traceable(self):
-            return compiled.traced(self, image, relevance, query, fixation, labels, mean, std)
+        if torch.compiler.is_compiling() and traceable(self):
+            return traced(self, image, relevance, query, fixation, labels, mean, std)
         return self._tokens(image, relevance, query, fixation, labels, mean, std)
 
     @precision.in_full
