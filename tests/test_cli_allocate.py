@@ -266,8 +266,8 @@ class Drawn(allocators.Learned):
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = {name: base._registry[name] for name in ("Downsample", "FoveatedPyramid")}
-    monkeypatch.setattr(base, "_registry", chosen | {"Asking": Asking, "Drawn": Drawn})
+    chosen = {name: base.kinds[name] for name in ("Downsample", "FoveatedPyramid")}
+    monkeypatch.setattr(base, "kinds", chosen | {"Asking": Asking, "Drawn": Drawn})
 
 
 def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry: None) -> None:
@@ -291,7 +291,7 @@ def test_each_is_given_what_it_takes_and_skipped_if_it_misses_something(registry
     given = allocation.run("Asking", image, 2, 4, inputs)
     assert given.tokens.scores.tolist() == [384.0, 5.0]
     # A query of another width goes to those that need one, and to nobody who can do without.
-    base._registry["Hinted"] = Hinted
+    base.kinds["Hinted"] = Hinted
     for width, expected in ((4, 4.0), (3, 0.0)):
         *_, hinted = allocation.run_all(image, 1, 4, inputs | {"query": torch.ones(width)})
         assert isinstance(hinted, allocation.Allocation) and hinted.tokens.scores.tolist() == [expected]
@@ -312,7 +312,7 @@ def test_a_query_serves_both_that_take_one(width: int) -> None:
 
 
 def test_none_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_registry", {"Asking": Asking})
+    monkeypatch.setattr(base, "kinds", {"Asking": Asking})
     with pytest.raises(InputError, match=r"no allocator can do that\. Asking: Asking needs query"):
         allocation.run_all(torch.rand(3, 16, 24), 4, 4, {})
 
@@ -334,7 +334,7 @@ def test_blends_of_counts_are_compared_in_fractions(monkeypatch: pytest.MonkeyPa
             weights = torch.eye(scene.grid[0] * scene.grid[1])[None, : self.budget]
             return scene.sites(0, index)[None], torch.ones(1, self.budget), weights
 
-    monkeypatch.setattr(base, "_registry", {"Blended": Blended})
+    monkeypatch.setattr(base, "kinds", {"Blended": Blended})
     image = torch.rand(3, 16, 24).mul(255).byte()
     assert allocation.run("Blended", image, 24, 4, {}).psnr > 100
 
