@@ -161,15 +161,12 @@ def _like(
     patch: int,
     blends: bool,
     weighs: bool,
-    image: torch.Tensor | Pyramid | None = None,
-    relevance: torch.Tensor | None = None,
-    query: torch.Tensor | None = None,
-    fixation: Any = None,
-    labels: torch.Tensor | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
+    image: torch.Tensor | Pyramid | None,
+    relevance: torch.Tensor | None,
+    *others: Any,
 ) -> tuple[torch.Tensor, ...]:
     """What `allocate` returns, without values."""
+    mean, std = others[-2:]
     top = image.levels[0] if isinstance(image, Pyramid) else image
     seen = relevance if top is None else top
     assert seen is not None
