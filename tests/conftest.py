@@ -55,6 +55,13 @@ def kept() -> None:
     gc.freeze()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m threads` reads the modules that say so: all of them take as long to read as a third of its tests to run."""
+    if config.option.markexpr != "threads" or collection_path.suffix != ".py":
+        return None
+    return None if "pytest.mark.threads" in collection_path.read_text("utf-8") else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
