@@ -263,7 +263,10 @@ def measure(
         graphs: None is a call without gradients.
     """
     rows = []
-    # A fresh process a call; this one must start neither OpenGL nor torch's threads.
+    # A fresh process a call; this one must start neither OpenGL nor torch's threads. What it holds is frozen: to look
+    # through all of torch for garbage takes a process longer than most calls, and copies every page.
+    gc.collect()
+    gc.freeze()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for verb, graph in itertools.product(verbs, graphs):
             dtypes, backends = ONLY.get(verb, (DTYPES, BACKENDS))

@@ -362,7 +362,7 @@ def test_a_doctor_that_says_nothing_leaves_no_file(
 
 
 def test_a_test_that_loses_the_gpu_takes_no_other_with_it(tmp_path: Path) -> None:
-    """In the process beside pytest's, in which the script runs them. Of torch they need no more than what they replace."""
+    """In the process beside pytest's, in which the script runs them. What they ask of torch they replace."""
     (tmp_path / "torch.py").write_text("class cuda:\n    is_initialized = staticmethod(lambda: False)\n")
     (tmp_path / "test_some.py").write_text(
         """
