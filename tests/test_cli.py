@@ -337,10 +337,10 @@ def test_bad_files(tmp_path: Path, picture: Path) -> None:
 
 
 def test_output_to_a_folder(tmp_path: Path, picture: Path) -> None:
-    """One that is there, whatever its name, or is made."""
+    """One that is there, whatever its name, or is made: one without an extension, or with a slash behind it."""
     (tmp_path / "v1.2").mkdir()
-    for folder in ("v1.2", "new/below"):
-        assert done(tmp_path, "sites", "cat.png", "-o", folder) == f"wrote {folder}/cat.sites.png\n"
+    for folder in ("v1.2", "new/below", "v1.3/"):
+        assert done(tmp_path, "sites", "cat.png", "-o", folder) == f"wrote {Path(folder)}/cat.sites.png\n"
         assert (tmp_path / folder / "cat.sites.png").stat().st_size
 
 

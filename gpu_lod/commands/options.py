@@ -13,8 +13,12 @@ import gpu_lod as lod
 from gpu_lod import images
 
 Picture = Annotated[Path, typer.Argument(metavar="IMAGE", help="PNG, JPEG, TIFF or WebP.", show_default=False)]
+# No Path, which does not keep the slash that a folder may be told by.
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="File or folder to write. (default: `out/<name>.<command>.png`)")
+    str | None,
+    typer.Option(
+        "-o", "--output", metavar="<path>", help="File or folder to write. (default: `out/<name>.<command>.png`)"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Device = Annotated[
@@ -68,10 +72,11 @@ def box(text: str) -> tuple[float, float, float, float]:
     return x0, y0, x1, y1
 
 
-def output_path(image: Path, verb: str, output: Path | None) -> Path:
+def output_path(image: Path, verb: str, output: str | None) -> Path:
     """Where to write; an extension that cannot be written fails before any work."""
-    path = Path("out") if output is None else output
-    if path.is_dir() or not path.suffix:
+    name = "out/" if output is None else output
+    path = Path(name)
+    if path.is_dir() or not path.suffix or name.endswith(("/", os.sep)):
         path = path / f"{image.stem}.{verb}.png"
     images.file_format(path)
     check_not_read(path, "--output", image)
