@@ -4,6 +4,10 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
+# Where it is set every one of some hundred processes that tests start compiles torch's modules again, for twice as long
+# as it takes to import them.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 PYTEST_ARGS ?= -n 2 --dist worksteal
 DEMO_ARGS ?=
