@@ -135,6 +135,7 @@ def test_memory_is_kept_between_calls() -> None:
         assert keep_memory(2**28)
         print(*fresh, faults(), faults())
         """,
+        fresh=True,
         PYTHONPATH=str(Path(timer.__file__).parent),
     )
     first, second, third, fourth = map(int, faults.split())

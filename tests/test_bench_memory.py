@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from scripts import succeed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
@@ -33,15 +33,11 @@ print(json.dumps(bench_memory.measure(bench_memory.VERBS, ((1, 3, 1024, 1024),),
 """
 
 
-def run(*arguments: str) -> str:
-    folder = Path(bench_memory.__file__).parent
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+BENCH = str(Path(bench_memory.__file__).parent)
 
 
 def test_it_sees_what_a_call_takes() -> None:
-    for row in json.loads(run("-c", KNOWN)):
+    for row in json.loads(succeed(KNOWN, PYTHONPATH=BENCH)):
         texels = 3 * 1024 * 1024
         expected = 12 * texels + row["picture"] if row["verb"] == "mipmap" else 0
         assert row["result"] == row["picture"] and expected - 2**20 <= row["peak"] <= expected + 2**21, row
@@ -50,7 +46,9 @@ def test_it_sees_what_a_call_takes() -> None:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("memory") / "quick.json"
-    assert "share of the bound" in run("bench_memory.py", "--quick", "--out", str(path))
+    arguments = ["bench_memory.py", "--quick", "--out", str(path)]
+    code = f"import runpy, sys; sys.argv = {arguments!r}; runpy.run_module('bench_memory', None, '__main__', True)"
+    assert "share of the bound" in succeed(code, PYTHONPATH=BENCH)
     return dict(json.loads(path.read_text()))
 
 
@@ -120,7 +118,7 @@ print(json.dumps(bench_memory.measure(("inverse_log_polar",), ((32, 3, 224, 224)
 def beyond(calls: str) -> list[dict[str, Any]]:
     """Those that take more than they may."""
     found = []
-    for row in json.loads(run("-c", calls)):
+    for row in json.loads(succeed(calls, PYTHONPATH=BENCH)):
         allowed = 2**19  # of cortical_sites, which is held to no picture's bound
         if row["verb"] != "cortical_sites":
             allowed = bench_memory.OF_RESULT * row["result"] + bench_memory.OF_PICTURE * row["picture"]
@@ -141,7 +139,7 @@ def test_a_checkpoint_keeps_the_bound_here() -> None:
     """Where the graph alone is several times the bound."""
     verb, shape = "foveate, anisotropy 4", (1, 3, 512, 512)
     kept, checkpointed = (
-        bench_memory.share(row) for row in json.loads(run("-c", GRAPHS.format(verb=verb, shape=shape)))
+        bench_memory.share(row) for row in json.loads(succeed(GRAPHS.format(verb=verb, shape=shape), PYTHONPATH=BENCH))
     )
     assert checkpointed <= 1 and kept > 3
 

@@ -7,14 +7,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scripts
 import torch
-from command_line import cat, done, refused, run, serving
+from command_line import cat, done, refused, run
 from PIL import Image
 
 import gpu_lod as lod
@@ -25,12 +24,6 @@ from gpu_lod.images import atlas, load, save
 from gpu_lod.saliency import luma
 
 NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with serving(tmp_path_factory.mktemp("server")):
-        yield
 
 
 @pytest.fixture
@@ -408,9 +401,9 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in result.stderr and "FileError" in result.stderr
 
 
-def test_without_the_cli_extra(tmp_path: Path) -> None:
+def test_without_the_cli_extra() -> None:
     code = "import sys; sys.modules['typer'] = None; sys.argv[1:] = ['info']; from gpu_lod.cli import main; main()"
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    result = scripts.run(code)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "gpu-lod: the command line needs extra packages; in the checkout: pip install '.[cli]'\n"
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import scripts
 import torch
-from command_line import cat, done, refused, serving
+from command_line import cat, done, refused
 from PIL import Image, ImageDraw
 from safetensors import safe_open
 from safetensors.torch import save, save_file
@@ -30,12 +29,6 @@ from gpu_lod.rebuild import psnr
 
 INF = math.inf
 SMALL = ("--budget", "20", "--patch", "4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with serving(tmp_path_factory.mktemp("server")):
-        yield
 
 
 @pytest.fixture
@@ -654,10 +647,10 @@ def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Path) -> None:
-    arguments = ("allocate", "cat.png", *SMALL, "--sites", "s.safetensors")
+    arguments = ("allocate", str(picture), *SMALL, "--sites", str(tmp_path / "s.safetensors"))
     code = f"import sys; sys.modules['safetensors'] = None; sys.argv[1:] = {arguments!r}"
     code += "; from gpu_lod.cli import main; main()"
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = scripts.run(code)
     assert result.returncode == 1
     assert result.stderr.startswith("gpu-lod: files of .safetensors need safetensors (")
     assert result.stderr.endswith("; in the checkout: pip install '.[cli]'\n") and result.stderr.count("\n") == 1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from command_line import cat, done, refused, serving
+from command_line import cat, done, refused
 from PIL import Image
 from skimage import data
 
@@ -19,12 +18,6 @@ from gpu_lod.commands import drawing, sheets
 from gpu_lod.images import atlas, load
 from gpu_lod.patch_grid import pooled, starts_of
 from gpu_lod.saliency import saliency
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with serving(tmp_path_factory.mktemp("server")):
-        yield
 
 
 @pytest.fixture

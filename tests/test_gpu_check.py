@@ -479,9 +479,7 @@ def test_the_commit_may_be_told(check: Callable[..., subprocess.CompletedProcess
     check(GPU_LOD_COMMIT="0123abc")
     assert "gpu-check of 0123abc\n" in (tmp_path / "out" / "summary.txt").read_text()
     ask = f"import sys; sys.path.insert(0, {str(CHECKOUT / 'bench')!r}); import rows; print(rows.COMMIT)"
-    mine = os.environ | {"GPU_LOD_COMMIT": "0123abc"}
-    said = subprocess.run([sys.executable, "-c", ask], env=mine, capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "0123abc"
+    assert run(ask, GPU_LOD_COMMIT="0123abc").stdout.strip() == "0123abc"
 
 
 def test_a_warning_after_the_last_line_of_pytest_is_no_failure(

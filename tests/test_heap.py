@@ -25,7 +25,8 @@ def test_a_program_that_freed_nothing_large_pays_for_no_fresh_pages(call: str) -
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
         print(*[faults() for _ in range(12)])
-        """
+        """,
+        fresh=True,
     )
     first, *later = map(int, faults.split())
     assert first > 2000 and sorted(later[3:])[4] < 200
@@ -51,7 +52,8 @@ def test_what_a_context_gives_up_leaves_the_process(way: str) -> None:
         idle, before = context.textures.pool.idle_bytes, resident()
         context.{way}()
         print(context.software, idle, before - resident())
-        """
+        """,
+        fresh=True,
     )
     software, idle, given = out.split()
     if software == "False":

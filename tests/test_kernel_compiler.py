@@ -256,7 +256,7 @@ def test_two_processes_at_once(fresh: Path, tmp_path: Path) -> None:
     import concurrent.futures
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda _: run(script, GPU_LOD_CACHE=str(tmp_path / "gpu_lod")), range(2)))
+        done = list(pool.map(lambda _: run(script, fresh=True, GPU_LOD_CACHE=str(tmp_path / "gpu_lod")), range(2)))
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     assert [path.suffix for path in fresh.iterdir()] == [".cubin"] * 4
     for path in fresh.iterdir():

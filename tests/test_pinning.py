@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 
 import pytest
+from scripts import succeed
 
 from gpu_lod import pinning
 from gpu_lod.pinning import places
@@ -35,10 +35,7 @@ print(json.dumps({
 
 
 def _opened(**environment: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-c", _OPEN], capture_output=True, text=True, check=True, env=os.environ | environment
-    )
-    found = json.loads(done.stdout)
+    found = json.loads(succeed(_OPEN, **environment))
     if not found["software"] or len(found["cpus"]) < 2:
         pytest.skip("no software renderer with several threads")
     return found

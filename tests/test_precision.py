@@ -4,8 +4,6 @@ device."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from calls import CALLS, CASES
 from images import noise
+from scripts import succeed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -241,8 +240,7 @@ def test_what_is_exact(setting: str, value: str, kind: str, device: str, exact: 
     """In a process of its own: torch minds if both of its ways to say so were used."""
     code = f"import torch; from gpu_lod import precision; {setting} = {value!r}\n"
     code += f"print(precision.exact({kind!r}, torch.device({device!r})))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.strip() == str(exact)
+    assert succeed(code).strip() == str(exact)
 
 
 def test_products_are_exact_if_nobody_says_otherwise() -> None:

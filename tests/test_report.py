@@ -9,13 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import done, refused, serving
+from command_line import done, refused
 from rich.console import Console
 
 from gpu_lod.errors import FileError
@@ -472,12 +471,6 @@ COMMAND = [sys.executable, "-W", "error", "-m", "gpu_lod.cli"]
 NO_EGL = {"GPU_LOD_LIBEGL": "/nonexistent.so"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with serving(tmp_path_factory.mktemp("server")):
-        yield
-
-
 def test_the_command_writes_the_page_without_opengl(tmp_path: Path) -> None:
     gpu = saved(tmp_path, "gpu.json", on_cuda(row(), row(size=2048)))
     made = subprocess.run(
@@ -488,7 +481,6 @@ def test_the_command_writes_the_page_without_opengl(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "page.html").read_text() == html(load_all([RESULTS[-1], gpu]))
 
 
-@pytest.mark.usefixtures("server")
 def test_the_command_prints_a_table_or_what_it_wrote(tmp_path: Path) -> None:
     gpu = saved(tmp_path, "gpu.json", on_cuda(row(), row(size=2048)))
     assert done(tmp_path, "report", "gpu.json", "--markdown", env=NO_EGL) == text.markdown(gpu, tmp_path) + "\n"
@@ -496,7 +488,6 @@ def test_the_command_prints_a_table_or_what_it_wrote(tmp_path: Path) -> None:
     assert wrote == {"input": ["gpu.json"], "output": ["out/report.html"]}
 
 
-@pytest.mark.usefixtures("server")
 def test_the_command_fails_in_one_line(tmp_path: Path) -> None:
     saved(tmp_path, "bad.json", "{")
     refused(

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import scripts
@@ -26,10 +24,64 @@ def test_a_script_that_hangs_fails_its_test_before_the_process_is_ended(
             monkeypatch.setenv(name, "default")
         else:
             monkeypatch.delenv(name, raising=False)
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: seen.update(options) or SimpleNamespace())
-    scripts.run("pass")
-    assert seen["timeout"] == seconds
+    assert scripts.patience() == seconds
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_script_that_hangs_is_stopped(fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "patience", lambda: 1.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        scripts.run("import time; time.sleep(100)", fresh=fresh)
+    monkeypatch.undo()
+    assert scripts.succeed("print(1)", fresh=fresh) == "1\n"
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_script_finds_an_interpreter_of_its_own(fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.setenv("ELSEWHERE", "1")
+    code = """
+        found = [*globals()]
+        import atexit, os, sys, threading, time
+        import __main__, warnings
+        assert __main__.found is found and not {"os", "sys", "torch"} & {*found}, found
+        assert "gpu_lod" not in sys.modules and sys.stdin.read() == "" and os.getcwd() == "/"
+        assert sys.path[1:] and sys.argv == ["-c"] and threading.active_count() == 1
+        assert len(os.listdir("/proc/self/fd")) == 4  # standard ones, and this folder
+        print(os.environ.pop("ELSEWHERE"), os.environ["MINE"], os.path.dirname(__import__("beside").__file__))
+        try:
+            warnings.warn("an error")
+        except UserWarning:
+            sys.stderr.write("raised ")
+        threading.Thread(target=lambda: time.sleep(0.1) or print("waited for")).start()
+        atexit.register(print, "at exit")
+        class Late:
+            def __del__(self):
+                print("at the end")
+        late = Late()
+        sys.exit("left")
+        """
+    for _ in range(2):  # the first leaves nothing to the second
+        result = scripts.run(code, fresh=fresh, MINE="2", PYTHONPATH=str(tmp_path))
+        assert result.returncode == 1 and result.stderr == "raised left\n", result.stderr
+        assert result.stdout.splitlines() == [f"1 2 {tmp_path}", "waited for", "at exit", "at the end"]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_becomes_of_a_script_is_told(fresh: bool) -> None:
+    assert scripts.run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", fresh=fresh).returncode == -9
+    assert scripts.run("import os; os._exit(7)", fresh=fresh).returncode == 7
+    failed = scripts.run("def f():\n    raise KeyError('why')\nf()", fresh=fresh)
+    assert failed.returncode == 1 and failed.stdout == ""
+    assert 'File "<string>", line 2, in f' in failed.stderr and failed.stderr.endswith("KeyError: 'why'\n")
+    with pytest.raises(AssertionError, match="why"):
+        scripts.succeed("raise KeyError('why')", fresh=fresh)
+
+
+def test_what_is_read_at_the_start_is_read() -> None:
+    """By an interpreter that starts with it."""
+    assert scripts.succeed("import torch; print(torch.get_num_threads())", OMP_NUM_THREADS="1") == "1\n"
+    assert scripts.succeed("import sys; print(sys.flags.dev_mode)", PYTHONDEVMODE="1") == "True\n"
 
 
 @pytest.mark.parametrize("beside", [True, False])
