@@ -22,6 +22,7 @@ from gpu_lod import dispatch, heap, precision
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
 from gpu_lod.saved_tensors import saved, watched
+from gpu_lod.uncompiled import apart, would_compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,10 +55,13 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             result: R = operators[function.__name__].traced(*args, **kwargs)
             return result
+        if would_compile():
+            return alone(*args, **kwargs)
         heap.keep_freed()
         with watched((*args, *kwargs.values())):
             return full(*args, **kwargs)
 
+    alone = apart(call)
     return call
 
 

@@ -7,7 +7,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree
 
@@ -19,6 +18,7 @@ from gpu_lod.errors import BufferMovedError, ContextClosedError, InputError, Pyr
 from gpu_lod.kernels import device
 from gpu_lod.kernels.graphs import captured
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.uncompiled import apart
 
 _IN_GL = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
@@ -231,7 +231,7 @@ class Plan:
                 "they were: make another plan for others."
             )
         # Compiled code is left for the call: what is traced has no memory to copy from.
-        return _uncompiled(self, tensors) if torch.compiler.is_compiling() else self._run(tensors)
+        return _alone(self, tensors) if torch.compiler.is_compiling() else self._run(tensors)
 
     def _run(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         if tensors:
@@ -355,5 +355,4 @@ def _leaves(results: Any) -> Iterator[Any]:
             yield leaf
 
 
-_uncompiled = _disable_dynamo(Plan._run)
-"""torch.compiler.disable would import the compiler at once."""
+_alone = apart(Plan._run)

@@ -13,6 +13,7 @@ from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of, on_pixels
 from gpu_lod.halving import stored
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import as_it_stands
 
 AT_ONCE = 2**21
 """Pixels worked on at a time, so that memory does not grow with how much tokens overlap."""
@@ -35,6 +36,7 @@ class Rebuilt(NamedTuple):
 torch.serialization.add_safe_globals([Rebuilt])  # torch.load's weights_only
 
 
+@as_it_stands
 def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None = None) -> Rebuilt:
     """Paint tokens where they came from, coarse ones first and finer ones over them.
 

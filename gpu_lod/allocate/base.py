@@ -25,6 +25,7 @@ from gpu_lod.planewise import joined
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet, blended
+from gpu_lod.uncompiled import apart, would_compile
 
 Need = Literal["image", "relevance", "query", "fixation", "labels"]
 
@@ -131,9 +132,10 @@ class Allocator(ABC):
                 relevance; a budget larger than the number of sites there are.
             UnsupportedError: inside `torch.func.vmap`.
         """
-        if torch.compiler.is_compiling() and traceable(self):
-            return traced(self, image, relevance, query, fixation, labels, mean, std)
-        return self._tokens(image, relevance, query, fixation, labels, mean, std)
+        given = image, relevance, query, fixation, labels, mean, std
+        if torch.compiler.is_compiling():
+            return traced(self, *given) if traceable(self) else _alone(self, *given)
+        return _alone(self, *given) if would_compile() else self._tokens(*given)
 
     @precision.in_full
     def _tokens(
@@ -417,6 +419,9 @@ class Allocator(ABC):
                 f"the budget is {self.budget}, and there are {there} {what}. Use a larger image, smaller patches, or a "
                 "smaller budget."
             )
+
+
+_alone = apart(Allocator._tokens)
 
 
 def _arguments(kind: type) -> dict[str, Any]:

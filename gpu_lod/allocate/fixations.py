@@ -13,11 +13,13 @@ from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
+from gpu_lod.uncompiled import as_it_stands
 
 COARSE = 16
 """Cells of the coarse pass along the longer side."""
 
 
+@as_it_stands
 def find_fixations(
     relevance: torch.Tensor, count: int = 1, *, radius: float = 0.15, inhibition: float = 1.0
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 from gpu_lod.patch_grid import Pool
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import as_it_stands
 
 
 class Learned(nn.Module, Allocator):
@@ -102,6 +103,7 @@ _HALVINGS = 52
 """Of the interval that holds the threshold: as many as double precision has bits."""
 
 
+@as_it_stands
 def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Tensor:
     """How much each of [B, N] is among the best `count`: in [0, 1], and `count` in sum for each row.
 

@@ -6,8 +6,10 @@ import torch
 
 from gpu_lod import checks, precision
 from gpu_lod.errors import InputError
+from gpu_lod.uncompiled import as_it_stands
 
 
+@as_it_stands
 @precision.in_full
 def coverage_loss(
     sites: torch.Tensor, weights: torch.Tensor | None = None, bins: tuple[int, int] = (8, 8)
@@ -81,6 +83,7 @@ def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor
     return (1 - apart / distance).clamp(min=0).square().sum(-1).mean() / count
 
 
+@as_it_stands
 @precision.in_full
 def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
     """How many tokens hold next to nothing: the mean of (1 - mass / (least x mean mass))^2 where the mass is below

@@ -19,6 +19,7 @@ from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.errors import InputError
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet, device_of, register_tree
+from gpu_lod.uncompiled import as_it_stands
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,6 +120,7 @@ class TokenBank(nn.Module):
         found = f"total={self.total}, least={self.least}, most={self.most}"
         return found if isinstance(self.allocator, nn.Module) else f"{self.allocator!r}, {found}"
 
+    @as_it_stands
     @precision.in_full
     def forward(
         self,

@@ -18,8 +18,10 @@ from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import as_it_stands
 
 
+@as_it_stands
 @precision.in_full
 def glances(
     allocator: Allocator,
@@ -62,6 +64,7 @@ def glances(
     return tuple(_part(whole, i * allocator.budget, (i + 1) * allocator.budget) for i in range(count))
 
 
+@as_it_stands
 def attention_entropy(attention: torch.Tensor) -> torch.Tensor:
     """How spread attention is: its entropy over that of an even spread, 0 for a single place, 1 for all alike.
 

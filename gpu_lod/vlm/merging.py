@@ -12,6 +12,7 @@ from gpu_lod import checks, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
 from gpu_lod.token_set import device_of, register_tree
+from gpu_lod.uncompiled import as_it_stands
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,7 @@ class Merged:
 register_tree(Merged, ("tokens", "sizes", "indices", "owner"))
 
 
+@as_it_stands
 @precision.in_full
 def bipartite_merge(
     tokens: torch.Tensor,

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError
+from gpu_lod.uncompiled import as_it_stands
 
 Mode = Literal["bilinear", "bicubic"]
 
 
+@as_it_stands
 def sample_position_table(
     table: torch.Tensor,
     positions: torch.Tensor,

@@ -11,6 +11,7 @@ from gpu_lod import checks
 from gpu_lod.allocate.scene import cells_of
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of
+from gpu_lod.uncompiled import as_it_stands
 
 Layout = Literal["half", "interleaved"]
 
@@ -98,6 +99,7 @@ def rotary_embedding(
     return angles.cos(), angles.sin()
 
 
+@as_it_stands
 def mrope_positions(
     sites: torch.Tensor, size: tuple[int, int], patch: int, start: int | torch.Tensor = 0, rounded: bool = True
 ) -> torch.Tensor:

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from gpu_lod import checks, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
+from gpu_lod.uncompiled import as_it_stands
 from gpu_lod.vlm.merging import Merged, merged, one_picture, sizes_of
 
 _NEIGHBOURS = 5
 """Nearest ones that the density of a token is taken from."""
 
 
+@as_it_stands
 @precision.in_full
 def vision_zip(
     tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor, dominant: int, contextual: int
@@ -53,6 +55,7 @@ def vision_zip(
     return merged(tokens, sizes_of(None, tokens), torch.cat([first, rest[:, start]], 1), owner)
 
 
+@as_it_stands
 @precision.in_full
 def sparse_vlm(
     tokens: torch.Tensor,

@@ -19,6 +19,7 @@ from gpu_lod.patch_grid import pooled
 from gpu_lod.rebuild import AT_ONCE
 from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import as_it_stands
 
 PROPOSITIONAL = (6, 7, 8, 12)
 """What is there: gradient and high-pass."""
@@ -159,6 +160,7 @@ def _standardised(cells: torch.Tensor) -> torch.Tensor:
     return centred / (centred.square().mean((1, 2), keepdim=True) + _LEAST_VARIANCE).sqrt()
 
 
+@as_it_stands
 @precision.in_full
 def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[int, int] | None = None) -> torch.Tensor:
     """Cosine similarity of patch embeddings with the embedding of a query, for models whose two towers share a space.
@@ -212,6 +214,7 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
     return torch.einsum("b...d,bd->b...", precision.factor(found), precision.factor(wanted)).to(found.dtype)
 
 
+@as_it_stands
 def relevance_map(
     values: torch.Tensor, tokens: TokenSet, size: tuple[int, int], fill: float | None = None
 ) -> torch.Tensor:
@@ -292,6 +295,7 @@ def _filling(fill: Any) -> float:
     return fill if isinstance(fill, float) and fill == -math.inf else checks.number(fill, "fill")
 
 
+@as_it_stands
 def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
     """What stands out, with no model and no query: channel 5 of `feature_maps`, averaged over the patches of the grid.
 

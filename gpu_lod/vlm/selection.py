@@ -11,6 +11,7 @@ from gpu_lod import checks
 from gpu_lod.allocate.learned import soft_top_k
 from gpu_lod.allocate.ordering import ordered
 from gpu_lod.errors import InputError
+from gpu_lod.uncompiled import as_it_stands
 
 
 class Selection(NamedTuple):
@@ -42,6 +43,7 @@ class Selection(NamedTuple):
 torch.serialization.add_safe_globals([Selection])  # torch.load's weights_only
 
 
+@as_it_stands
 def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: float = 0.1) -> Selection:
     """The `count` most relevant, and weights to multiply them with: 1 forward, the soft top-k's gradient backward.
 
@@ -57,6 +59,7 @@ def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: flo
     return _selected(_rows(relevance), count, temperature)
 
 
+@as_it_stands
 def gumbel_top_k(
     relevance: torch.Tensor,
     count: int,

@@ -1,0 +1,37 @@
+"""What runs as it stands where torch.compile cannot take a call into a graph.
+
+Torch runs the call itself then, but compiles each function that it calls, one after the other: that takes minutes, for
+pictures of another size again, and rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo as apart  # torch.compiler.disable would import the compiler at once
+
+__all__ = ["apart", "as_it_stands", "would_compile"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def would_compile() -> bool:
+    """Whether torch would compile the functions that are called from here, where it makes no graph."""
+    return callable(_callback())
+
+
+def as_it_stands(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that breaks the graph of a compiled one, and is run between its parts."""
+    alone = apart(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (alone if torch.compiler.is_compiling() or would_compile() else function)(*args, **kwargs)
+
+    return call

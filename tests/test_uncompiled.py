@@ -1,0 +1,126 @@
+"""What breaks the graph of a compiled function runs as it stands between its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from images import noise
+from torch.utils._pytree import tree_leaves
+
+import gpu_lod as lod
+from gpu_lod import allocate, vlm
+from gpu_lod.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """What torch compiles of a function, as a backend sees it."""
+
+    def __init__(self) -> None:
+        self.traces: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.traces += [node.stack_trace or "" for node in graph.graph.nodes if node.op.startswith("call_")]
+        return graph.forward
+
+    @property
+    def of_the_package(self) -> list[str]:
+        return [trace for trace in self.traces if "gpu_lod/" in trace.replace("\\", "/").replace("/tests/", "")]
+
+
+class Mine(allocate.GridTopK):
+    pass
+
+
+IMAGE, RELEVANCE = noise(2, 3, 64, 64), noise(2, 8, 8)
+TOKENS, KEYS = noise(2, 64, 32), noise(2, 64, 16)
+ATTENTION = noise(2, 4, 64, 64).softmax(-1)
+ODD = allocate.SoftVortex(20, 8)
+ODD.width = np.float64(0.3)
+BANK = allocate.TokenBank(allocate.GridTopK(20, 8), 50)
+CHOSEN = allocate.GridTopK(20, 8)(IMAGE, RELEVANCE)
+PLACES = vlm.grid_positions(CHOSEN.sites, (64, 64), 8)[0, :, :2]
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "an allocator of one's own": lambda: Mine(20, 8)(IMAGE * 1, RELEVANCE),
+    "an allocator with a setting that no graph holds": lambda: ODD(IMAGE * 1, RELEVANCE),
+    "TokenBank": lambda: BANK(IMAGE * 1, RELEVANCE),
+    "find_fixations": lambda: allocate.find_fixations(RELEVANCE * 1, 3),
+    "coverage_loss": lambda: allocate.coverage_loss(CHOSEN.sites * 1),
+    "dead_bin_loss": lambda: allocate.dead_bin_loss(RELEVANCE[:, 0] * 1),
+    "soft_top_k": lambda: allocate.soft_top_k(RELEVANCE.flatten(1) * 1, 9, 0.1),
+    "rebuild": lambda: lod.rebuild(CHOSEN, (64, 64)).image * 1,
+    "bipartite_merge": lambda: vlm.bipartite_merge(TOKENS * 1, KEYS, 10),
+    "vision_zip": lambda: vlm.vision_zip(TOKENS * 1, KEYS, ATTENTION.mean((1, 2)), 20, 5),
+    "sparse_vlm": lambda: vlm.sparse_vlm(TOKENS * 1, TOKENS[:, :5], ATTENTION[:, 0, :5], 20, 4),
+    "straight_through_top_k": lambda: vlm.straight_through_top_k(RELEVANCE.flatten(1) * 1, 20),
+    "gumbel_top_k": lambda: vlm.gumbel_top_k(RELEVANCE.flatten(1) * 1, 20, generator=torch.Generator().manual_seed(0)),
+    "saliency_relevance": lambda: vlm.saliency_relevance(IMAGE * 1),
+    "query_similarity": lambda: vlm.query_similarity(TOKENS * 1, TOKENS[:, 0], (8, 8)),
+    "relevance_map": lambda: vlm.relevance_map(CHOSEN.scores * 1, CHOSEN, (64, 64)),
+    "attention_entropy": lambda: vlm.attention_entropy(ATTENTION * 1),
+    "mrope_positions": lambda: vlm.mrope_positions(CHOSEN.sites * 1, (64, 64), 8),
+    "sample_position_table": lambda: vlm.sample_position_table(TOKENS[0] * 1, PLACES, (8, 8), (8, 8)),
+    "glances": lambda: vlm.glances(allocate.GridTopK(20, 8), IMAGE * 1, RELEVANCE),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_of_what_a_graph_cannot_take_is_compiled(name: str) -> None:
+    call, graphs = CALLS[name], Graphs()
+    found = torch.compile(call, backend=graphs)()
+    for one, two in zip(tree_leaves(found), tree_leaves(call()), strict=True):
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+    assert graphs.of_the_package == []
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(call, backend=graphs, fullgraph=True)()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda image: lod.gaussian(image * 1, backend="cpu"), "backend is"),  # type: ignore[arg-type]
+        (lambda image: lod.collapse(lod.gaussian(image * 1)), "gaussian pyramid"),
+        (lambda image: Mine(20, 8)(image * 1, RELEVANCE[:, 1:]), "relevance is"),
+    ],
+)
+def test_nothing_of_a_call_that_is_refused_is_compiled(call: Callable[..., Any], words: str) -> None:
+    graphs = Graphs()
+    with pytest.raises(InputError, match=words):
+        torch.compile(call, backend=graphs)(IMAGE)
+    assert not [trace for trace in graphs.of_the_package if "operators.py" not in trace]  # ops of calls before it
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, but from those for whom it is an error
+def test_gradients_flow_through_what_runs_between_graphs() -> None:
+    weight = torch.ones((), requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        chosen = vlm.straight_through_top_k(RELEVANCE.flatten(1) * weight, 20)
+        return (chosen.weights * RELEVANCE.flatten(1)[:, :1]).square().sum() * 2
+
+    (expected,) = torch.autograd.grad(loss(), weight)
+    (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(), weight)
+    assert expected != 0 and torch.equal(found, expected)
+
+
+def test_a_compiled_function_inside_stays_compiled() -> None:
+    """What a program compiled itself."""
+    graphs, ran, relevance = Graphs(), [], noise(2, 64, 64)
+
+    class Compiled(allocate.GridTopK):
+        def _pooled(self, values: torch.Tensor) -> torch.Tensor:
+            ran.append(torch.compile(lambda x: x * 2, backend=graphs)(values))
+            return super()._pooled(ran[-1])
+
+    found = torch.compile(lambda image: Compiled(20, 8)(image, relevance), backend="eager")(IMAGE)
+    assert ran and graphs.traces and torch.equal(found.sites, allocate.GridTopK(20, 8)(IMAGE, relevance).sites)
