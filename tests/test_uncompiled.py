@@ -85,6 +85,13 @@ def test_nothing_of_what_a_graph_cannot_take_is_compiled(name: str) -> None:
         torch.compile(call, backend=graphs, fullgraph=True)()
 
 
+def test_one_function_is_no_other_one_compiled_again() -> None:
+    """Torch gives up on code that it has compiled eight times, and may be asked to refuse the second."""
+    calls = [CALLS[name] for name in ("soft_top_k", "attention_entropy", "find_fixations", "saliency_relevance")]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.compile(lambda: [call() for call in calls], backend="eager")()
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
