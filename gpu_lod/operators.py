@@ -1,4 +1,5 @@
-"""Verbs as custom ops: what torch.compile and torch.export put into a graph where eager code runs a verb.
+"""Verbs, and other functions that look at values, as custom ops: what torch.compile and torch.export put into a graph
+where eager code runs them.
 
 An op runs the eager verb, so values, backends and contexts are looked at when the graph runs. Its fake tells shapes and
 dtypes alone, and its backward is an op too: the vector-Jacobian product of the verb in plain torch.
@@ -22,7 +23,7 @@ from gpu_lod import dispatch, heap, precision
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
 from gpu_lod.saved_tensors import saved, watched
-from gpu_lod.uncompiled import apart, would_compile
+from gpu_lod.uncompiled import apart, of_its_own, would_compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +44,8 @@ _TYPES = {
 }
 operators: dict[str, Operator] = {}
 """By the names of the verbs."""
+functions: dict[str, Operator] = {}
+"""Of functions that are no verbs, by their names."""
 
 
 def verb(function: Callable[P, R]) -> Callable[P, R]:
@@ -50,7 +53,6 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
     eye on what torch keeps of it."""
     full = precision.in_full(dispatch.with_way_on(function))
 
-    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             result: R = operators[function.__name__].traced(*args, **kwargs)
@@ -62,7 +64,7 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
             return full(*args, **kwargs)
 
     alone = apart(call)
-    return call
+    return functools.wraps(function)(of_its_own(call, function))
 
 
 def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiable: bool = True) -> None:
@@ -77,6 +79,30 @@ def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiab
     operators[verb.__name__] = Operator(verb, fake, differentiable)
 
 
+def function(fake: Callable[..., Any], *, differentiable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function of tensors that is no verb, and looks at values, which a graph has not: compiled code calls
+    its op, everything else the function itself.
+
+    Args:
+        fake: as of a verb; it refuses what the function does of shapes, dtypes and numbers.
+        differentiable: False for a function that gives no gradients.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        operator = functions[function.__name__] = Operator(function, fake, differentiable, choose=fake)
+        alone = apart(function)
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                result: R = operator.traced(*args, **kwargs)
+                return result
+            return (alone if would_compile() else function)(*args, **kwargs)
+
+        return functools.wraps(function)(of_its_own(call, function))
+
+    return decorate
+
+
 class Operator:
     """A verb's op and the op of its backward.
 
@@ -85,14 +111,22 @@ class Operator:
     source, and another dataclass its fields, whole numbers as tensors.
     """
 
-    def __init__(self, verb: Callable[..., Any], fake: Callable[..., Any], differentiable: bool) -> None:
+    def __init__(
+        self,
+        verb: Callable[..., Any],
+        fake: Callable[..., Any],
+        differentiable: bool,
+        choose: Callable[..., Any] | None = None,
+    ) -> None:
         self.verb = inspect.unwrap(verb)
         self.eager = precision.in_full(dispatch.with_way_on(self.verb))
         self.fake = fake
         self.differentiable = differentiable
-        self.choose = dispatch.chooser(verb)
+        self.choose = choose or dispatch.chooser(verb)
         self.signature = inspect.signature(self.verb)
-        self.defaults = {name: parameter.default for name, parameter in self.signature.parameters.items()}
+        parameters = self.signature.parameters
+        self.defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.placed = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters.values())
         self.needed = sum(default is inspect.Parameter.empty for default in self.defaults.values())
         hints = typing.get_type_hints(self.verb)
         self.returns = hints["return"]
@@ -103,15 +137,17 @@ class Operator:
         self.whole = None
         if dataclasses.is_dataclass(self.returns) and self.returns is not Pyramid:
             self.whole = [field.type == "int" for field in dataclasses.fields(self.returns)]
-        parameters = [_parameter(name, hints[name], p.default) for name, p in self.signature.parameters.items()]
+        elif hasattr(self.returns, "_fields"):
+            self.whole = [False] * len(self.returns._fields)
+        written = [_parameter(name, hints[name], parameter.default) for name, parameter in parameters.items()]
         # Numbers become tensors where a verb takes either: a fixation, a threshold.
         self.numbers = tuple(
-            hints[name] is Any or {float, torch.Tensor} <= {*typing.get_args(hints[name])}
-            for name in self.signature.parameters
+            hint is Any or (torch.Tensor in typing.get_args(hint) and bool({int, float} & {*typing.get_args(hint)}))
+            for hint in map(hints.get, parameters)
         )
-        self.pyramids = tuple("_holds" in parameter for parameter in parameters)
+        self.pyramids = tuple("_holds" in parameter for parameter in written)
         # Without defaults: torch would leave out arguments that are equal to them.
-        arguments = ", ".join(parameters)
+        arguments = ", ".join(written)
         returns = "Tensor" if self.returns_tensor else "Tensor[]"
         name = f"gpu_lod::{self.verb.__name__}"
         op = torch.library.custom_op(name, self._run, mutates_args=(), schema=f"({arguments}) -> {returns}")
@@ -164,7 +200,7 @@ class Operator:
         """Of each parameter. As `inspect` binds them, but that takes a fifth of the time in which a call is traced."""
         names, count = tuple(self.defaults), len(args)
         values = {**self.defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        wrong = len(values) > len(names) or count > len(names)
+        wrong = len(values) > len(names) or count > self.placed
         for place, name in enumerate(names[: max(count, self.needed)]):
             wrong = wrong or (name in kwargs) == (place < count)  # twice, or not at all
         if wrong:
@@ -207,7 +243,8 @@ class Operator:
 
     def _run(self, *flat: Any) -> Any:
         given = self._unflatten(flat)
-        return self._packed(_apart(self._outputs(self.eager(*given), given), flat))
+        found = self.eager(*given[: self.placed], **dict(list(zip(self.defaults, given, strict=True))[self.placed :]))
+        return self._packed(_apart(self._outputs(found, given), flat))
 
     def _fake(self, *flat: Any) -> Any:
         given = self._unflatten(flat)
@@ -263,7 +300,7 @@ def _autograd() -> Iterator[None]:
 def _parameter(name: str, hint: Any, default: Any) -> str:
     """A parameter of a verb as the schema of an op says it."""
     kinds: set[Any] = {str} if typing.get_origin(hint) is Literal else set(typing.get_args(hint)) or {hint}
-    if hint in _TYPES:
+    if hint in _TYPES or typing.get_origin(hint) is tuple:
         kinds = {hint}
     if Pyramid in kinds:
         return f"Tensor[] {name}, str? {name}_holds"
@@ -272,11 +309,9 @@ def _parameter(name: str, hint: Any, default: Any) -> str:
     optional = "?" if type(None) in kinds or default is None else ""
     if torch.Tensor in kinds or Any in kinds:  # Any: a fixation, which may be numbers
         kind = "Tensor"
-    elif typing.get_origin(hint) is tuple:
-        kind = "SymInt[]"
     else:
         [plain] = kinds - {type(None)}
-        kind = _TYPES[plain]
+        kind = "SymInt[]" if typing.get_origin(plain) is tuple else _TYPES[plain]
     return f"{kind}{optional} {name}"
 
 
@@ -300,6 +335,8 @@ def _numbers(value: Any) -> torch.Tensor:
         return torch.stack([_numbers(item) for item in value])
     if isinstance(value, torch.Tensor):
         return value.to("cpu", torch.float64)
+    if not isinstance(value, (int, float)):
+        return torch.as_tensor(value, dtype=torch.float64, device="cpu")  # an array, which torch traces as its own
     return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
 
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of, on_pixels
 from gpu_lod.halving import stored
 from gpu_lod.token_set import TokenSet
-from gpu_lod.uncompiled import as_it_stands
 
 AT_ONCE = 2**21
 """Pixels worked on at a time, so that memory does not grow with how much tokens overlap."""
@@ -36,7 +35,6 @@ class Rebuilt(NamedTuple):
 torch.serialization.add_safe_globals([Rebuilt])  # torch.load's weights_only
 
 
-@as_it_stands
 def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None = None) -> Rebuilt:
     """Paint tokens where they came from, coarse ones first and finer ones over them.
 
@@ -58,26 +56,39 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
         InputError: tokens without patches, sites outside the image, or a bad size or fill.
         OutOfMemoryError: a picture of that size does not fit a CPU's memory.
     """
-    return dispatch.within_memory(_rebuild, tokens, size, fill)
-
-
-def _rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None) -> Rebuilt:
-    height, width = checks.size(size, at_most=checks.LONGEST)
+    size = checks.size(size, at_most=checks.LONGEST)
     patches, sites, batched = _parts(tokens)
+    rest = None
+    if fill is not None:
+        channels = patches.shape[2]
+        several = isinstance(fill, Sequence) or getattr(fill, "ndim", 0) > 0
+        rest = checks.numbers(fill, "fill", channels) if several else [checks.number(fill, "fill")] * channels
+    found = paint(patches, sites, size, rest)
+    return found if batched else Rebuilt(found.image[0], found.covered[0])
+
+
+def _canvas(patches: torch.Tensor, sites: torch.Tensor, size: tuple[int, int], fill: Sequence[float] | None) -> Rebuilt:
+    batch, _, channels, *_ = patches.shape
+    return Rebuilt(patches.new_empty(batch, channels, *size), patches.new_empty(batch, *size, dtype=torch.bool))
+
+
+@operators.function(_canvas)
+def paint(patches: torch.Tensor, sites: torch.Tensor, size: tuple[int, int], fill: Sequence[float] | None) -> Rebuilt:
+    """`rebuild` of patches [B, K, C, P, P] at sites [B, K, 3]; of what is not covered each channel has its number."""
+    checks.highest_level(sites)  # raises where sites are outside the image
+    return dispatch.within_memory(_paint, patches, sites, (size[0], size[1]), fill)
+
+
+def _paint(patches: torch.Tensor, sites: torch.Tensor, size: tuple[int, int], fill: Sequence[float] | None) -> Rebuilt:
+    height, width = size
     batch, _, channels, patch, _ = patches.shape
     work = torch.float64 if patches.dtype == torch.float64 else torch.float32
     values = patches.to(work)
-    if fill is None:
-        rest = values.mean((1, 3, 4))
-    else:
-        several = isinstance(fill, Sequence) or getattr(fill, "ndim", 0) > 0
-        one_each = checks.numbers(fill, "fill", channels) if several else checks.number(fill, "fill")
-        rest = values.new_tensor(one_each).expand(batch, channels)
+    rest = values.mean((1, 3, 4)) if fill is None else values.new_tensor(fill).expand(batch, channels)
     winners, covered = _winners(sites, patch, (height, width))
     painted = torch.cat(list(_painted(values, sites, winners))).view(batch, height, width, channels)
     image = torch.where(covered[..., None], painted, rest[:, None, None]).movedim(-1, 1).contiguous()
-    image = stored(image, patches.dtype)
-    return Rebuilt(image, covered) if batched else Rebuilt(image[0], covered[0])
+    return Rebuilt(stored(image, patches.dtype), covered)
 
 
 def psnr(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -110,7 +121,6 @@ def _parts(tokens: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
     if patches.dtype not in (*checks.DTYPES, torch.float64):
         raise InputError(f"patches are {patches.dtype}; expected uint8 or floating point. Convert them with .float().")
     checks.same_device(patches, sites, "sites", "the patches")
-    checks.highest_level(sites)  # raises where sites are outside the image
     return (patches, sites, True) if sites.ndim == 3 else (patches[None], sites[None], False)
 
 

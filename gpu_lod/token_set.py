@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, operators
 from gpu_lod.errors import InputError
 
 _TENSORS = ("sites", "scores", "patches", "weights", "features")
@@ -177,14 +177,7 @@ class TokenSet:
                 f"indices are {kind} {tuple(index.shape)}; expected integers {expected}. Those of a mask [K] are "
                 "mask.nonzero()[:, 0]."
             )
-        index = index.long()
-        if index.numel() and checks.readable(index):
-            low, high = (int(end) for end in checks.values(index).aminmax())
-            if low < 0 or high >= self.budget:
-                raise InputError(
-                    f"indices are from {low} to {high}; expected 0 to {self.budget - 1}, those of {self.budget} tokens."
-                )
-        index = index.to(self.sites.device)
+        index = places_among(index, self.budget).to(self.sites.device)
         if not lead:
             return self._each(lambda value: value[index])
         rows = torch.arange(lead[0], device=index.device)[:, None]
@@ -268,3 +261,17 @@ def register_tree(kind: type[Any], tensors: tuple[str, ...], *constants: str) ->
 
 
 register_tree(TokenSet, _TENSORS, "patch")
+
+
+def _places(index: torch.Tensor, count: int) -> torch.Tensor:
+    return index.new_empty(index.shape, dtype=torch.int64)
+
+
+@operators.function(_places, differentiable=False)
+def places_among(index: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 of integers that are to be places among so many tokens."""
+    if index.numel() and checks.readable(index):
+        low, high = (int(end) for end in checks.values(index).aminmax())
+        if low < 0 or high >= count:
+            raise InputError(f"indices are from {low} to {high}; expected 0 to {count - 1}, those of {count} tokens.")
+    return index.long()

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._compile import _disable_dynamo as apart  # torch.compiler.disable would import the compiler at once
 
-__all__ = ["apart", "as_it_stands", "would_compile"]
+__all__ = ["apart", "as_it_stands", "of_its_own", "would_compile"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +33,10 @@ def as_it_stands(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (alone if torch.compiler.is_compiling() or would_compile() else function)(*args, **kwargs)
 
-    # Torch compiles this much, and counts by the code how often it does: each function has its own.
+    return functools.wraps(function)(of_its_own(call, function))
+
+
+def of_its_own(call: Callable[P, R], function: Callable[P, R]) -> Callable[P, R]:
+    """What stands for a function, with code of its own: torch compiles this much, and counts by the code how often."""
     call.__code__ = call.__code__.replace(co_name=function.__name__)
-    return functools.wraps(function)(call)
+    return call

@@ -41,7 +41,8 @@ def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> tuple
 def test_every_verb_is_called_here() -> None:
     assert {CALLS[name].verb.__name__ for name, _ in CASES} == set(operators)
     codes = {name: getattr(getattr(lod, name), "__code__", None) for name in lod.__all__}
-    assert {name for name, code in codes.items() if code is lod.mipmap.__code__} == set(operators)
+    lines = {name: (code.co_filename, code.co_firstlineno) for name, code in codes.items() if code}
+    assert {name for name, line in lines.items() if line == lines["mipmap"]} == set(operators)
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)

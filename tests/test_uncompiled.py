@@ -41,35 +41,31 @@ class Mine(allocate.GridTopK):
 
 
 IMAGE, RELEVANCE = noise(2, 3, 64, 64), noise(2, 8, 8)
-TOKENS, KEYS = noise(2, 64, 32), noise(2, 64, 16)
-ATTENTION = noise(2, 4, 64, 64).softmax(-1)
+KEYS = noise(2, 64, 16)
 ODD = allocate.SoftVortex(20, 8)
 ODD.width = np.float64(0.3)
 BANK = allocate.TokenBank(allocate.GridTopK(20, 8), 50)
-CHOSEN = allocate.GridTopK(20, 8)(IMAGE, RELEVANCE)
-PLACES = vlm.grid_positions(CHOSEN.sites, (64, 64), 8)[0, :, :2]
+VORTICES = allocate.VortexLearned(20, 8)
+COVERING = allocate.SoftTopKCoverage(20, 8)
+ADAPTIVE = allocate.AdaptiveStratified(20, 8, width=16)
+LOOK = vlm.Glances(20, 10, patch=8)
+LOOKED = LOOK(IMAGE, RELEVANCE)
 
 CALLS: dict[str, Callable[[], Any]] = {
     "an allocator of one's own": lambda: Mine(20, 8)(IMAGE * 1, RELEVANCE),
     "an allocator with a setting that no graph holds": lambda: ODD(IMAGE * 1, RELEVANCE),
     "TokenBank": lambda: BANK(IMAGE * 1, RELEVANCE),
-    "find_fixations": lambda: allocate.find_fixations(RELEVANCE * 1, 3),
-    "coverage_loss": lambda: allocate.coverage_loss(CHOSEN.sites * 1),
-    "dead_bin_loss": lambda: allocate.dead_bin_loss(RELEVANCE[:, 0] * 1),
-    "soft_top_k": lambda: allocate.soft_top_k(RELEVANCE.flatten(1) * 1, 9, 0.1),
-    "rebuild": lambda: lod.rebuild(CHOSEN, (64, 64)).image * 1,
-    "bipartite_merge": lambda: vlm.bipartite_merge(TOKENS * 1, KEYS, 10),
-    "vision_zip": lambda: vlm.vision_zip(TOKENS * 1, KEYS, ATTENTION.mean((1, 2)), 20, 5),
-    "sparse_vlm": lambda: vlm.sparse_vlm(TOKENS * 1, TOKENS[:, :5], ATTENTION[:, 0, :5], 20, 4),
-    "straight_through_top_k": lambda: vlm.straight_through_top_k(RELEVANCE.flatten(1) * 1, 20),
-    "gumbel_top_k": lambda: vlm.gumbel_top_k(RELEVANCE.flatten(1) * 1, 20, generator=torch.Generator().manual_seed(0)),
-    "saliency_relevance": lambda: vlm.saliency_relevance(IMAGE * 1),
-    "query_similarity": lambda: vlm.query_similarity(TOKENS * 1, TOKENS[:, 0], (8, 8)),
-    "relevance_map": lambda: vlm.relevance_map(CHOSEN.scores * 1, CHOSEN, (64, 64)),
-    "attention_entropy": lambda: vlm.attention_entropy(ATTENTION * 1),
-    "mrope_positions": lambda: vlm.mrope_positions(CHOSEN.sites * 1, (64, 64), 8),
-    "sample_position_table": lambda: vlm.sample_position_table(TOKENS[0] * 1, PLACES, (8, 8), (8, 8)),
+    "tree_cut": lambda: allocate.tree_cut([RELEVANCE[:, ::n, ::n] * 1 for n in (2, 4, 8)], RELEVANCE, 20).leaves,
+    "soft_counts": lambda: VORTICES.soft_counts(IMAGE * 1, RELEVANCE),
+    "soft_mask": lambda: COVERING.soft_mask(IMAGE * 1, RELEVANCE),
+    "coverage_penalty": lambda: COVERING.coverage_penalty(IMAGE * 1, RELEVANCE),
+    "errors": lambda: allocate.TokenDAG(20, 8).errors(IMAGE * 1),
+    "expected_loss": lambda: ADAPTIVE.expected_loss(KEYS[:, :49, 0].unflatten(1, (7, 7)) * 1, KEYS[:, 0]),
+    "distribution": lambda: ADAPTIVE.distribution(KEYS[:, 0])[0].probs,
     "glances": lambda: vlm.glances(allocate.GridTopK(20, 8), IMAGE * 1, RELEVANCE),
+    "Glances": lambda: LOOK(IMAGE * 1, RELEVANCE),
+    "ragged": lambda: LOOKED.ragged(),
+    "TokenMemory": lambda: vlm.TokenMemory(20, 8).update(IMAGE * 1, RELEVANCE),
 }
 
 
@@ -87,7 +83,7 @@ def test_nothing_of_what_a_graph_cannot_take_is_compiled(name: str) -> None:
 
 def test_one_function_is_no_other_one_compiled_again() -> None:
     """Torch gives up on code that it has compiled eight times, and may be asked to refuse the second."""
-    calls = [CALLS[name] for name in ("soft_top_k", "attention_entropy", "find_fixations", "saliency_relevance")]
+    calls = [CALLS[name] for name in ("soft_mask", "errors", "distribution", "glances")]
     with torch._dynamo.config.patch(error_on_recompile=True):
         torch.compile(lambda: [call() for call in calls], backend="eager")()
 
@@ -112,8 +108,8 @@ def test_gradients_flow_through_what_runs_between_graphs() -> None:
     weight = torch.ones((), requires_grad=True)
 
     def loss() -> torch.Tensor:
-        chosen = vlm.straight_through_top_k(RELEVANCE.flatten(1) * weight, 20)
-        return (chosen.weights * RELEVANCE.flatten(1)[:, :1]).square().sum() * 2
+        mask = COVERING.soft_mask(IMAGE, RELEVANCE * weight)
+        return (mask * RELEVANCE[:, :1]).square().sum() * 2
 
     (expected,) = torch.autograd.grad(loss(), weight)
     (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(), weight)

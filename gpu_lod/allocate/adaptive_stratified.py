@@ -17,6 +17,7 @@ from gpu_lod.allocate.stratified import best_of_each, strata_of
 from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
 from gpu_lod.patch_grid import Pool
+from gpu_lod.uncompiled import as_it_stands
 
 COARSEST, FINEST = 2, 8
 """Strata along a side."""
@@ -85,6 +86,7 @@ class AdaptiveStratified(Learned):
         # Images with fewer strata have empty ones, which get nothing.
         return best_of_each(scene, strata_of(scene, cut), FINEST**2, self.budget)
 
+    @as_it_stands
     def distribution(self, query: Any) -> tuple[Categorical, Categorical]:
         """How likely each count of rows and each of columns is, for each query: 0 stands for 2 strata, 6 for 8.
 
@@ -94,6 +96,7 @@ class AdaptiveStratified(Learned):
         logits = self._logits(self._query(query, query.shape[0] if query.ndim == 2 else 1))
         return Categorical(logits=logits[:, 0]), Categorical(logits=logits[:, 1])
 
+    @as_it_stands
     def expected_loss(self, losses: torch.Tensor, query: Any) -> torch.Tensor:
         """The mean over the batch of the loss to expect if grids were drawn from `distribution`.
 

@@ -7,19 +7,40 @@ import math
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import by_kernel, checks
+from gpu_lod import by_kernel, checks, operators
 from gpu_lod.allocate.scale import Summable
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
-from gpu_lod.uncompiled import as_it_stands
 
 COARSE = 16
 """Cells of the coarse pass along the longer side."""
 
 
-@as_it_stands
+def _map(
+    relevance: torch.Tensor, count: int, radius: float, inhibition: float
+) -> tuple[torch.Tensor, int, float, float]:
+    """Checked but for values."""
+    relevance = checks.dense(relevance, "relevance")
+    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
+        raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
+    count = checks.integer(count, "count", at_least=1, at_most=1024)
+    radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
+    if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:
+        raise InputError(
+            f"radius is {radius} and inhibition {inhibition}; expected a part of the longer side from 0 on, and a "
+            "number from 0 to 1."
+        )
+    return relevance, count, radius, inhibition
+
+
+def _points(relevance: torch.Tensor, count: int, radius: float, inhibition: float) -> torch.Tensor:
+    relevance, count, _, _ = _map(relevance, count, radius, inhibition)
+    return relevance.new_empty(len(relevance), count, 2, dtype=torch.float32)
+
+
+@operators.function(_points, differentiable=False)
 def find_fixations(
     relevance: torch.Tensor, count: int = 1, *, radius: float = 0.15, inhibition: float = 1.0
 ) -> torch.Tensor:
@@ -40,17 +61,8 @@ def find_fixations(
 
     Source: Koch and Ullman, "Shifts in Selective Visual Attention" (1985); Itti, Koch and Niebur (1998).
     """
-    relevance = checks.dense(relevance, "relevance")
-    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
-        raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
+    relevance, count, radius, inhibition = _map(relevance, count, radius, inhibition)
     checks.no_nan(relevance, "relevance")
-    count = checks.integer(count, "count", at_least=1, at_most=1024)
-    radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
-    if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:
-        raise InputError(
-            f"radius is {radius} and inhibition {inhibition}; expected a part of the longer side from 0 on, and a "
-            "number from 0 to 1."
-        )
     return peaks_of(Summable(relevance.detach().float()).finite, count, radius=radius, inhibition=inhibition)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpu_lod import by_kernel, checks
+from gpu_lod import by_kernel, checks, operators
 from gpu_lod.allocate.base import Allocator
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
@@ -16,7 +16,6 @@ from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 from gpu_lod.patch_grid import Pool
 from gpu_lod.token_set import TokenSet
-from gpu_lod.uncompiled import as_it_stands
 
 
 class Learned(nn.Module, Allocator):
@@ -103,7 +102,24 @@ _HALVINGS = 52
 """Of the interval that holds the threshold: as many as double precision has bits."""
 
 
-@as_it_stands
+def _asked(scores: torch.Tensor, count: int, temperature: float) -> tuple[torch.Tensor, int, float, torch.dtype]:
+    """Checked but for values, and the result's dtype."""
+    temperature = checks.number(temperature, "temperature")
+    count = checks.integer(count, "count", at_least=1)
+    scores = checks.real(scores, "scores")
+    if scores.ndim != 2 or count > scores.shape[1]:
+        raise InputError(f"scores are {tuple(scores.shape)}; expected [B, N] with N of at least the count, {count}.")
+    if temperature <= 0:
+        raise InputError(f"temperature is {temperature}; expected a positive number.")
+    return scores, count, temperature, scores.dtype if scores.is_floating_point() else torch.float32
+
+
+def _like(scores: torch.Tensor, count: int, temperature: float) -> torch.Tensor:
+    scores, _, _, kind = _asked(scores, count, temperature)
+    return scores.new_empty(scores.shape, dtype=kind)
+
+
+@operators.function(_like)
 def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Tensor:
     """How much each of [B, N] is among the best `count`: in [0, 1], and `count` in sum for each row.
 
@@ -119,14 +135,7 @@ def soft_top_k(scores: torch.Tensor, count: int, temperature: float) -> torch.Te
     Source: the entropy-regularised linear program of top-k; Cuturi et al., "Differentiable Ranks and Sorting using
         Optimal Transport" (2019); Amos et al., "The Limited Multi-Label Projection Layer" (2019).
     """
-    temperature = checks.number(temperature, "temperature")
-    count = checks.integer(count, "count", at_least=1)
-    scores = checks.real(scores, "scores")
-    kind = scores.dtype if scores.is_floating_point() else torch.float32
-    if scores.ndim != 2 or count > scores.shape[1]:
-        raise InputError(f"scores are {tuple(scores.shape)}; expected [B, N] with N of at least the count, {count}.")
-    if temperature <= 0:
-        raise InputError(f"temperature is {temperature}; expected a positive number.")
+    scores, count, temperature, kind = _asked(scores, count, temperature)
     checks.no_nan(scores, "scores")
     if count == scores.shape[1]:  # all, whatever their scores: the gradient is 0, and there is one
         return torch.where(torch.ones_like(scores, dtype=torch.bool), 1.0, scores.to(kind))

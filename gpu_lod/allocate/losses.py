@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from gpu_lod import checks, precision
+from gpu_lod import checks, operators, precision
 from gpu_lod.errors import InputError
-from gpu_lod.uncompiled import as_it_stands
 
 
-@as_it_stands
+def _placed(
+    sites: torch.Tensor, weights: torch.Tensor | None, bins: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+    """Checked but for values."""
+    bins = checks.size(bins)
+    sites = _wide(sites, "sites")
+    weights = sites.new_ones(sites.shape[:-1]) if weights is None else _wide(weights, "weights")
+    if sites.ndim not in (2, 3) or sites.shape[-1] < 2 or weights.shape != sites.shape[:-1] or not weights.numel():
+        raise InputError(
+            f"sites are {tuple(sites.shape)} and weights {tuple(weights.shape)}; expected [B, K, 3] and [B, K], at "
+            "least one of each."
+        )
+    checks.same_device(sites, weights, "weights", "the sites")
+    kind = torch.promote_types(sites.dtype, weights.dtype)
+    return sites.to(kind), weights.to(kind), bins
+
+
+def _of_places(sites: torch.Tensor, weights: torch.Tensor | None, bins: tuple[int, int]) -> torch.Tensor:
+    return _placed(sites, weights, bins)[0].new_empty(())
+
+
+@operators.function(_of_places)
 @precision.in_full
 def coverage_loss(
     sites: torch.Tensor, weights: torch.Tensor | None = None, bins: tuple[int, int] = (8, 8)
@@ -30,24 +50,14 @@ def coverage_loss(
     Raises:
         InputError: shapes that do not fit, no sites, or weights that are negative, not finite, or 0 for a whole image.
     """
-    rows, columns = checks.size(bins)
-    sites = _wide(sites, "sites")
-    weights = sites.new_ones(sites.shape[:-1]) if weights is None else _wide(weights, "weights")
-    if sites.ndim not in (2, 3) or sites.shape[-1] < 2 or weights.shape != sites.shape[:-1] or not weights.numel():
-        raise InputError(
-            f"sites are {tuple(sites.shape)} and weights {tuple(weights.shape)}; expected [B, K, 3] and [B, K], at "
-            "least one of each."
-        )
-    checks.same_device(sites, weights, "weights", "the sites")
+    sites, weights, (rows, columns) = _placed(sites, weights, bins)
     _no_negative(weights, "weights")
     if not checks.values(weights).sum(-1).all():
         raise InputError("weights are all 0 for an image; expected some that count. Leave that image out.")
-    kind = torch.promote_types(sites.dtype, weights.dtype)
-    sites, weights = sites.to(kind), weights.to(kind)
     weights = weights / weights.detach().amax(-1, keepdim=True)  # so that their sum is a number; shares are the same
     by_column, by_row = (_shares(sites[..., axis], n) for axis, n in ((0, columns), (1, rows)))
     parts = (precision.factor(part) for part in (weights, by_row, by_column))
-    held = torch.einsum("...k,...kj,...ki->...ji", *parts).to(kind).flatten(-2)
+    held = torch.einsum("...k,...kj,...ki->...ji", *parts).to(sites).flatten(-2)
     held = held / held.sum(-1, keepdim=True)
     return (rows * columns * held.square().sum(-1) - 1).mean()
 
@@ -83,7 +93,22 @@ def repulsion_loss(centres: torch.Tensor, distance: float = 0.2) -> torch.Tensor
     return (1 - apart / distance).clamp(min=0).square().sum(-1).mean() / count
 
 
-@as_it_stands
+def _held(mass: torch.Tensor, least: float) -> tuple[torch.Tensor, float]:
+    """Checked but for values."""
+    least = checks.number(least, "least")
+    if not 0 < least <= 1:
+        raise InputError(f"least is {least}; expected a part of the mean mass, above 0 and at most 1.")
+    mass = _wide(mass, "mass")
+    if mass.ndim not in (1, 2) or not mass.numel():
+        raise InputError(f"mass is {tuple(mass.shape)}; expected [B, K] or [K], at least one of each.")
+    return mass, least
+
+
+def _of_mass(mass: torch.Tensor, least: float) -> torch.Tensor:
+    return _held(mass, least)[0].new_empty(())
+
+
+@operators.function(_of_mass)
 @precision.in_full
 def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
     """How many tokens hold next to nothing: the mean of (1 - mass / (least x mean mass))^2 where the mass is below
@@ -95,12 +120,7 @@ def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
     Raises:
         InputError: a `least` outside (0, 1], another shape, no tokens, or mass that is negative or not finite.
     """
-    least = checks.number(least, "least")
-    if not 0 < least <= 1:
-        raise InputError(f"least is {least}; expected a part of the mean mass, above 0 and at most 1.")
-    mass = _wide(mass, "mass")
-    if mass.ndim not in (1, 2) or not mass.numel():
-        raise InputError(f"mass is {tuple(mass.shape)}; expected [B, K] or [K], at least one of each.")
+    mass, least = _held(mass, least)
     _no_negative(mass, "mass")
     mean = mass.mean(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
     return (1 - mass / (least * mean)).clamp(min=0).square().mean()

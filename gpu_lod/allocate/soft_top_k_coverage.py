@@ -17,6 +17,7 @@ from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import ranks_within, strata_of
 from gpu_lod.cached import numbers
 from gpu_lod.patch_grid import Pool
+from gpu_lod.uncompiled import as_it_stands
 
 
 @register
@@ -77,11 +78,13 @@ class SoftTopKCoverage(Learned):
         index = ordered(worth, self.budget)[1]
         return scene.sites(0, index), soft.gather(1, index).float()
 
+    @as_it_stands
     def soft_mask(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
         """[B, Hg, Wg]: the soft top-k of all patches, those that are not chosen too; in sum K for each image."""
         scene, _ = self._scene(image, relevance, None, None, None)
         return self._soft(scene)[1].float().unflatten(1, scene.grid)
 
+    @as_it_stands
     def coverage_penalty(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
         """How unevenly the soft mask lies over the bins: `coverage_loss` of all patches by it, fp32, the mean over the
         batch; 0 if all bins hold as much. Has gradients in the relevance, the strength and the temperature."""

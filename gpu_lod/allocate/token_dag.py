@@ -16,6 +16,7 @@ from gpu_lod.allocate.node_losses import losses
 from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.tree_cut import Cut, apart, in_a_row, of_parents, tokens_at, tree_cut
 from gpu_lod.patch_grid import Pool, coarser
+from gpu_lod.uncompiled import as_it_stands
 
 _MOST = 1 - 2**-16
 """How much of a level a token rises at most: a whole one could, by ties, bring it onto a token of the next level."""
@@ -68,6 +69,7 @@ class TokenDAG(Allocator):
         self.morph = checks.between(morph, "morph", 0.0, 1.0)
         self.max_level = None if max_level is None else checks.integer(max_level, "max_level", at_least=0)
 
+    @as_it_stands
     def errors(self, image: Any) -> tuple[torch.Tensor, ...]:
         """The error of every node, [B, h_l, w_l] a level, finest first: no parent's is below its child's.
 

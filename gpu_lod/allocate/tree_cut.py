@@ -16,6 +16,7 @@ from gpu_lod.allocate.scene import TABLE, Scene, sites_of
 from gpu_lod.cached import constant, known, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.patch_grid import coarser
+from gpu_lod.uncompiled import as_it_stands
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Cut:
     """Finest cells that what was left of the budget went to: none of them is a leaf."""
 
 
+@as_it_stands
 def tree_cut(benefits: Sequence[torch.Tensor], detail: torch.Tensor, budget: int, max_level: int | None = None) -> Cut:
     """Split the nodes of a quadtree in the order of their benefit for as long as the budget lasts.
 

@@ -16,6 +16,7 @@ from gpu_lod.allocate.ordering import ordered
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.voronoi import distances
 from gpu_lod.patch_grid import Pool
+from gpu_lod.uncompiled import as_it_stands
 
 
 @register
@@ -71,6 +72,7 @@ class VortexLearned(Learned):
         index = ordered(worth, self.budget)[1]
         return scene.sites(0, index), soft.gather(1, index).float()
 
+    @as_it_stands
     def soft_counts(self, image: Any = None, relevance: Any = None) -> torch.Tensor:
         """[B, V], how many patches each vortex gets, in fractions; in sum K for each image. Differentiable."""
         scene, _ = self._scene(image, relevance, None, None, None)

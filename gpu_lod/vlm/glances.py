@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpu_lod import checks, precision
+from gpu_lod import checks, operators, precision
 from gpu_lod.allocate import Allocator, Downsample, FoveatedPyramid, find_fixations
 from gpu_lod.allocate.ordering import ordered
 from gpu_lod.allocate.scene import Scene
@@ -64,7 +64,19 @@ def glances(
     return tuple(_part(whole, i * allocator.budget, (i + 1) * allocator.budget) for i in range(count))
 
 
-@as_it_stands
+def _spread_out(attention: torch.Tensor) -> torch.Tensor:
+    """[B, N], checked but for values."""
+    values = checks.dense(attention, "attention")
+    if values.ndim < 2 or not values.numel():
+        raise InputError(f"attention is {tuple(values.shape)}; expected [B, N] or [B, Hg, Wg].")
+    return values.flatten(1)
+
+
+def _of_each(attention: torch.Tensor) -> torch.Tensor:
+    return attention.new_empty(len(_spread_out(attention)), dtype=torch.float32)
+
+
+@operators.function(_of_each)
 def attention_entropy(attention: torch.Tensor) -> torch.Tensor:
     """How spread attention is: its entropy over that of an even spread, 0 for a single place, 1 for all alike.
 
@@ -75,10 +87,7 @@ def attention_entropy(attention: torch.Tensor) -> torch.Tensor:
     Raises:
         InputError: values below 0, infinite or NaN, or nothing to spread over.
     """
-    values = checks.dense(attention, "attention")
-    if values.ndim < 2 or not values.numel():
-        raise InputError(f"attention is {tuple(values.shape)}; expected [B, N] or [B, Hg, Wg].")
-    flat = values.flatten(1).double()
+    flat = _spread_out(attention).double()
     if not bool(((flat >= 0) & (flat < math.inf)).all()):
         raise InputError("attention holds values below 0, infinite or NaN; expected weights. Take a softmax of scores.")
     there = flat.shape[1]
@@ -109,6 +118,7 @@ class Glanced(NamedTuple):
         places = torch.arange(self.tokens.budget, device=self.bought.device)
         return (places < self.base) | self.bought[..., None]
 
+    @as_it_stands
     def ragged(self) -> list[TokenSet]:
         """One image's tokens each, base or base + more of them."""
         batch = (
@@ -188,6 +198,7 @@ class Glances(nn.Module):
         ]
         return ", ".join([*parts, f"threshold={self.threshold}"])
 
+    @as_it_stands
     @precision.in_full
     def forward(
         self,

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree
 
-from gpu_lod import checks, precision
+from gpu_lod import checks, operators, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
 from gpu_lod.token_set import device_of, register_tree
-from gpu_lod.uncompiled import as_it_stands
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,36 @@ class Merged:
 register_tree(Merged, ("tokens", "sizes", "indices", "owner"))
 
 
-@as_it_stands
+def _given(
+    tokens: torch.Tensor, keys: torch.Tensor, remove: int, protected: int, sizes: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Checked but for values."""
+    tokens, keys = checks.dense(tokens, "tokens"), checks.dense(keys, "keys")
+    if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2]:
+        raise InputError(
+            f"tokens are {tuple(tokens.shape)} and keys {tuple(keys.shape)}; expected [B, N, D] and [B, N, E]."
+            f"{one_picture(tokens)}"
+        )
+    checks.same_device(tokens, keys, "keys", "the tokens")
+    there = tokens.shape[1]
+    remove = checks.integer(remove, "remove", at_least=0)
+    protected = checks.integer(protected, "protected", at_least=0)
+    most = max(there - protected - 1, 0)
+    if remove > most:
+        raise InputError(
+            f"{remove} of {there} tokens are to go, and with {protected} protected ones {most} can. Remove fewer."
+        )
+    if sizes is not None:
+        _as_many(sizes, tokens)
+    return tokens, keys, remove, protected
+
+
+def _left(tokens: torch.Tensor, keys: torch.Tensor, remove: int, protected: int, sizes: torch.Tensor | None) -> Merged:
+    tokens, _, remove, _ = _given(tokens, keys, remove, protected, sizes)
+    return like(tokens, tokens.shape[1] - remove)
+
+
+@operators.function(_left)
 @precision.in_full
 def bipartite_merge(
     tokens: torch.Tensor,
@@ -108,23 +136,10 @@ def bipartite_merge(
 
     Source: Bolya et al., "Token Merging: Your ViT But Faster" (2023), which merges r a layer, and leaves order alone.
     """
-    tokens, keys = checks.dense(tokens, "tokens"), checks.dense(keys, "keys")
-    if tokens.ndim != 3 or keys.ndim != 3 or keys.shape[:2] != tokens.shape[:2]:
-        raise InputError(
-            f"tokens are {tuple(tokens.shape)} and keys {tuple(keys.shape)}; expected [B, N, D] and [B, N, E]."
-            f"{one_picture(tokens)}"
-        )
-    checks.same_device(tokens, keys, "keys", "the tokens")
-    batch, there, _ = tokens.shape
-    remove = checks.integer(remove, "remove", at_least=0)
-    protected = checks.integer(protected, "protected", at_least=0)
-    free = there - protected
-    if remove > max(free - 1, 0):
-        raise InputError(
-            f"{remove} of {there} tokens are to go, and with {protected} protected ones {max(free - 1, 0)} can. Remove "
-            "fewer."
-        )
+    tokens, keys, remove, protected = _given(tokens, keys, remove, protected, sizes)
     whole = sizes_of(sizes, tokens)
+    batch, there, _ = tokens.shape
+    free = there - protected
     weights, likeness = whole[:, protected:], keys[:, protected:].detach().float()
     index = torch.arange(free, device=tokens.device).expand(batch, free)
     owner = index
@@ -150,6 +165,15 @@ def _matched(keys: torch.Tensor, remove: int) -> tuple[torch.Tensor, torch.Tenso
     stays = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device).scatter(1, gone, False)
     slot = stays.cumsum(1) - 1
     return places(stays, keys.shape[1] - remove), slot.scatter(1, gone, slot.gather(1, into))
+
+
+def like(tokens: torch.Tensor, count: int) -> Merged:
+    """What `merged` makes of [B, N, D], without values."""
+    batch, there, width = tokens.shape
+    sizes = tokens.new_empty(batch, count, dtype=torch.float32)
+    index, owner = (tokens.new_empty(batch, n, dtype=torch.int64) for n in (count, there))
+    kind = tokens.dtype if tokens.is_floating_point() else torch.float32
+    return Merged(tokens.new_empty(batch, count, width, dtype=kind), sizes, index, owner)
 
 
 def merged(tokens: torch.Tensor, sizes: torch.Tensor, index: torch.Tensor, owner: torch.Tensor) -> Merged:
@@ -181,16 +205,21 @@ def sizes_of(sizes: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     """fp32 [B, N]; one each if none are given. They are read on the host: on a GPU that waits for them."""
     if sizes is None:
         return torch.ones(tokens.shape[:2], dtype=torch.float32, device=tokens.device)
-    found = checks.real(sizes, "sizes").float()
-    if found.shape != tokens.shape[:2]:
-        raise InputError(f"sizes are {tuple(found.shape)}; expected {tuple(tokens.shape[:2])}, one of each token.")
-    checks.same_device(tokens, found, "sizes", "the tokens")
+    found = _as_many(sizes, tokens)
     held = checks.values(found)
     if not ((held > 0) & (held < torch.inf)).all():
         raise InputError(
             "sizes hold 0 or less, infinities or NaN; expected in fp32 how many tokens each stands for, above 0. "
             "Leave them out for one each."
         )
+    return found
+
+
+def _as_many(sizes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    found = checks.real(sizes, "sizes").float()
+    if found.shape != tokens.shape[:2]:
+        raise InputError(f"sizes are {tuple(found.shape)}; expected {tuple(tokens.shape[:2])}, one of each token.")
+    checks.same_device(tokens, found, "sizes", "the tokens")
     return found
 
 

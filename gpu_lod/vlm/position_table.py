@@ -8,14 +8,44 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, operators
 from gpu_lod.errors import InputError
-from gpu_lod.uncompiled import as_it_stands
 
 Mode = Literal["bilinear", "bicubic"]
 
 
-@as_it_stands
+def _looked_up(
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    grid: tuple[int, int],
+    cells: tuple[int, int],
+    mode: str,
+    antialias: bool,
+    align_corners: bool,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple[int, int]]:
+    """Table, positions and sides, checked but for values."""
+    checks.choice(mode, "mode", ("bilinear", "bicubic"))
+    checks.flag(antialias, "antialias")
+    checks.flag(align_corners, "align_corners")
+    grid, cells = _sides(grid, "grid"), _sides(cells, "cells")
+    table, positions = checks.real(table, "table"), checks.real(positions, "positions")
+    if table.ndim != 2 or table.shape[0] != grid[0] * grid[1] or positions.shape[-1:] != (2,):
+        raise InputError(
+            f"the table is {tuple(table.shape)}, positions {tuple(positions.shape)}; expected "
+            f"[{grid[0] * grid[1]}, D] for a grid of {grid[0]} x {grid[1]}, and [..., 2]."
+        )
+    checks.same_device(table, positions, "positions", "the table")
+    if antialias and align_corners:
+        raise InputError("antialias and align_corners exclude each other. Drop one.")
+    return table, positions, grid, cells
+
+
+def _like(table: torch.Tensor, positions: torch.Tensor, *how: Any) -> torch.Tensor:
+    table, positions, *_ = _looked_up(table, positions, *how)
+    return table.new_empty(*positions.shape[:-1], table.shape[1])
+
+
+@operators.function(_like)
 def sample_position_table(
     table: torch.Tensor,
     positions: torch.Tensor,
@@ -45,19 +75,7 @@ def sample_position_table(
 
     Source: Keys, "Cubic Convolution Interpolation" (1981), a = -0.75, or -0.5 with antialias, as torch has them.
     """
-    checks.choice(mode, "mode", ("bilinear", "bicubic"))
-    checks.flag(antialias, "antialias")
-    checks.flag(align_corners, "align_corners")
-    grid, cells = _sides(grid, "grid"), _sides(cells, "cells")
-    table, positions = checks.real(table, "table"), checks.real(positions, "positions")
-    if table.ndim != 2 or table.shape[0] != grid[0] * grid[1] or positions.shape[-1:] != (2,):
-        raise InputError(
-            f"the table is {tuple(table.shape)}, positions {tuple(positions.shape)}; expected "
-            f"[{grid[0] * grid[1]}, D] for a grid of {grid[0]} x {grid[1]}, and [..., 2]."
-        )
-    checks.same_device(table, positions, "positions", "the table")
-    if antialias and align_corners:
-        raise InputError("antialias and align_corners exclude each other. Drop one.")
+    table, positions, grid, cells = _looked_up(table, positions, grid, cells, mode, antialias, align_corners)
     at = positions.reshape(-1, 2).float()
     if not torch.isfinite(checks.values(at)).all():  # read on the host: on a GPU that waits
         raise InputError("positions hold NaN or infinities; expected finite (y, x) in cells, as of grid_positions.")

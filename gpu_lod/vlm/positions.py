@@ -7,11 +7,10 @@ from typing import Literal
 
 import torch
 
-from gpu_lod import checks
+from gpu_lod import checks, operators
 from gpu_lod.allocate.scene import cells_of
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of
-from gpu_lod.uncompiled import as_it_stands
 
 Layout = Literal["half", "interleaved"]
 
@@ -99,7 +98,29 @@ def rotary_embedding(
     return angles.cos(), angles.sin()
 
 
-@as_it_stands
+def _begun(
+    sites: torch.Tensor, size: tuple[int, int], patch: int, start: int | torch.Tensor, rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and where they begin, checked but for values."""
+    positions = grid_positions(sites, size, patch)
+    checks.flag(rounded, "rounded")
+    whole = hasattr(start, "__dlpack__")
+    begin = checks.real(start, "start").to(positions) if whole else positions.new_tensor(checks.number(start, "start"))
+    if begin.shape not in ((), (1,), positions.shape[:-2]):
+        raise InputError(
+            f"start is {tuple(begin.shape)}; expected a number, or {tuple(positions.shape[:-2])}, one a picture."
+        )
+    return positions, begin
+
+
+def _ids(
+    sites: torch.Tensor, size: tuple[int, int], patch: int, start: int | torch.Tensor, rounded: bool
+) -> torch.Tensor:
+    positions, _ = _begun(sites, size, patch, start, rounded)
+    return positions.new_empty(3, *positions.shape[:-1], dtype=torch.int64 if rounded else None)
+
+
+@operators.function(_ids)
 def mrope_positions(
     sites: torch.Tensor, size: tuple[int, int], patch: int, start: int | torch.Tensor = 0, rounded: bool = True
 ) -> torch.Tensor:
@@ -119,12 +140,8 @@ def mrope_positions(
 
     Source: Wang et al., "Qwen2-VL" (2024).
     """
-    _, y, x = grid_positions(sites, size, patch).unbind(-1)
-    checks.flag(rounded, "rounded")
-    whole = hasattr(start, "__dlpack__")
-    begin = checks.real(start, "start").to(y) if whole else y.new_tensor(checks.number(start, "start"))
-    if begin.shape not in ((), (1,), y.shape[:-1]):
-        raise InputError(f"start is {tuple(begin.shape)}; expected a number, or {tuple(y.shape[:-1])}, one a picture.")
+    positions, begin = _begun(sites, size, patch, start, rounded)
+    _, y, x = positions.unbind(-1)
     if not torch.isfinite(checks.values(begin)).all():
         raise InputError("start holds NaN or infinities; expected finite numbers.")
     begin = begin[..., None]

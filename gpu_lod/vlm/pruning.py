@@ -5,17 +5,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, precision
+from gpu_lod import checks, operators, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
-from gpu_lod.uncompiled import as_it_stands
-from gpu_lod.vlm.merging import Merged, merged, one_picture, sizes_of
+from gpu_lod.vlm.merging import Merged, like, merged, one_picture, sizes_of
 
 _NEIGHBOURS = 5
 """Nearest ones that the density of a token is taken from."""
 
 
-@as_it_stands
+def _zipped(tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor, dominant: int, contextual: int) -> Merged:
+    tokens, *_ = _three(tokens, keys, received)
+    return like(tokens, sum(_counts(dominant, contextual, tokens.shape[1])))
+
+
+@operators.function(_zipped)
 @precision.in_full
 def vision_zip(
     tokens: torch.Tensor, keys: torch.Tensor, received: torch.Tensor, dominant: int, contextual: int
@@ -41,6 +45,7 @@ def vision_zip(
         rounded down; and its code adds the mean of what came to a contextual token to that token itself.
     """
     tokens, keys, received = _three(tokens, keys, received)
+    checks.no_nan(received, "received")
     batch, there, _ = tokens.shape
     dominant, contextual = _counts(dominant, contextual, there)
     _, first = ordered(received, dominant)
@@ -55,7 +60,21 @@ def vision_zip(
     return merged(tokens, sizes_of(None, tokens), torch.cat([first, rest[:, start]], 1), owner)
 
 
-@as_it_stands
+def _recycled(
+    tokens: torch.Tensor,
+    text: torch.Tensor,
+    attention: torch.Tensor,
+    kept: int,
+    recycled: int,
+    mask: torch.Tensor | None,
+    share: float,
+) -> Merged:
+    _asked(tokens, text, attention, mask)
+    _part(share)
+    return like(tokens, sum(_counts(kept, recycled, tokens.shape[1])))
+
+
+@operators.function(_recycled)
 @precision.in_full
 def sparse_vlm(
     tokens: torch.Tensor,
@@ -89,12 +108,13 @@ def sparse_vlm(
         attention matrix, layer by layer, and clusters are summed; here the counts are given, for one layer, and
         clusters are averaged.
     """
-    tokens, text = checks.dense(tokens, "tokens"), checks.dense(text, "text")
-    batch, there, words, looks = _asked(tokens, text, attention, mask)
+    tokens, text, words, looks = _asked(tokens, text, attention, mask)
+    if not words.any(1).all():
+        raise InputError(f"mask is {tuple(words.shape)} without a word in a row; expected a word in each row.")
+    checks.no_nan(looks, "attention")
+    batch, there, _ = tokens.shape
     kept, recycled = _counts(kept, recycled, there)
-    share = checks.number(share, "share")
-    if not 0 <= share <= 1:
-        raise InputError(f"share is {share}; expected a part from 0 to 1.")
+    share = _part(share)
     by_token, by_word = (precision.factor(states.detach().float()) for states in (tokens, text))
     visual = (by_token @ by_word.transpose(1, 2)).masked_fill(~words[:, None], -torch.inf)
     relevant = visual.softmax(-1).mean(1)
@@ -151,6 +171,13 @@ def _taken(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
 
 
+def _part(share: float) -> float:
+    share = checks.number(share, "share")
+    if not 0 <= share <= 1:
+        raise InputError(f"share is {share}; expected a part from 0 to 1.")
+    return share
+
+
 def _counts(first: int, second: int, there: int) -> tuple[int, int]:
     first = checks.integer(first, "the count of tokens that stay", at_least=0)
     second = checks.integer(second, "the count of tokens that others merge into", at_least=0)
@@ -171,14 +198,15 @@ def _three(
         )
     checks.same_device(tokens, keys, "keys", "the tokens")
     checks.same_device(tokens, received, "received", "the tokens")
-    checks.no_nan(received, "received")
     return tokens, keys, received
 
 
 def _asked(
     tokens: torch.Tensor, text: torch.Tensor, attention: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[int, int, torch.Tensor, torch.Tensor]:
-    """B, N, which words there are, bool [B, T], and how they look at tokens, [B, T, N]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens and text, which words there are, bool [B, T], and how they look at tokens, [B, T, N]: checked but for
+    values."""
+    tokens, text = checks.dense(tokens, "tokens"), checks.dense(text, "text")
     looks = checks.dense(attention, "attention").detach().float()
     looks = looks.mean(1) if looks.ndim == 4 else looks
     if (
@@ -198,7 +226,6 @@ def _asked(
     )
     for name, value in (("text", text), ("attention", looks), ("mask", words)):
         checks.same_device(tokens, value, name, "the tokens")
-    if words.shape != text.shape[:2] or not words.any(1).all():
+    if words.shape != text.shape[:2]:
         raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
-    checks.no_nan(looks, "attention")
-    return len(tokens), tokens.shape[1], words, looks
+    return tokens, text, words, looks

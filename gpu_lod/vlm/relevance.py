@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpu_lod import checks, dispatch, precision
+from gpu_lod import checks, dispatch, operators, precision
 from gpu_lod.allocate.scene import cells_of, centres_of
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
@@ -19,7 +19,6 @@ from gpu_lod.patch_grid import pooled
 from gpu_lod.rebuild import AT_ONCE
 from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet
-from gpu_lod.uncompiled import as_it_stands
 
 PROPOSITIONAL = (6, 7, 8, 12)
 """What is there: gradient and high-pass."""
@@ -99,12 +98,12 @@ class ContextualizedRelevance(nn.Module):
         """The same with its parts."""
         source = checks.tensor(source, "source")
         maps = self._maps(source if source.ndim == 4 else source[None])
-        asked = _row(query, "query", len(maps), self.width)
+        asked = row_of(query, "query", len(maps), self.width)
         cells = _cells(maps, self.patch).permute(0, 2, 3, 1)
         if self.gestalt_width is not None:
             if gestalt is None:
                 raise InputError(f"there is no gestalt; pass gestalt= of [{len(maps)}, {self.gestalt_width}].")
-            whole = _row(gestalt, "gestalt", len(maps), self.gestalt_width)
+            whole = row_of(gestalt, "gestalt", len(maps), self.gestalt_width)
         elif gestalt is not None:
             raise InputError(
                 "a gestalt came, and the scorer pools its own. Make it with gestalt_width=, or leave it out."
@@ -134,12 +133,23 @@ class ContextualizedRelevance(nn.Module):
 
 
 def _row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tensor:
-    """[B, width] in fp32; a single one serves the whole batch."""
+    """Checked but for values."""
     values = checks.tensor(values, name)
     if tuple(values.shape) not in ((width,), (batch, width)) or not values.is_floating_point():
         raise InputError(
             f"{name} is {values.dtype} {tuple(values.shape)}; expected floats [{batch}, {width}] or [{width}]."
         )
+    return values
+
+
+def _like_row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tensor:
+    return _row(values, name, batch, width).new_empty(batch, width, dtype=torch.float32)
+
+
+@operators.function(_like_row)
+def row_of(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tensor:
+    """[B, width] in fp32; a single one serves the whole batch."""
+    values = _row(values, name, batch, width)
     if checks.readable(values) and not torch.isfinite(values.detach()).all():
         raise InputError(f"{name} holds NaN or infinities; expected finite numbers.")
     if torch.is_grad_enabled():
@@ -160,7 +170,36 @@ def _standardised(cells: torch.Tensor) -> torch.Tensor:
     return centred / (centred.square().mean((1, 2), keepdim=True) + _LEAST_VARIANCE).sqrt()
 
 
-@as_it_stands
+def _in_cells(
+    features: torch.Tensor, query: torch.Tensor, grid: tuple[int, int] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features [B, Hg, Wg, D], or [B, K, D], and the query, checked but for values."""
+    features = checks.tensor(features, "features")
+    features = features[None] if features.ndim == 2 else features
+    if grid is not None and features.ndim == 3:
+        rows, columns = checks.size(grid)
+        if features.shape[1] != rows * columns:
+            raise InputError(
+                f"features are {tuple(features.shape)}; expected [B, {rows * columns}, D], one of each cell of the "
+                f"{rows} x {columns} grid. Leave class tokens out."
+            )
+        features = features.unflatten(1, (rows, columns))
+    if features.ndim not in (3, 4) or not features.is_floating_point():
+        raise InputError(
+            f"features are {features.dtype} {tuple(features.shape)}; expected floats [B, Hg, Wg, D], or [B, Hg Wg, D] "
+            "and grid=(Hg, Wg), or [B, K, D] of tokens."
+        )
+    query = _row(query, "query", len(features), features.shape[-1])
+    checks.same_device(features, query, "query", "the features")
+    return features, query
+
+
+def _cosines(features: torch.Tensor, query: torch.Tensor, grid: tuple[int, int] | None) -> torch.Tensor:
+    cells, _ = _in_cells(features, query, grid)
+    return cells.new_empty(cells.shape[features.ndim == 2 : -1], dtype=torch.float32)
+
+
+@operators.function(_cosines)
 @precision.in_full
 def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[int, int] | None = None) -> torch.Tensor:
     """Cosine similarity of patch embeddings with the embedding of a query, for models whose two towers share a space.
@@ -191,30 +230,13 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
     Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021).
     """
     features = checks.tensor(features, "features")
-    if features.ndim == 2:
-        found: torch.Tensor = query_similarity(features[None], query, grid)[0]
-        return found
-    if grid is not None and features.ndim == 3:
-        rows, columns = checks.size(grid)
-        if features.shape[1] != rows * columns:
-            raise InputError(
-                f"features are {tuple(features.shape)}; expected [B, {rows * columns}, D], one of each cell of the "
-                f"{rows} x {columns} grid. Leave class tokens out."
-            )
-        features = features.unflatten(1, (rows, columns))
-    if features.ndim not in (3, 4) or not features.is_floating_point():
-        raise InputError(
-            f"features are {features.dtype} {tuple(features.shape)}; expected floats [B, Hg, Wg, D], or [B, Hg Wg, D] "
-            "and grid=(Hg, Wg), or [B, K, D] of tokens."
-        )
-    query = checks.tensor(query, "query")
-    checks.same_device(features, query, "query", "the features")
-    wanted = F.normalize(_row(query, "query", len(features), features.shape[-1]), dim=-1)
-    found = F.normalize(features.float(), dim=-1)
-    return torch.einsum("b...d,bd->b...", precision.factor(found), precision.factor(wanted)).to(found.dtype)
+    cells, query = _in_cells(features, query, grid)
+    wanted = F.normalize(row_of(query, "query", len(cells), cells.shape[-1]), dim=-1)
+    unit = F.normalize(cells.float(), dim=-1)
+    found = torch.einsum("b...d,bd->b...", precision.factor(unit), precision.factor(wanted)).to(unit.dtype)
+    return found[0] if features.ndim == 2 else found
 
 
-@as_it_stands
 def relevance_map(
     values: torch.Tensor, tokens: TokenSet, size: tuple[int, int], fill: float | None = None
 ) -> torch.Tensor:
@@ -241,11 +263,12 @@ def relevance_map(
     Raises:
         InputError: values that are not one a token, or hold NaN; sites outside the picture; a bad size or fill.
     """
-    height, width = checks.size(size, at_most=checks.LONGEST)
+    size = checks.size(size, at_most=checks.LONGEST)
     values, sites = _one_each(values, tokens)
+    fill = None if fill is None else _filling(fill)
     if tokens.sites.ndim == 2:
-        return _scattered(values[None], sites[None], tokens.patch, (height, width), fill)[0]
-    return _scattered(values, sites, tokens.patch, (height, width), fill)
+        return scattered(values[None], sites[None], tokens.patch, size, fill)[0]
+    return scattered(values, sites, tokens.patch, size, fill)
 
 
 def _one_each(values: Any, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,16 +282,23 @@ def _one_each(values: Any, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
             "tokens out."
         )
     checks.same_device(values, sites, "sites", "the values")
-    checks.no_nan(values.detach(), "values")
-    checks.highest_level(sites)  # raises where sites are outside the picture
     return values if values.is_floating_point() else values.float(), sites
 
 
-def _scattered(
+def _cells_of(
+    values: torch.Tensor, sites: torch.Tensor, patch: int, size: tuple[int, int], fill: float | None
+) -> torch.Tensor:
+    return values.new_empty(len(values), *cells_of((size[0], size[1]), patch))
+
+
+@operators.function(_cells_of)
+def scattered(
     values: torch.Tensor, sites: torch.Tensor, patch: int, size: tuple[int, int], fill: float | None
 ) -> torch.Tensor:
     """`relevance_map` of [B, K] at sites [B, K, 3]."""
-    batch, budget = values.shape
+    checks.no_nan(values.detach(), "values")
+    checks.highest_level(sites)  # raises where sites are outside the picture
+    size, (batch, budget) = (size[0], size[1]), values.shape
     rows, columns = cells_of(size, patch)
     centres = constant(sites.device, centres_of, size, patch).double().split((columns, rows))
     half = patch * torch.exp2(sites[..., 2, None].double()) / 2
@@ -279,7 +309,7 @@ def _scattered(
         inside.append((on_pixels(at - half, sides) <= cell) & (cell < on_pixels(at + half, sides)))  # [B, K, cells]
         away.append((cell - at).square())
     levels = sites[..., 2, None, None]
-    rest = values.amin(1)[:, None, None] if fill is None else _filling(fill)
+    rest = values.amin(1)[:, None, None] if fill is None else fill
     found = []
     for part in torch.arange(rows, device=sites.device).split(max(1, AT_ONCE // (batch * budget * columns))):
         covers = inside[1][:, :, part, None] & inside[0][:, :, None]
@@ -295,7 +325,14 @@ def _filling(fill: Any) -> float:
     return fill if isinstance(fill, float) and fill == -math.inf else checks.number(fill, "fill")
 
 
-@as_it_stands
+def _salient(image: torch.Tensor, patch: int) -> torch.Tensor:
+    image = checks.image(image)
+    patch = checks.integer(patch, "patch", at_least=1, at_most=2**12)
+    cells = cells_of((image.shape[-2], image.shape[-1]), patch)
+    return image.new_empty(*image.shape[:-3], *cells, dtype=torch.float32)
+
+
+@operators.function(_salient)
 def saliency_relevance(image: torch.Tensor, patch: int = 14) -> torch.Tensor:
     """What stands out, with no model and no query: channel 5 of `feature_maps`, averaged over the patches of the grid.
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpu_lod import checks
+from gpu_lod import checks, operators
 from gpu_lod.allocate.learned import soft_top_k
 from gpu_lod.allocate.ordering import ordered
 from gpu_lod.errors import InputError
-from gpu_lod.uncompiled import as_it_stands
 
 
 class Selection(NamedTuple):
@@ -29,8 +28,9 @@ class Selection(NamedTuple):
             InputError: features of another batch, of fewer than were chosen from, or on another device.
         """
         features = checks.dense(features, "features")
-        # On a GPU nobody waits to know; there torch's kernel finds out.
-        least = int(checks.values(self.indices).max()) + 1 if checks.on_host(self.indices) else 1
+        # On a GPU nobody waits to know, and compiled code has no values yet; torch's kernel finds out.
+        known = checks.on_host(self.indices) and not torch.compiler.is_compiling()
+        least = int(checks.values(self.indices).max()) + 1 if known else 1
         if features.ndim != 3 or features.shape[0] != len(self.indices) or features.shape[1] < least:
             raise InputError(
                 f"features are {tuple(features.shape)}; expected [{len(self.indices)}, N, D], N of {least} or more."
@@ -43,7 +43,6 @@ class Selection(NamedTuple):
 torch.serialization.add_safe_globals([Selection])  # torch.load's weights_only
 
 
-@as_it_stands
 def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: float = 0.1) -> Selection:
     """The `count` most relevant, and weights to multiply them with: 1 forward, the soft top-k's gradient backward.
 
@@ -56,10 +55,9 @@ def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: flo
 
     Source: straight-through estimators as in Bengio, Leonard and Courville (2013), of `allocate.soft_top_k`.
     """
-    return _selected(_rows(relevance), count, temperature)
+    return best_of(_rows(relevance), count, temperature)
 
 
-@as_it_stands
 def gumbel_top_k(
     relevance: torch.Tensor,
     count: int,
@@ -89,12 +87,12 @@ def gumbel_top_k(
             "torch.Generator(relevance.device).manual_seed(seed)."
         )
     if not scale:
-        return _selected(values, count, temperature)
+        return best_of(values, count, temperature)
     # In full precision: many of half precision's numbers are equal, and then places would decide. -log of an
     # exponential variable is a Gumbel one, infinite only where that is 0.
     wide = values if values.dtype == torch.float64 else values.float()
     drawn = torch.empty_like(wide).exponential_(generator=generator).clamp_(min=torch.finfo(wide.dtype).tiny)
-    return _selected(wide - scale * drawn.log(), count, temperature, values.dtype)
+    return best_of(wide - scale * drawn.log(), count, temperature, values.dtype)
 
 
 class GumbelTopK(nn.Module):
@@ -126,7 +124,6 @@ def _rows(relevance: Any) -> torch.Tensor:
         raise InputError(
             f"relevance is {values.dtype} {tuple(values.shape)}; expected floats [B, N], or a map [B, Hg, Wg]."
         )
-    checks.no_nan(values, "relevance")
     return (values if values.dtype.itemsize > 1 else values.float()).flatten(1)  # torch sorts no float8
 
 
@@ -137,8 +134,16 @@ def _noise(value: Any) -> float:
     return noise
 
 
-def _selected(values: torch.Tensor, count: int, temperature: float, kind: torch.dtype | None = None) -> Selection:
+def _selection(values: torch.Tensor, count: int, temperature: float, kind: torch.dtype | None) -> Selection:
+    soft = operators.functions["soft_top_k"].fake(values, count, temperature)
+    chosen = len(values), count
+    return Selection(soft.new_empty(chosen, dtype=torch.int64), soft.new_empty(chosen, dtype=kind or values.dtype))
+
+
+@operators.function(_selection)
+def best_of(values: torch.Tensor, count: int, temperature: float, kind: torch.dtype | None = None) -> Selection:
     """The best of [B, N], with weights of that dtype; None is that of the values."""
+    checks.no_nan(values, "relevance")
     soft = soft_top_k(values, count, temperature)
     _, index = ordered(values.detach(), count)
     chosen = soft.gather(1, index)

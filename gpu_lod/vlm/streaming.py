@@ -15,6 +15,7 @@ from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.patch_grid import Pool, pooled
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import as_it_stands
 
 
 class Streamed(NamedTuple):
@@ -100,6 +101,7 @@ class TokenMemory:
         """Forget all frames."""
         self._frame: torch.Tensor | None = None
 
+    @as_it_stands
     def update(self, image: torch.Tensor, relevance: torch.Tensor | None = None, refresh: bool = False) -> Streamed:
         """Take in the next frame.
 
