@@ -277,7 +277,7 @@ def test_a_step_of_training_is_one_graph() -> None:
     weight = torch.nn.Parameter(torch.ones(()))
 
     def step(image: torch.Tensor, relevance: torch.Tensor) -> torch.Tensor:
-        tokens = learner(image, relevance * weight)
+        tokens = learner(image, relevance**weight)
         chosen = vlm.straight_through_top_k(tokens.scores, 10)
         picture = lod.rebuild(tokens, SIZE).image
         return (
@@ -293,7 +293,7 @@ def test_a_step_of_training_is_one_graph() -> None:
     for mine, plain in zip(found, expected, strict=True):
         assert mine is not None
         torch.testing.assert_close(mine, torch.zeros_like(mine) if plain is None else plain)
-    assert weight.dtype == torch.float32 and found[0].any()
+    assert found[0].abs() > 1e-3
 
 
 def test_autocast_is_what_it_is_in_plain_calls() -> None:
