@@ -50,12 +50,7 @@ def cortical_sites(
 
     Source: Vogel, "A Better Way to Construct the Sunflower Head" (1979), for the spiral; Schwartz (1980) for M.
     """
-    budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)
-    patch = checks.integer(patch, "patch", at_least=1)
-    height, width = checks.size(size)
-    e0 = checks.number(e0, "e0")
-    if e0 <= 0:
-        raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
+    budget, (height, width), patch, e0 = _checked(budget, size, patch, e0)
     checks.no_vmap(fixation, "cortical_sites", "how far it looks depends on the values. Pass all fixations, [B, 2].")
     points, single = checks.fixations(fixation)
     points = points.double()
@@ -64,8 +59,19 @@ def cortical_sites(
     return sites[0] if single else sites
 
 
-def _like(fixation: torch.Tensor, budget: int = 273, *_: Any) -> torch.Tensor:
+def _checked(budget: int, size: tuple[int, int], patch: int, e0: float) -> tuple[int, tuple[int, int], int, float]:
+    budget = checks.integer(budget, "budget", at_least=1, at_most=2**20)
+    patch = checks.integer(patch, "patch", at_least=1)
+    size = checks.size(size)
+    e0 = checks.number(e0, "e0")
+    if e0 <= 0:
+        raise InputError(f"e0 is {e0}; expected a positive eccentricity.")
+    return budget, size, patch, e0
+
+
+def _like(fixation: torch.Tensor, budget: int, size: tuple[int, int], patch: int, e0: float) -> torch.Tensor:
     """What `cortical_sites` returns, without values."""
+    budget, *_ = _checked(budget, size, patch, e0)
     return torch.empty(*fixation.shape[:-1], budget, 3, dtype=torch.float32, device=fixation.device)
 
 

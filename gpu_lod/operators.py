@@ -68,7 +68,8 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiable: bool = True) -> None:
-    """Make a verb an op, `torch.ops.gpu_lod.<verb>`. After `dispatch.register`, whose chooser refuses while tracing.
+    """Make a verb an op, `torch.ops.gpu_lod.<verb>`. After `dispatch.register`, whose chooser refuses while tracing; of
+    a verb that has none the fake does.
 
     Args:
         verb: decorated; its annotations give the op's schema.
@@ -76,7 +77,7 @@ def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiab
             from the arguments but for level 0 of a pyramid that holds its source.
         differentiable: False for a verb that gives no gradients.
     """
-    operators[verb.__name__] = Operator(verb, fake, differentiable)
+    operators[verb.__name__] = Operator(verb, fake, differentiable, dispatch.chooser(verb) or fake)
 
 
 def function(fake: Callable[..., Any], *, differentiable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -89,7 +90,7 @@ def function(fake: Callable[..., Any], *, differentiable: bool = True) -> Callab
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        operator = functions[function.__name__] = Operator(function, fake, differentiable, choose=fake)
+        operator = functions[function.__name__] = Operator(function, fake, differentiable, fake)
         alone = apart(function)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,13 +117,13 @@ class Operator:
         verb: Callable[..., Any],
         fake: Callable[..., Any],
         differentiable: bool,
-        choose: Callable[..., Any] | None = None,
+        refuses: Callable[..., Any] | None = None,
     ) -> None:
         self.verb = inspect.unwrap(verb)
         self.eager = precision.in_full(dispatch.with_way_on(self.verb))
         self.fake = fake
         self.differentiable = differentiable
-        self.choose = choose or dispatch.chooser(verb)
+        self.refuses = refuses
         self.signature = inspect.signature(self.verb)
         parameters = self.signature.parameters
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -167,12 +168,14 @@ class Operator:
         """What stands in a graph for a call of the verb."""
         if forward_ad._current_level >= 0:  # torch would drop the tangent
             raise UnsupportedError("compiled verbs have no forward-mode gradients. Call the function uncompiled.")
+        if _transformed():
+            raise UnsupportedError("compiled verbs know no torch.func. Call the function uncompiled.")
         flat = self.arguments(*args, **kwargs)
         if not self.differentiable:
             flat = [_detached(value) for value in flat]
         given = self._unflatten(flat)
-        if self.choose is not None:
-            self.choose(*given)  # for what it refuses
+        if self.refuses is not None:
+            self.refuses(*given)
         if self.returns is not Pyramid:
             return self._record(self.op(*flat))
         like = self.fake(*given)
@@ -288,6 +291,15 @@ class Operator:
         flat = _pytree.tree_unflatten(leaves, ctx.spec)
         found = iter(self.adjoint([gradients] if self.returns_tensor else gradients, wanted, *flat))
         return tuple(_pytree.tree_unflatten([next(found) if want else None for want in asked], ctx.spec))
+
+
+def _transformed() -> bool:
+    """Whether this is inside of torch.func.vmap, grad and their like."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+# torch.compiler.assume_constant_result, which would import the compiler at once.
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def test_gradients_flow_through_what_runs_between_graphs() -> None:
 
     (expected,) = torch.autograd.grad(loss(), weight)
     (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(), weight)
-    assert expected.abs() > 0.1 and torch.equal(found, expected)
+    assert expected.abs() > 1e-5 and torch.equal(found, expected)
 
 
 def test_a_compiled_function_inside_stays_compiled() -> None:
