@@ -109,7 +109,10 @@ class Operator:
 
     A Pyramid among the arguments becomes two arguments, its levels and what they hold: `Tensor[] src, str? src_holds`
     (None for an image, and no levels for nothing). A Pyramid that is returned becomes the levels that are not the
-    source, and another dataclass its fields, whole numbers as tensors.
+    source, and another dataclass or a named tuple its fields, whole numbers as tensors.
+
+    Args:
+        refuses: what raises for arguments that are wrong whatever their values.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ class Operator:
 
     def _run(self, *flat: Any) -> Any:
         given = self._unflatten(flat)
-        found = self.eager(*given[: self.placed], **dict(list(zip(self.defaults, given, strict=True))[self.placed :]))
+        found = self.eager(**dict(zip(self.defaults, given, strict=True)))
         return self._packed(_apart(self._outputs(found, given), flat))
 
     def _fake(self, *flat: Any) -> Any:
