@@ -145,9 +145,11 @@ def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None)
     """A Python integer, of numpy's too."""
     if isinstance(value, np.integer):
         value = int(value)
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not whole or not at_least <= value <= (at_most or _LARGEST):
         limit = f"an integer of at least {at_least}" if at_most is None else f"an integer from {at_least} to {at_most}"
+        if torch.compiler.is_compiling() and isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+            raise InputError(f"{name} has no value yet; in compiled code expected {limit}.")
         if whole and abs(value) > _LARGEST:  # of which Python may refuse to print the digits
             raise InputError(f"{name} is beyond 64 bits; expected {limit}.")
         hint = " Make it one with int()." if hasattr(value, "__index__") and not isinstance(value, int) else ""

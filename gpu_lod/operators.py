@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree
@@ -23,7 +24,7 @@ from gpu_lod import dispatch, heap, precision
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
 from gpu_lod.saved_tensors import saved, watched
-from gpu_lod.uncompiled import apart, of_its_own, would_compile
+from gpu_lod.uncompiled import apart, in_one_piece, of_its_own, would_compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,8 @@ _TYPES = {
     Sequence[float]: "float[]",
     Sequence[int]: "SymInt[]",
 }
+_PLAIN = (int, float, str, torch.dtype, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Python's own numbers, and those that a graph does not know yet."""
 operators: dict[str, Operator] = {}
 """By the names of the verbs."""
 functions: dict[str, Operator] = {}
@@ -91,15 +94,15 @@ def function(fake: Callable[..., Any], *, differentiable: bool = True) -> Callab
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         operator = functions[function.__name__] = Operator(function, fake, differentiable, fake)
-        alone = apart(function)
 
+        @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_compiling():
                 result: R = operator.traced(*args, **kwargs)
                 return result
-            return (alone if would_compile() else function)(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        return functools.wraps(function)(of_its_own(call, function))
+        return in_one_piece(call)
 
     return decorate
 
@@ -146,9 +149,10 @@ class Operator:
         written = [_parameter(name, hints[name], parameter.default) for name, parameter in parameters.items()]
         # Numbers become tensors where a verb takes either: a fixation, a threshold.
         self.numbers = tuple(
-            hint is Any or (torch.Tensor in typing.get_args(hint) and bool({int, float} & {*typing.get_args(hint)}))
-            for hint in map(hints.get, parameters)
+            hints[name] is Any or {float, torch.Tensor} <= {*typing.get_args(hints[name])} for name in parameters
         )
+        self.number = tuple({int, torch.Tensor} <= {*typing.get_args(hints[name])} for name in parameters)
+        self.tensors = tuple(parameter.startswith("Tensor") for parameter in written)
         self.pyramids = tuple("_holds" in parameter for parameter in written)
         # Without defaults: torch would leave out arguments that are equal to them.
         arguments = ", ".join(written)
@@ -191,15 +195,20 @@ class Operator:
     def arguments(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The op's arguments for a call of the verb."""
         flat: list[Any] = []
-        for value, numbers, pyramid in zip(self._values(args, kwargs), self.numbers, self.pyramids, strict=True):
+        values = self._values(args, kwargs)
+        for place, value in enumerate(values):
             if isinstance(value, Pyramid):
                 flat += [list(value.levels), value.reduce]
-            elif pyramid:
+            elif self.pyramids[place]:
                 flat += [[] if value is None else [value], None]
-            elif numbers and value is not None and not isinstance(value, torch.Tensor):
+            elif not self.tensors[place]:
+                flat.append(_plain(value))
+            elif value is None or isinstance(value, torch.Tensor):
+                flat.append(value)
+            elif self.numbers[place] or (self.number[place] and isinstance(value, (int, float))):
                 flat.append(_numbers(value))
             else:
-                flat.append(value)
+                flat.append(torch.as_tensor(value) if isinstance(value, np.ndarray) else value)
         return flat
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -353,6 +362,17 @@ def _numbers(value: Any) -> torch.Tensor:
     if not isinstance(value, (int, float)):
         return torch.as_tensor(value, dtype=torch.float64, device="cpu")  # an array, which torch traces as its own
     return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _plain(value: Any) -> Any:
+    """A setting as Python holds it."""
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if item is not None and not isinstance(item, _PLAIN):
+            raise UnsupportedError(
+                f"a {type(item).__name__} came where compiled code holds numbers; expected Python's own. Make it one "
+                "with .item(), or call the function uncompiled."
+            )
+    return value
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

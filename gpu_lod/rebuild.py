@@ -13,6 +13,7 @@ from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of, on_pixels
 from gpu_lod.halving import stored
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import in_one_piece
 
 AT_ONCE = 2**21
 """Pixels worked on at a time, so that memory does not grow with how much tokens overlap."""
@@ -35,6 +36,7 @@ class Rebuilt(NamedTuple):
 torch.serialization.add_safe_globals([Rebuilt])  # torch.load's weights_only
 
 
+@in_one_piece
 def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[float] | None = None) -> Rebuilt:
     """Paint tokens where they came from, coarse ones first and finer ones over them.
 
@@ -61,7 +63,7 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
     rest = None
     if fill is not None:
         channels = patches.shape[2]
-        several = isinstance(fill, Sequence) or getattr(fill, "ndim", 0) > 0
+        several = not isinstance(fill, (int, float)) and getattr(fill, "ndim", isinstance(fill, Sequence)) > 0
         rest = checks.numbers(fill, "fill", channels) if several else [checks.number(fill, "fill")] * channels
     found = paint(patches, sites, size, rest)
     return found if batched else Rebuilt(found.image[0], found.covered[0])

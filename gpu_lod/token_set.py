@@ -12,6 +12,7 @@ from torch.utils import _pytree
 
 from gpu_lod import checks, dispatch, operators
 from gpu_lod.errors import InputError
+from gpu_lod.uncompiled import in_one_piece
 
 _TENSORS = ("sites", "scores", "patches", "weights", "features")
 
@@ -158,6 +159,7 @@ class TokenSet:
             )
         return [self._each(itemgetter(b)) for b in range(len(self.sites))]
 
+    @in_one_piece
     def take(self, indices: torch.Tensor) -> TokenSet:
         """Some of the tokens, in the order of their indices, with all that belongs to them. Differentiable.
 
@@ -171,7 +173,8 @@ class TokenSet:
         """
         index = checks.dense(indices, "indices")
         lead, kind = tuple(self.sites.shape[:-2]), index.dtype
-        if kind == torch.bool or kind.is_floating_point or index.ndim == 0 or tuple(index.shape[:-1]) not in ((), lead):
+        fits = index.ndim == 1 or (index.ndim > 1 and index.shape[:-1] == lead)  # `in` knows no sizes to be
+        if kind == torch.bool or kind.is_floating_point or not fits:
             expected = " or ".join(f"[{', '.join(map(str, (*first, 'k')))}]" for first in dict.fromkeys([(), lead]))
             raise InputError(
                 f"indices are {kind} {tuple(index.shape)}; expected integers {expected}. Those of a mask [K] are "
@@ -270,8 +273,9 @@ def _places(index: torch.Tensor, count: int) -> torch.Tensor:
 @operators.function(_places, differentiable=False)
 def places_among(index: torch.Tensor, count: int) -> torch.Tensor:
     """int64 of integers that are to be places among so many tokens."""
+    index = index.long()
     if index.numel() and checks.readable(index):
         low, high = (int(end) for end in checks.values(index).aminmax())
         if low < 0 or high >= count:
             raise InputError(f"indices are from {low} to {high}; expected 0 to {count - 1}, those of {count} tokens.")
-    return index.long()
+    return index

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._compile import _disable_dynamo as apart  # torch.compiler.disable would import the compiler at once
 
-__all__ = ["apart", "as_it_stands", "of_its_own", "would_compile"]
+__all__ = ["apart", "as_it_stands", "in_one_piece", "of_its_own", "would_compile"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +32,16 @@ def as_it_stands(function: Callable[P, R]) -> Callable[P, R]:
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (alone if torch.compiler.is_compiling() or would_compile() else function)(*args, **kwargs)
+
+    return functools.wraps(function)(of_its_own(call, function))
+
+
+def in_one_piece(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that goes into a graph, and runs as it stands where it is refused there."""
+    alone = apart(function)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (alone if not torch.compiler.is_compiling() and would_compile() else function)(*args, **kwargs)
 
     return functools.wraps(function)(of_its_own(call, function))
 

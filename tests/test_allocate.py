@@ -1495,7 +1495,7 @@ def test_moves_need_not_wait(blends: lod.TokenSet, monkeypatch: pytest.MonkeyPat
 
 def test_some_tokens_are_taken_with_all_that_is_theirs(blends: lod.TokenSet) -> None:
     own = torch.tensor([[3, 0], [1, 1], [0, 2]])
-    for index in (own, own.to(torch.uint8), own.numpy()):
+    for index in (own, own.to(torch.uint8), own.to(torch.uint16), own.numpy()):
         taken = blends.take(index)
         for name in FIELDS:
             value = getattr(blends, name)

@@ -27,6 +27,7 @@ PLACES = vlm.grid_positions(CHOSEN.sites, SIZE, 8)[0, :, 1:].contiguous()
 QUERY, GESTALT = noise(6), noise(BATCH, 4)
 SCORER = vlm.ContextualizedRelevance(6, 4, patch=16, hidden=8)
 MAPS = lod.feature_maps(IMAGE)
+SELECTED = vlm.straight_through_top_k(RELEVANCE, 20)
 OFTEN = torch.arange(64.0).expand(BATCH, -1) + 1
 
 
@@ -111,6 +112,9 @@ CASES = {
     ),
     "TokenSet.take": Case(
         lambda x: CHOSEN.take(x), (torch.tensor([3, 0, 3]),), "places_among", lambda x: CHOSEN.take(x[None, None]), 20
+    ),
+    "Selection.take": Case(
+        lambda x: SELECTED.take(x), (TOKENS,), "places_in", lambda x: SELECTED.take(x[0]), None
     ),
 }  # fmt: skip
 
@@ -331,9 +335,72 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 def test_numbers_and_arrays_go_where_tensors_do() -> None:
-    def begun(start: Any) -> torch.Tensor:
-        return vlm.mrope_positions(CHOSEN.sites, SIZE, 8, start)
+    def run(start: Any, places: Any, scores: Any) -> list[torch.Tensor]:
+        return [
+            vlm.mrope_positions(CHOSEN.sites, SIZE, 8, start),
+            vlm.sparse_vlm(scores, TEXT, ATTENTION, 20, 4).tokens,
+            vlm.sample_position_table(TOKENS[0], places, (8, 8), (16, 16)),
+        ]
 
-    assert torch.equal(compiled(begun)(7), begun(7))
-    many = np.array([3, 4])
-    assert torch.equal(compiled(begun)(many), begun(many))
+    for start in (7, np.array([3, 4])):
+        given = start, PLACES.numpy(), TOKENS.numpy()
+        for one, two in zip(compiled(run)(*given), run(*given), strict=True):
+            assert torch.equal(one, two)
+    with pytest.raises(InputError, match="start is list"):
+        torch.compile(lambda: vlm.mrope_positions(CHOSEN.sites, SIZE, 8, [3, 4]), backend="eager")()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [
+        (lambda n: allocate.soft_top_k(RELEVANCE.flatten(1), n, 0.1), (3, 4, 5)),
+        (lambda n: vlm.bipartite_merge(TOKENS, KEYS, n, n).tokens, (3, 4, 5)),
+        (lambda n: vlm.mrope_positions(CHOSEN.sites, (n, 64), 8), (64, 72, 80)),
+        (lambda n: lod.rebuild(CHOSEN, SIZE, n).image, (1, 2, 3)),
+        (lambda n: lod.mipmap(IMAGE, n)[-1], (3, 4, 5)),
+    ],
+)
+def test_a_number_that_changes_is_one_of_the_graph(
+    call: Callable[[int], torch.Tensor], values: tuple[int, ...]
+) -> None:
+    run = compiled(call)
+    for value in values:
+        assert torch.equal(run(value), call(value))
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        (lambda x: allocate.soft_top_k(RELEVANCE.flatten(1), 9, x), torch.tensor(0.1)),
+        (lambda x: allocate.find_fixations(RELEVANCE, 2, radius=x), np.float32(0.1)),
+        (lambda x: vlm.straight_through_top_k(RELEVANCE, x).indices, np.int64(3)),
+        (lambda x: lod.rebuild(CHOSEN, (x, 64)).image, np.int64(64)),
+        (lambda x: lod.mipmap(IMAGE, mean=x)[0], torch.tensor([0.1, 0.2, 0.3])),
+    ],
+)
+def test_what_has_no_value_in_a_graph_breaks_it(call: Callable[[Any], torch.Tensor], value: Any) -> None:
+    assert torch.equal(torch.compile(call, backend="aot_eager")(value), call(value))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no value yet|compiled code holds"):
+        compiled(call)(value)
+
+
+def test_sizes_that_a_graph_does_not_know_fit_those_that_it_does() -> None:
+    query, places = torch.nn.Parameter(QUERY.expand(BATCH, -1).clone()), torch.nn.Parameter(torch.ones(BATCH, 3))
+
+    def run(tokens: torch.Tensor, sites: torch.Tensor, start: torch.Tensor) -> list[torch.Tensor]:
+        taken = replace(CHOSEN, sites=sites, scores=sites[..., 0], patches=None).take(places.long())
+        return [vlm.query_similarity(tokens, query), vlm.mrope_positions(sites, SIZE, 8, start[:BATCH]), taken.sites]
+
+    given = TOKENS, CHOSEN.sites, torch.arange(3)
+    for one, two in zip(compiled(run, dynamic=True)(*given), run(*given), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_features_that_are_fewer_than_were_chosen_from_are_refused() -> None:
+    def run(relevance: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return vlm.straight_through_top_k(relevance, 64).take(features)
+
+    for call in (run, compiled(run)):
+        with pytest.raises(InputError, match="N of 64 or more"):
+            call(RELEVANCE, TOKENS[:, :63])

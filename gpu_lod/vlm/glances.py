@@ -73,7 +73,8 @@ def _spread_out(attention: torch.Tensor) -> torch.Tensor:
 
 
 def _of_each(attention: torch.Tensor) -> torch.Tensor:
-    return attention.new_empty(len(_spread_out(attention)), dtype=torch.float32)
+    spread = _spread_out(attention)
+    return spread.new_empty(len(spread), dtype=torch.float32)
 
 
 @operators.function(_of_each)

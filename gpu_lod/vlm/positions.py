@@ -106,7 +106,7 @@ def _begun(
     checks.flag(rounded, "rounded")
     whole = hasattr(start, "__dlpack__")
     begin = checks.real(start, "start").to(positions) if whole else positions.new_tensor(checks.number(start, "start"))
-    if begin.shape not in ((), (1,), positions.shape[:-2]):
+    if not (begin.shape == () or begin.shape == (1,) or begin.shape == positions.shape[:-2]):
         raise InputError(
             f"start is {tuple(begin.shape)}; expected a number, or {tuple(positions.shape[:-2])}, one a picture."
         )

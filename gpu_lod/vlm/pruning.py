@@ -69,7 +69,7 @@ def _recycled(
     mask: torch.Tensor | None,
     share: float,
 ) -> Merged:
-    _asked(tokens, text, attention, mask)
+    tokens, *_ = _asked(tokens, text, attention, mask)
     _part(share)
     return like(tokens, sum(_counts(kept, recycled, tokens.shape[1])))
 
@@ -110,7 +110,7 @@ def sparse_vlm(
     """
     tokens, text, words, looks = _asked(tokens, text, attention, mask)
     if not words.any(1).all():
-        raise InputError(f"mask is {tuple(words.shape)} without a word in a row; expected a word in each row.")
+        raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
     checks.no_nan(looks, "attention")
     batch, there, _ = tokens.shape
     kept, recycled = _counts(kept, recycled, there)

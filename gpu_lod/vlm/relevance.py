@@ -19,6 +19,7 @@ from gpu_lod.patch_grid import pooled
 from gpu_lod.rebuild import AT_ONCE
 from gpu_lod.salient_cells import finite, saliency_cells
 from gpu_lod.token_set import TokenSet
+from gpu_lod.uncompiled import in_one_piece
 
 PROPOSITIONAL = (6, 7, 8, 12)
 """What is there: gradient and high-pass."""
@@ -94,6 +95,7 @@ class ContextualizedRelevance(nn.Module):
     def forward(self, source: torch.Tensor, query: torch.Tensor, gestalt: torch.Tensor | None = None) -> torch.Tensor:
         return self.score(source, query, gestalt).relevance
 
+    @in_one_piece
     def score(self, source: torch.Tensor, query: torch.Tensor, gestalt: torch.Tensor | None = None) -> Relevance:
         """The same with its parts."""
         source = checks.tensor(source, "source")
@@ -135,7 +137,7 @@ class ContextualizedRelevance(nn.Module):
 def _row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tensor:
     """Checked but for values."""
     values = checks.tensor(values, name)
-    if tuple(values.shape) not in ((width,), (batch, width)) or not values.is_floating_point():
+    if not (values.shape == (width,) or values.shape == (batch, width)) or not values.is_floating_point():
         raise InputError(
             f"{name} is {values.dtype} {tuple(values.shape)}; expected floats [{batch}, {width}] or [{width}]."
         )
@@ -237,6 +239,7 @@ def query_similarity(features: torch.Tensor, query: torch.Tensor, grid: tuple[in
     return found[0] if features.ndim == 2 else found
 
 
+@in_one_piece
 def relevance_map(
     values: torch.Tensor, tokens: TokenSet, size: tuple[int, int], fill: float | None = None
 ) -> torch.Tensor:

@@ -11,6 +11,7 @@ from gpu_lod import checks, operators
 from gpu_lod.allocate.learned import soft_top_k
 from gpu_lod.allocate.ordering import ordered
 from gpu_lod.errors import InputError
+from gpu_lod.uncompiled import in_one_piece
 
 
 class Selection(NamedTuple):
@@ -21,6 +22,7 @@ class Selection(NamedTuple):
     weights: torch.Tensor
     """[B, K], exactly 1 each; their gradient is that of the soft top-k"""
 
+    @in_one_piece
     def take(self, features: torch.Tensor) -> torch.Tensor:
         """Of [B, N, D] those that were chosen, [B, K, D], times their weights: through it a loss reaches relevance.
 
@@ -28,21 +30,34 @@ class Selection(NamedTuple):
             InputError: features of another batch, of fewer than were chosen from, or on another device.
         """
         features = checks.dense(features, "features")
-        # On a GPU nobody waits to know, and compiled code has no values yet; torch's kernel finds out.
-        known = checks.on_host(self.indices) and not torch.compiler.is_compiling()
-        least = int(checks.values(self.indices).max()) + 1 if known else 1
-        if features.ndim != 3 or features.shape[0] != len(self.indices) or features.shape[1] < least:
-            raise InputError(
-                f"features are {tuple(features.shape)}; expected [{len(self.indices)}, N, D], N of {least} or more."
-            )
-        checks.same_device(self.indices, features, "features", "the indices")
-        rows = torch.arange(len(self.indices), device=self.indices.device)[:, None]
-        return features[rows, self.indices] * self.weights[..., None].to(features.dtype)
+        index = places_in(self.indices, features)
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        return features[rows, index] * self.weights[..., None].to(features.dtype)
+
+
+def _same(index: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    _fit(index, features, 1)
+    return index.new_empty(index.shape)
+
+
+@operators.function(_same, differentiable=False)
+def places_in(index: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """The same, which has to be of places among features [B, N, D]."""
+    # On a GPU nobody waits to know; there torch's kernel finds out.
+    _fit(index, features, int(checks.values(index).max()) + 1 if checks.on_host(index) else 1)
+    return index
+
+
+def _fit(index: torch.Tensor, features: torch.Tensor, least: int) -> None:
+    if features.ndim != 3 or features.shape[0] != len(index) or features.shape[1] < least:
+        raise InputError(f"features are {tuple(features.shape)}; expected [{len(index)}, N, D], N of {least} or more.")
+    checks.same_device(index, features, "features", "the indices")
 
 
 torch.serialization.add_safe_globals([Selection])  # torch.load's weights_only
 
 
+@in_one_piece
 def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: float = 0.1) -> Selection:
     """The `count` most relevant, and weights to multiply them with: 1 forward, the soft top-k's gradient backward.
 
@@ -58,6 +73,7 @@ def straight_through_top_k(relevance: torch.Tensor, count: int, temperature: flo
     return best_of(_rows(relevance), count, temperature)
 
 
+@in_one_piece
 def gumbel_top_k(
     relevance: torch.Tensor,
     count: int,
@@ -88,6 +104,8 @@ def gumbel_top_k(
         )
     if not scale:
         return best_of(values, count, temperature)
+    if not torch.compiler.is_compiling():
+        checks.no_nan(values, "relevance")  # before the draw, which moves the generator on
     # In full precision: many of half precision's numbers are equal, and then places would decide. -log of an
     # exponential variable is a Gumbel one, infinite only where that is 0.
     wide = values if values.dtype == torch.float64 else values.float()
