@@ -29,8 +29,12 @@ CACHE ?=
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
-test: setup-test check-style check-types  ## lint, type-check and test the built wheel; PYTEST_ARGS="-k hiz -n 2"
-	@some() { GPU_LOD_TEST_INSTALLED=1 $(BIN)/pytest "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }; some -m "not threads"; some -m threads
+# mypy takes one core for half a minute: beside the tests, and what it says comes after theirs.
+test: setup-test check-style  ## lint, type-check and test the built wheel; PYTEST_ARGS="-k hiz -n 2"
+	@$(MAKE) --no-print-directory check-types >.venv/types.log 2>&1 & types=$$!; \
+	some() { GPU_LOD_TEST_INSTALLED=1 $(BIN)/pytest "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }; \
+	some -m "not threads"; some -m threads; \
+	wait $$types || { cat .venv/types.log; exit 1; }; cat .venv/types.log
 
 demo: setup  ## run pictures through the library and leave the results in out/; DEMO_ARGS=...
 	@$(BIN)/gpu-lod demo $(DEMO_ARGS)
