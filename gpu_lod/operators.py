@@ -151,7 +151,8 @@ class Operator:
         self.numbers = tuple(
             hints[name] is Any or {float, torch.Tensor} <= {*typing.get_args(hints[name])} for name in parameters
         )
-        self.number = tuple({int, torch.Tensor} <= {*typing.get_args(hints[name])} for name in parameters)
+        # Whole numbers, too, but tensors and arrays of them keep their dtype: where positions start.
+        self.integers = tuple({int, torch.Tensor} <= {*typing.get_args(hints[name])} for name in parameters)
         self.tensors = tuple(parameter.startswith("Tensor") for parameter in written)
         self.pyramids = tuple("_holds" in parameter for parameter in written)
         # Without defaults: torch would leave out arguments that are equal to them.
@@ -205,7 +206,7 @@ class Operator:
                 flat.append(_plain(value))
             elif value is None or isinstance(value, torch.Tensor):
                 flat.append(value)
-            elif self.numbers[place] or (self.number[place] and isinstance(value, (int, float))):
+            elif self.numbers[place] or (self.integers[place] and isinstance(value, (int, float))):
                 flat.append(_numbers(value))
             else:
                 flat.append(torch.as_tensor(value) if isinstance(value, np.ndarray) else value)

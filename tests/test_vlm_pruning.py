@@ -298,6 +298,7 @@ LOOKS = torch.rand(2, 3, 5, 9)
         (lambda: sparse_vlm(T, torch.rand(2, 5, 3), LOOKS, 2, 1), r"expected \[B, N, D\], \[B, T, D\]"),
         (lambda: sparse_vlm(T, torch.rand(2, 6, 4), LOOKS, 2, 1), r"attention \(2, 3, 5, 9\)"),
         (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, torch.zeros(2, 5)), "a word in each row"),
+        (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, torch.ones(2, 4)), r"expected \(2, 5\), one of each"),
         (lambda: sparse_vlm(T, torch.rand(2, 5, 4), LOOKS, 2, 1, share=math.pi), "from 0 to 1"),
         (lambda: attention_received(LOOKS), "T above 0"),
         (lambda: attention_received(torch.rand(2, 3, 3), prefix=3), "T above 3"),

@@ -110,7 +110,7 @@ def sparse_vlm(
     """
     tokens, text, words, looks = _asked(tokens, text, attention, mask)
     if not words.any(1).all():
-        raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
+        raise InputError(f"mask {tuple(words.shape)} has rows that are all 0; expected a word in each row.")
     checks.no_nan(looks, "attention")
     batch, there, _ = tokens.shape
     kept, recycled = _counts(kept, recycled, there)
@@ -227,5 +227,5 @@ def _asked(
     for name, value in (("text", text), ("attention", looks), ("mask", words)):
         checks.same_device(tokens, value, name, "the tokens")
     if words.shape != text.shape[:2]:
-        raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, and a word in each row.")
+        raise InputError(f"mask is {tuple(words.shape)}; expected {tuple(text.shape[:2])}, one of each word.")
     return tokens, text, words, looks
