@@ -8,12 +8,14 @@ Source: GL_AMD_pinned_memory.
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from . import gl as G
 from .gl import GL
 from .pool import Loan, Returns, hold
-from .views import OwnBuffer
+from .views import OwnBuffer, alike
 
 EXTENSION = "GL_AMD_pinned_memory"
 _ALIGNMENT = 64
@@ -21,6 +23,16 @@ _ALIGNMENT = 64
 ones, and what it holds besides lies in the same pages."""
 _MOST = 2**32 - _ALIGNMENT
 """Bytes, as Mesa counts them in 32 bits."""
+
+
+def _around(begin: int, end: int) -> tuple[int, int]:
+    """The first byte and the one behind the last of a buffer that holds these: of a size that shaders are compiled for
+    already (`alike`), where the pages have room for one."""
+    begin, end = begin // _ALIGNMENT * _ALIGNMENT, -(-end // _ALIGNMENT) * _ALIGNMENT
+    more = alike(end - begin) - (end - begin)
+    behind = min(more, -end % mmap.PAGESIZE)
+    before = more - behind
+    return (begin - before, end + behind) if before <= begin % mmap.PAGESIZE else (begin, end)
 
 
 class BorrowedBuffer(OwnBuffer):
@@ -57,16 +69,15 @@ class Borrower:
         address = tensor.data_ptr()
         if not self.able or tensor.device.type != "cpu" or not address or address % size or tensor.is_neg():
             return None
-        offset = address % _ALIGNMENT
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        nbytes = -(-(offset + (last + 1) * size) // _ALIGNMENT) * _ALIGNMENT
-        if nbytes > _MOST:
+        begin, end = _around(address, address + (last + 1) * size)
+        if end - begin > _MOST:
             return None
         gl = self._gl
         gl.check("an earlier command of this call")
         glo = gl.gen("Buffers")
         gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, glo)
-        gl.BufferData(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, nbytes, address - offset, G.STREAM_DRAW)
+        gl.BufferData(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, end - begin, begin, G.STREAM_DRAW)
         refused = gl.GetError()
         gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, 0)
         if refused != G.NO_ERROR:
@@ -76,7 +87,7 @@ class Borrower:
             return None
         loan = Borrowed(BorrowedBuffer(gl, glo), self._returned, tensor)
         self._lent.append(loan)
-        return loan.item, offset, loan
+        return loan.item, address - begin, loan
 
     def end(self) -> None:
         """After all GL work on them is done."""

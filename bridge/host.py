@@ -25,7 +25,7 @@ from . import gl as G
 from .borrowed import Borrowed, BorrowedBuffer, Borrower
 from .gl import GL
 from .pool import Lease, Pool, Returns, hold, size_class, storage_start
-from .views import OwnBuffer
+from .views import OwnBuffer, alike
 
 _FLAGS = G.MAP_READ_BIT | G.MAP_WRITE_BIT | G.MAP_PERSISTENT_BIT | G.MAP_COHERENT_BIT
 
@@ -42,7 +42,7 @@ class MappedBuffer(OwnBuffer):
         super().__init__(gl, gl.gen("Buffers"))
         gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
         # CLIENT_STORAGE asks for host memory: torch reads it at full speed, also where the GPU has its own.
-        gl.BufferStorage(G.COPY_WRITE_BUFFER, nbytes, None, _FLAGS | G.CLIENT_STORAGE_BIT)
+        gl.BufferStorage(G.COPY_WRITE_BUFFER, alike(nbytes), None, _FLAGS | G.CLIENT_STORAGE_BIT)
         address = None if gl.GetError() else gl.MapBufferRange(G.COPY_WRITE_BUFFER, 0, nbytes, _FLAGS)
         gl.BindBuffer(G.COPY_WRITE_BUFFER, 0)
         if not address:

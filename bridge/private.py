@@ -11,7 +11,7 @@ from gpu_lod.errors import OutOfMemoryError
 from . import gl as G
 from .gl import GL
 from .pool import Lease, Pool, size_class
-from .views import OwnBuffer
+from .views import OwnBuffer, alike
 
 
 class PrivateBuffer(OwnBuffer):
@@ -19,12 +19,13 @@ class PrivateBuffer(OwnBuffer):
 
     __slots__ = ("nbytes",)
 
-    def __init__(self, gl: GL, nbytes: int) -> None:
+    def __init__(self, gl: GL, nbytes: int, fetched: bool) -> None:
         self.nbytes = nbytes
         gl.check("an earlier command of this call")
         super().__init__(gl, gl.gen("Buffers"))
         gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
-        gl.BufferStorage(G.COPY_WRITE_BUFFER, nbytes, None, G.DYNAMIC_STORAGE_BIT)
+        size = alike(nbytes) if fetched else nbytes
+        gl.BufferStorage(G.COPY_WRITE_BUFFER, size, None, G.DYNAMIC_STORAGE_BIT)
         try:
             gl.check(f"making a buffer of {nbytes / 2**20:.1f} MiB")
         except BaseException:
@@ -86,10 +87,15 @@ def clear(gl: GL, glo: int, nbytes: int) -> None:
 
 
 class PrivatePool:
-    """Private buffers of one context."""
+    """Private buffers of one context.
 
-    def __init__(self, gl: GL, max_idle_bytes: int = 256 * 2**20) -> None:
+    Args:
+        fetched: shaders read them as buffer textures.
+    """
+
+    def __init__(self, gl: GL, max_idle_bytes: int = 256 * 2**20, *, fetched: bool = False) -> None:
         self._gl = gl
+        self._fetched = fetched
         self.pool: Pool[PrivateBuffer] = Pool(max_idle_bytes)
 
     def lease(self, nbytes: int) -> Private:
@@ -99,10 +105,10 @@ class PrivatePool:
 
     def _make(self, nbytes: int) -> PrivateBuffer:
         try:
-            return PrivateBuffer(self._gl, nbytes)
+            return PrivateBuffer(self._gl, nbytes, self._fetched)
         except OutOfMemoryError:
             self.trim()
-            return PrivateBuffer(self._gl, nbytes)
+            return PrivateBuffer(self._gl, nbytes, self._fetched)
 
     def drain(self) -> None:
         self.pool.drain()

@@ -12,6 +12,18 @@ from . import gl as G
 from .gl import GL
 
 
+def alike(nbytes: int) -> int:
+    """So many bytes or up to 768 more, for a buffer that shaders read as a texture. For all of these sizes llvmpipe
+    compiles a shader once; else it does so anew, which takes up to a second, where a size is a power of two, and where
+    bits 8 to 15 of it are 0, which it takes for the number of the last mip level.
+
+    Source: Mesa, lp_sampler_static_texture_state.
+    """
+    while nbytes & (nbytes - 1) == 0 or nbytes & 0xFF00 == 0:
+        nbytes = (nbytes | 0xFF) + 1
+    return nbytes
+
+
 class Views:
     """The buffer textures of one buffer, each made when it is first bound."""
 

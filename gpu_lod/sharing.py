@@ -127,7 +127,7 @@ class Sharing(Turns):
         self.host = self.bridge = HostBridge(gl, borrows=self.software and EXTENSION in extensions)
         self.interop = None
         self._interop_by = "cuda"
-        self.private = PrivatePool(gl)
+        self.private = PrivatePool(gl, fetched=self.software)
         self.textures = TexturePool(gl, self.software)
         self.constants = Constants()
         self.limits = Limits(
