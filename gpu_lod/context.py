@@ -16,7 +16,7 @@ from typing import Any
 import moderngl
 import torch
 
-from gpu_lod.bridge import Device, HostBridge, choose, devices, egl
+from gpu_lod.bridge import Device, HostBridge, choose, devices, egl, llvm
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.cuda import CudaDriver
 from gpu_lod.bridge.devices import gpu, match
@@ -193,6 +193,8 @@ class Context(Sharing):
     def _create(cls, device: Device) -> Context:
         import glcontext.egl as backend  # not get_backend_by_name: its environment variables override arguments
 
+        if device.cuda_ordinal is None:  # NVIDIA's driver brings no LLVM
+            llvm.keep_apart(opening=True)
         old = egl.release_current()
         try:
             library = egl.soname()
@@ -253,6 +255,7 @@ class Context(Sharing):
                 "no OpenGL context is current on this thread: make it current first, for a window with "
                 "glfw.make_context_current(window), for a moderngl context with `with context:`."
             )
+        llvm.keep_apart(opening=False)
         loader = egl.loader_of_current()
         gl = GL(loader.load_opengl_function)
         if source is None:

@@ -1,0 +1,42 @@
+"""Two LLVMs in one process: that of Mesa's driver, and Triton's, which CUDA builds of torch bring.
+
+Mesa (22.3, for one) opens its driver with RTLD_GLOBAL: its libLLVM then serves whatever is loaded from there on.
+Triton's library has an LLVM of its own, of another version, and exports it since Triton 3.7. Loaded behind Mesa's
+driver it calls Mesa's, and the process dies at the first `import torch._dynamo`: of torch.compile, of an optimizer.
+What is loaded before calls its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+
+def keep_apart(opening: bool) -> None:
+    """Load Triton's library, where it is installed, so that it calls its own LLVM.
+
+    Args:
+        opening: a driver is about to be opened that may bring an LLVM. If not, only one that is there already counts.
+    """
+    # RTLD_DEEPBIND helps once the other one serves all, but also keeps from the library an allocator that a program
+    # has put in the place of libc's.
+    late = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "LLVMContextCreate")
+    if late or opening:
+        _load(os.RTLD_NOW | (os.RTLD_DEEPBIND if late else 0))
+
+
+@functools.cache
+def _load(mode: int) -> None:
+    try:
+        found = importlib.util.find_spec("triton") if sys.platform == "linux" else None
+    except ValueError:  # a stand-in, whose __spec__ is None
+        return
+    for folder in (found and found.submodule_search_locations) or ():
+        for library in Path(folder, "_C").glob("libtriton*.so"):
+            with suppress(OSError):  # broken: whoever imports it will hear of it
+                ctypes.CDLL(str(library), mode)

@@ -1,0 +1,83 @@
+"""Triton's library beside Mesa's driver, which brings an LLVM too. A small one stands for it: CPU builds of torch come
+without Triton, and it calls what it exports as that does."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from scripts import succeed
+
+_SOURCE = """
+int LLVMContextCreate(void) { return 42; }
+int called(void) { return LLVMContextCreate(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a package `triton`."""
+    folder = tmp_path_factory.mktemp("site")
+    inner = folder / "triton" / "_C"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").touch()
+    source = inner / "triton.c"
+    source.write_text(_SOURCE)
+    compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(inner / "libtriton.so"), str(source)], check=True)
+    return folder
+
+
+_CALLS = """
+        import ctypes, importlib.util, os
+        from pathlib import Path
+        library = Path(importlib.util.find_spec("triton").origin).with_name("_C") / "libtriton.so"
+        assert ctypes.CDLL(str(library), os.RTLD_NOW).called() == 42, "it called another library's LLVM"
+"""
+
+
+def test_triton_calls_its_own_llvm_after_a_verb(site: Path) -> None:
+    succeed(
+        """
+        import torch, gpu_lod as lod
+        assert lod.mipmap(torch.rand(3, 9, 9), backend="gl")[1].shape == (3, 4, 4)
+        """
+        + _CALLS,
+        PYTHONPATH=str(site),
+    )
+
+
+def test_triton_calls_its_own_llvm_beside_an_adopted_context(site: Path) -> None:
+    """Whose driver was opened before gpu_lod could load anything."""
+    succeed(
+        """
+        import torch, gpu_lod as lod, moderngl
+        with moderngl.create_context(standalone=True, backend="egl", require=430) as window:
+            with lod.Context.adopt(window):
+                assert lod.mipmap(torch.rand(3, 9, 9), backend="gl")[1].shape == (3, 4, 4)
+        """
+        + _CALLS,
+        PYTHONPATH=str(site),
+    )
+
+
+@pytest.mark.parametrize(
+    "triton", ["sys.modules['triton'] = None", "sys.modules['triton'] = types.ModuleType('triton')", "spoil()"]
+)
+def test_what_is_no_triton_is_no_hindrance(triton: str, tmp_path: Path) -> None:
+    library = tmp_path / "triton" / "_C" / "libtriton.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    succeed(
+        f"""
+        import sys, types, torch, gpu_lod as lod
+        def spoil():
+            sys.path.insert(0, {str(tmp_path)!r})
+        {triton}
+        assert lod.mipmap(torch.rand(3, 9, 9), backend="gl")[1].shape == (3, 4, 4)
+        """
+    )
