@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_lod.bridge.gl import GL
 from gpu_lod.bridge.pool import Lease, holding
+from gpu_lod.uncompiled import apart
 
 T = TypeVar("T")
 
@@ -134,7 +136,8 @@ class Recording:
         _here.recording = self
         try:
             self._gl = gl
-            with holding(self.held), gl.recording(self._note), _Watch(self), _reads_seen():
+            watch = _WatchApart if "torch._dynamo" in sys.modules else _Watch
+            with holding(self.held), gl.recording(self._note), watch(self), _reads_seen():
                 yield
         finally:
             _here.recording = None
@@ -280,6 +283,10 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler to see to it: seconds, in the first plan
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recording = self._recording
         if recording.watching and not _harmless(func):
@@ -301,6 +308,12 @@ class _Watch(TorchDispatchMode):
                 recording.stop(f"torch computes in it ({func})")
             recording.abandon()
         return func(*args, **(kwargs or {}))
+
+
+class _WatchApart(_Watch):
+    """The same where the compiler is there: it lets this be."""
+
+    __torch_dispatch__ = apart(_Watch.__torch_dispatch__)
 
 
 def _on_host(source: torch.Tensor, how: Any) -> bool:

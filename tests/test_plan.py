@@ -136,6 +136,24 @@ def test_feature_maps_of_a_video() -> None:
     assert torch.equal(planned(*inputs), lod.feature_maps(*inputs, backend="gl"))
 
 
+def test_no_plan_loads_the_compiler() -> None:
+    """Which takes torch seconds. Where it is there, torch's work is seen as well."""
+    succeed(
+        """
+        import sys, torch, gpu_lod as lod
+        def computed(image):
+            return lod.mipmap(image, backend="gl")[1] + 1
+        def planned():
+            assert lod.plan(lod.mipmap, torch.rand(1, 8, 8), backend="gl").replays
+            assert "torch computes" in lod.plan(computed, torch.rand(1, 8, 8)).reason
+        planned()
+        assert "torch._dynamo" not in sys.modules
+        import torch._dynamo
+        planned()
+        """
+    )
+
+
 def test_several_verbs_in_one_plan() -> None:
     planned = lod.plan(retina, noise(2, 3, 50, 37), FIXATION)
     assert planned.replays and "GL commands" in repr(planned)
