@@ -95,6 +95,7 @@ def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         return F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
     except NotImplementedError as error:
         raise UnsupportedError(
-            "torch's grid_sample, by which the samplers read, has no forward-mode gradients (torch.func.jvp). Use "
-            "reverse mode (vjp, grad). Samplers are linear in the image: the jvp in it is the same call on the tangent."
+            "torch's grid_sample, by which the samplers read, has forward-mode gradients (torch.func.jvp) from 2.15 "
+            f"on; this is PyTorch {torch.__version__}. Use reverse mode (vjp, grad). Samplers are linear in the image: "
+            "the jvp in it is the same call on the tangent."
         ) from error

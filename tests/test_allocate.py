@@ -840,7 +840,6 @@ def test_soft_top_k_has_exact_gradients() -> None:
             lod.allocate.soft_top_k(*bad)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own forward mode
 @pytest.mark.parametrize("count", [1, 4, 11, 12])
 def test_the_soft_top_k_bends_as_it_should(count: int) -> None:
     """Gradients of gradients, and forward mode, in which torch.no_grad keeps nothing back."""

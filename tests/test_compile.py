@@ -244,7 +244,6 @@ def test_one_level_is_the_image() -> None:
     or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="no C++ compiler for inductor, or no headers of Python",
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own
 def test_inductor() -> None:
     image, fixation = noise(2, 3, 40, 37).to(memory_format=torch.channels_last).requires_grad_(), torch.rand(2, 2)
 
@@ -305,7 +304,6 @@ def test_gl_gives_no_gradient_in_a_fixation() -> None:
         run(noise(1, 9, 9), fixation)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
 def test_what_compiled_verbs_cannot_do_is_never_silent() -> None:
     image = noise(1, 9, 9).requires_grad_()
 

@@ -418,7 +418,6 @@ def test_gradients_are_finite_where_nothing_changes(backend: Any) -> None:
     assert image.grad is not None and bool(image.grad.isfinite().all())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
 def test_tangents_of_flat_pictures_are_finite() -> None:
     image = torch.full((1, 6, 7), 0.5)
     point = torch.tensor([0.5 / 7, 0.5 / 6])

@@ -344,7 +344,6 @@ def test_levels_that_do_not_belong_together_are_refused() -> None:
             lod.Pyramid(levels)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 def test_what_gl_cannot_differentiate_is_refused() -> None:
     image = noise(3, 8, 8)
     with torch.autograd.forward_ad.dual_level():

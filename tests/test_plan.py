@@ -498,7 +498,6 @@ def test_calls_in_compiled_code() -> None:
         assert torch.equal(run(image), retina(2 * image, FIXATION)[1] + image.mean())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_tensors_of_torch_func_are_refused() -> None:
     image = noise(2, 3, 50, 37)
     for planned in (lod.plan(lod.mipmap, image, backend="gl"), lod.plan(lod.mipmap, image, backend="torch")):

@@ -538,7 +538,6 @@ def test_models_that_compute_something_else() -> None:
         lod.vlm.adapter_for(sharded(img_size=28, patch_size=14, embed_dim=8, depth=1, num_heads=1))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own imports
 def test_models_in_wrappers_are_told_of() -> None:
     """Compiled ones and those on several devices run whole, and adapters run parts."""
     model = torch.nn.Linear(2, 2)
