@@ -7,6 +7,7 @@ from typing import Any
 
 from allocate_doc import ALONE, GIVEN
 from bench_memory import OF_PICTURE, OF_RESULT
+from rows import ALLOWED_MS, ALLOWED_RATIO
 
 import gpu_lod as lod
 from gpu_lod.report import claim, generators
@@ -96,6 +97,18 @@ def fixed(data: Data, about: str) -> Iterable[Row]:
 def behind(data: Data) -> Figure | None:
     judged = [row["auto_ok"] for row in data["rows"] if "auto_ok" in row]
     return (float(len(judged) - sum(judged)), f"of {len(judged)}") if judged else None
+
+
+def left(data: Data) -> Figure | None:
+    """The same against the ways that auto chooses among."""
+    held = []
+    for row in data["rows"]:
+        ours, auto = _fastest(row, ("gl", "cuda"), "median_ms", is_call), row["sides"].get("auto")
+        if ours and auto:
+            spread = max(row["sides"][ours[0]]["iqr_ms"], auto["iqr_ms"])
+            allowed = max(ours[1] * ALLOWED_RATIO, ours[1] + ALLOWED_MS) + spread
+            held.append(auto["median_ms"] <= allowed)
+    return (float(len(held) - sum(held)), f"of {len(held)}") if held else None
 
 
 def over_a_level(verb: str, data: Data) -> Figure | None:
