@@ -1,9 +1,11 @@
-"""Two LLVMs in one process: that of Mesa's driver, and Triton's, which CUDA builds of torch bring.
+"""Several LLVMs in one process: that of Mesa's driver, and those that other libraries bring.
 
 Mesa (22.3, for one) opens its driver with RTLD_GLOBAL: its libLLVM then serves whatever is loaded from there on.
-Triton's library has an LLVM of its own, of another version, and exports it since Triton 3.7. Loaded behind Mesa's
-driver it calls Mesa's, and the process dies at the first `import torch._dynamo`: of torch.compile, of an optimizer.
-What is loaded before calls its own.
+Triton's library, which comes with CUDA builds of torch, has an LLVM of its own, of another version, and exports it
+since Triton 3.7. Loaded behind Mesa's driver it calls Mesa's, and the process dies at the first `import torch._dynamo`:
+of torch.compile, of an optimizer. What is loaded before calls its own.
+
+TensorFlow (since 2.20) lets its LLVM serve all: Mesa's driver, loaded behind it, would die of its first shader.
 """
 
 from __future__ import annotations
@@ -16,6 +18,28 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+_MESAS = ("libLLVM", "libgallium", "swrast_dri")
+
+
+class _Symbol(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = (("file", ctypes.c_char_p), *((name, ctypes.c_void_p) for name in ("base", "name", "address")))
+
+
+def in_the_way() -> str | None:
+    """The file that an LLVM which serves all is in, where it is not the one that Mesa brings."""
+    found = _serves_all()
+    return None if found is None or Path(found).name.startswith(_MESAS) else found
+
+
+def _serves_all() -> str | None:
+    process, symbol = ctypes.CDLL(None), _Symbol()
+    if sys.platform != "linux" or not hasattr(process, "LLVMContextCreate"):
+        return None
+    process.dladdr(ctypes.cast(process.LLVMContextCreate, ctypes.c_void_p), ctypes.byref(symbol))
+    return os.path.realpath(os.fsdecode(symbol.file or b""))
+
 
 def keep_apart(opening: bool) -> None:
     """Load Triton's library, where it is installed, so that it calls its own LLVM.
@@ -25,7 +49,7 @@ def keep_apart(opening: bool) -> None:
     """
     # RTLD_DEEPBIND helps once the other one serves all, but also keeps from the library an allocator that a program
     # has put in the place of libc's.
-    late = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "LLVMContextCreate")
+    late = _serves_all() is not None
     if late or opening:
         _load(os.RTLD_NOW | (os.RTLD_DEEPBIND if late else 0))
 

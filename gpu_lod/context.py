@@ -195,6 +195,11 @@ class Context(Sharing):
 
         if device.cuda_ordinal is None:  # NVIDIA's driver brings no LLVM
             llvm.keep_apart(opening=True)
+        if device.software and (other := llvm.in_the_way()):
+            raise GLUnavailableError(
+                f"a software renderer would compile shaders by another version's LLVM and crash: {other} has put its "
+                "own before all that are loaded after it. Use backend='torch', or OpenGL in a process without it."
+            )
         old = egl.release_current()
         try:
             library = egl.soname()

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_lod.bridge.gl import GL
 from gpu_lod.bridge.pool import Lease, holding
-from gpu_lod.uncompiled import apart
 
 T = TypeVar("T")
 
@@ -311,9 +310,14 @@ class _Watch(TorchDispatchMode):
 
 
 class _WatchApart(_Watch):
-    """The same where the compiler is there: it lets this be."""
+    """The same where the compiler is there: torch keeps it from this."""
 
-    __torch_dispatch__ = apart(_Watch.__torch_dispatch__)
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _on_host(source: torch.Tensor, how: Any) -> bool:

@@ -65,6 +65,25 @@ def test_triton_calls_its_own_llvm_beside_an_adopted_context(site: Path) -> None
     )
 
 
+def test_an_llvm_that_serves_all_is_a_named_error(site: Path) -> None:
+    """As TensorFlow's is: llvmpipe would die of its first shader."""
+    succeed(
+        f"""
+        import ctypes, torch, gpu_lod as lod
+        library = {str(site / "triton" / "_C" / "libtriton.so")!r}
+        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+        image = torch.rand(3, 9, 9)
+        try:
+            lod.mipmap(image, backend="gl")
+        except lod.errors.GLUnavailableError as error:
+            assert library in str(error) and "backend='torch'" in str(error), error
+        else:
+            raise SystemExit("it compiled shaders by another LLVM")
+        assert torch.equal(lod.mipmap(image)[1], lod.mipmap(image, backend="torch")[1])
+        """
+    )
+
+
 @pytest.mark.parametrize(
     "triton", ["sys.modules['triton'] = None", "sys.modules['triton'] = types.ModuleType('triton')", "spoil()"]
 )
