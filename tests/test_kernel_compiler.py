@@ -52,10 +52,10 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_variant_compiles_without_a_warning(monkeypatch: pytest.MonkeyPatch, arch: str, kernel: Kernel) -> None:
     """Optimised in full for one of them and of one dtype, which differ in how they are read and written alone: the
-    others say the same in a third of the time."""
+    others say the same in a third of the time. NVRTC 13.5 fails at that with its own "unsupported operation"."""
     options = compiler.options
     in_full = arch == "sm_90" and not {*sources.ELEMENTS.values()} - {"FLOAT32"} & {*kernel.defines}
-    if not in_full and tuple(map(int, compiler.version().split("."))) >= (13, 0):
+    if not in_full and (13, 0) <= tuple(map(int, compiler.version().split("."))) < (13, 5):
         monkeypatch.setattr(compiler, "options", lambda *of: [*options(*of), "--Ofast-compile=max"])
     code, log = compiler.build(kernel, arch)
     assert code.startswith(b"\x7fELF") and kernel.name.encode() in code
