@@ -18,8 +18,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_MESAS = ("libLLVM", "libgallium", "swrast_dri")
-
 
 class _Symbol(ctypes.Structure):
     """Dl_info of dladdr(3)."""
@@ -30,7 +28,9 @@ class _Symbol(ctypes.Structure):
 def in_the_way() -> str | None:
     """The file that an LLVM which serves all is in, where it is not the one that Mesa brings."""
     found = _serves_all()
-    return None if found is None or Path(found).name.startswith(_MESAS) else found
+    name = Path(found or "").name
+    mesas = name.startswith(("libLLVM", "libgallium")) or name.endswith("_dri.so")
+    return None if mesas else found
 
 
 def _serves_all() -> str | None:
