@@ -1,9 +1,9 @@
 """Several LLVMs in one process: that of Mesa's driver, and those that other libraries bring.
 
-Mesa (22.3, for one) opens its driver with RTLD_GLOBAL: its libLLVM then serves whatever is loaded from there on.
-Triton's library, which comes with CUDA builds of torch, has an LLVM of its own, of another version, and exports it
-since Triton 3.7. Loaded behind Mesa's driver it calls Mesa's, and the process dies at the first `import torch._dynamo`:
-of torch.compile, of an optimizer. What is loaded before calls its own.
+Mesa opens its driver with RTLD_GLOBAL, where it opens one (22.3 does, 25.0 is linked with it): its libLLVM then serves
+whatever is loaded from there on. Triton's library, which comes with CUDA builds of torch, has an LLVM of its own, of
+another version, and exports it since Triton 3.7. Loaded behind Mesa's driver it calls Mesa's, and the process dies at
+the first `import torch._dynamo`: of torch.compile, of an optimizer. What is loaded before calls its own.
 
 TensorFlow (since 2.20) lets its LLVM serve all: Mesa's driver, loaded behind it, would die of its first shader.
 """
@@ -50,8 +50,15 @@ def keep_apart(opening: bool) -> None:
     # RTLD_DEEPBIND helps once the other one serves all, but also keeps from the library an allocator that a program
     # has put in the place of libc's.
     late = _serves_all() is not None
-    if late or opening:
+    if late or (opening and not _is_linked()):
         _load(os.RTLD_NOW | (os.RTLD_DEEPBIND if late else 0))
+
+
+def _is_linked() -> bool:
+    """Whether Mesa's EGL is linked with its driver: that is loaded with it, and its LLVM serves nobody else."""
+    with suppress(OSError):
+        return "/libgallium-" in Path("/proc/self/maps").read_text()
+    return False
 
 
 @functools.cache

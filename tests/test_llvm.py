@@ -65,6 +65,21 @@ def test_triton_calls_its_own_llvm_beside_an_adopted_context(site: Path) -> None
     )
 
 
+def test_triton_is_not_loaded_where_mesa_keeps_its_llvm_to_itself(site: Path, tmp_path: Path) -> None:
+    """82 MB of a process, for nothing."""
+    linked = shutil.copy(site / "triton" / "_C" / "libtriton.so", tmp_path / "libgallium-25.so")
+    succeed(
+        f"""
+        import ctypes, torch, gpu_lod as lod
+        ctypes.CDLL({str(linked)!r})
+        assert lod.mipmap(torch.rand(3, 9, 9), backend="gl")[1].shape == (3, 4, 4)
+        with open("/proc/self/maps") as maps:
+            assert "libtriton" not in maps.read()
+        """,
+        PYTHONPATH=str(site),
+    )
+
+
 def test_an_llvm_that_serves_all_is_a_named_error(site: Path) -> None:
     """As TensorFlow's is: llvmpipe would die of its first shader."""
     succeed(
