@@ -7,7 +7,7 @@ from typing import Any
 
 from allocate_doc import ALONE, GIVEN
 from bench_memory import OF_PICTURE, OF_RESULT
-from rows import ALLOWED_MS, ALLOWED_RATIO
+from rows import keeps_up
 
 import gpu_lod as lod
 from gpu_lod.report import claim, generators
@@ -99,16 +99,14 @@ def behind(data: Data) -> Figure | None:
     return (float(len(judged) - sum(judged)), f"of {len(judged)}") if judged else None
 
 
-def left(data: Data) -> Figure | None:
+def behind_our_own(data: Data) -> Figure | None:
     """The same against the ways that auto chooses among."""
-    held = []
+    judged = []
     for row in data["rows"]:
-        ours, auto = _fastest(row, ("gl", "cuda"), "median_ms", is_call), row["sides"].get("auto")
-        if ours and auto:
-            spread = max(row["sides"][ours[0]]["iqr_ms"], auto["iqr_ms"])
-            allowed = max(ours[1] * ALLOWED_RATIO, ours[1] + ALLOWED_MS) + spread
-            held.append(auto["median_ms"] <= allowed)
-    return (float(len(held) - sum(held)), f"of {len(held)}") if held else None
+        sides, ours = row["sides"], _fastest(row, ("gl", "cuda"), "median_ms", is_call)
+        if ours and "auto" in sides:
+            judged.append(keeps_up(sides["auto"], sides[ours[0]]))
+    return (float(len(judged) - sum(judged)), f"of {len(judged)}") if judged else None
 
 
 def over_a_level(verb: str, data: Data) -> Figure | None:

@@ -158,7 +158,7 @@ TABLE: dict[str, list[Goal]] = {
             of.behind,
             0,
         ),
-        Goal("rows in which it is as far behind the fastest of our own ways", "", (CPU, GPU), of.left, 0),
+        Goal("rows in which it is as far behind the fastest of our own ways", "", (CPU, GPU), of.behind_our_own, 0),
         *(
             Goal(
                 f"{verb} 2048 x 2048, the best compute shader against one dispatch a level",

@@ -30,9 +30,15 @@ _LIBRARIES = ("moderngl", "kornia", "opencv-python-headless", "scikit-image", "p
 HWC = "sides marked HWC get their picture in that order, put so outside the timed part"
 
 ALLOWED_RATIO, ALLOWED_MS = 1.05, 0.020
-"""How far `auto` may be behind the fastest torch call: the larger of the two, plus the row's spread."""
+"""How far `auto` may be behind the fastest call: the larger of the two, plus the row's spread."""
 GRAPH = "graph of "
 """In the names of sides that repeat a CUDA graph."""
+
+
+def keeps_up(auto: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether `auto` is no further behind than that, of two sides' times."""
+    most = max(other["median_ms"] * ALLOWED_RATIO, other["median_ms"] + ALLOWED_MS)
+    return auto["median_ms"] <= most + max(other["iqr_ms"], auto["iqr_ms"])
 
 
 @dataclass
@@ -94,9 +100,8 @@ class Row:
         called = self.best("torch", called=True)
         if called and "auto" in self.sides:
             best, auto = self.sides[called], self.sides["auto"]
-            allowed = max(best.median_ms * ALLOWED_RATIO, best.median_ms + ALLOWED_MS) + max(best.iqr_ms, auto.iqr_ms)
             result["auto_behind_ms"] = round(auto.median_ms - best.median_ms, 5)
-            result["auto_ok"] = auto.median_ms <= allowed
+            result["auto_ok"] = keeps_up(vars(auto), vars(best))
         return result
 
 

@@ -70,8 +70,9 @@ class Context(Sharing):
     Forks: a context does not survive one. In the child every use raises `ForkedContextError`; tensors stay readable.
 
     Raises:
-        GLUnavailableError: no EGL, no device that opens, or OpenGL older than 4.3; for a CUDA device, OpenGL only on
-            other GPUs or in software.
+        GLUnavailableError: no EGL, no device that opens, or OpenGL older than 4.3; in software, another library (such
+            as TensorFlow) whose LLVM would compile the shaders; for a CUDA device, OpenGL only on other GPUs or in
+            software.
         CudaUnavailableError, InteropUnavailableError: CUDA, or its sharing with OpenGL, does not work here.
         UnsupportedError: no GL_ARB_buffer_storage.
         InputError: no such device.
