@@ -69,7 +69,7 @@ class _Constants:
             before = (device, key) in self._asked
             self._asked[device, key] = None
             self._asked.move_to_end((device, key))
-            while len(self._asked) > _MOST_ASKED:
+            if len(self._asked) > _MOST_ASKED:
                 self._asked.popitem(last=False)
         return before
 
@@ -108,7 +108,9 @@ class _Constants:
                 return
             kept[key] = found
             self._bytes[device] += max(found[0].nbytes, _LEAST_BYTES)
-            while self._bytes[device] > MOST_BYTES and len(kept) > 1:
+            for _ in range(len(kept) - 1):
+                if self._bytes[device] <= MOST_BYTES:
+                    break
                 oldest, _ = kept.popitem(last=False)[1]
                 self._bytes[device] -= max(oldest.nbytes, _LEAST_BYTES)
 

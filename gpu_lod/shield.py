@@ -63,8 +63,8 @@ class Shield:
         left = list(self._handlers.items())
         while left:
             try:
-                while left:
-                    _signal.signal(*left[-1])
+                for number, handler in reversed(tuple(left)):  # of a `while` Python 3.13 leaves the last jump outside
+                    _signal.signal(number, handler)
                     left.pop()
             except BaseException as error:  # of one that is back already; the others come back all the same
                 raised = error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gpu_lod
 from gpu_lod import shield
 from gpu_lod.shield import Shield
 
@@ -68,3 +71,27 @@ def test_handlers_come_back_wherever_a_signal_meets_their_exchange(
     with pytest.raises(KeyboardInterrupt), Shield():
         assert at >= len(HELD), "the block was begun"
     assert len(delivered) == 1
+
+
+def loops_that_exceptions_leave(node: ast.AST, guarded: bool = False) -> Iterator[int]:
+    """Lines of each `while` right in a `try` or `with`: Python 3.13 leaves the jump at its end out of both, where a
+    signal's handler may raise. The lock would stay taken, the handlers away."""
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                inside = guarded or (isinstance(node, (ast.Try, ast.With)) and field == "body")
+                inside &= not isinstance(child, (ast.FunctionDef, ast.Lambda))
+                if inside and isinstance(child, ast.While):
+                    yield child.lineno
+                yield from loops_that_exceptions_leave(child, inside)
+
+
+def test_no_exception_of_a_signal_gets_past_a_guard() -> None:
+    found = {
+        f"{path.name}:{line}"
+        for path in Path(gpu_lod.__file__).parent.rglob("*.py")
+        for line in loops_that_exceptions_leave(ast.parse(path.read_text("utf-8")))
+    }
+    assert not found
+    guarded = "with lock:\n    while x:\n        pass\n    def f():\n        while y:\n            pass"
+    assert [*loops_that_exceptions_leave(ast.parse(guarded))] == [2]
