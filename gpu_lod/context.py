@@ -16,7 +16,7 @@ from typing import Any
 import moderngl
 import torch
 
-from gpu_lod.bridge import Device, HostBridge, choose, devices, egl, llvm
+from gpu_lod.bridge import Device, HostBridge, choose, devices, egl, exits, llvm
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.cuda import CudaDriver
 from gpu_lod.bridge.devices import gpu, match
@@ -31,7 +31,7 @@ from gpu_lod.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from gpu_lod.glstate import preserved, preserved_for_moderngl
+from gpu_lod.glstate import STORAGE_BINDINGS, TEXTURE_UNITS, preserved, preserved_for_moderngl
 from gpu_lod.heap import give_back
 from gpu_lod.pinning import pinning
 from gpu_lod.program import Programs
@@ -40,8 +40,6 @@ from gpu_lod.shield import Shield
 from gpu_lod.turns import check_not_finalizing, pinned_stack, raise_forked
 
 _REQUIRED = 430
-_BINDINGS = 8
-"""Storage buffers that a compute shader may have: the least that OpenGL promises."""
 
 _registry: dict[int, Context] = {}  # by EGL device
 _adopted: list[Context] = []
@@ -321,14 +319,25 @@ class Context(Sharing):
         with self.active():
             self._trim()
             with suppress(OutOfMemoryError):
-                # What dispatches were bound to, llvmpipe holds until others take the bindings.
-                nothing = self.private.lease(4)
-                for binding in range(_BINDINGS):
-                    nothing.item.bind(binding, 0, 4)
-                self.programs.compute("nothing.comp", BINDINGS=_BINDINGS).dispatch_groups(1, 1, 1)
-                self.gl.MemoryBarrier(G.ALL_BARRIER_BITS)
-                self.gl.Finish()
+                self._take_bindings()
         self._give_back()
+
+    def _take_bindings(self) -> None:
+        """What dispatches and draws were bound to, llvmpipe holds until others take the bindings: with Mesa 25 and 26,
+        until shaders do that use them."""
+        nothing = self.private.lease(4)
+        target = self.textures.lease((1, 1), layers=1, levels=1, dtype=torch.uint8, channels=4)
+        for binding in range(STORAGE_BINDINGS):
+            nothing.item.bind(binding, 0, 4)
+        for unit in range(TEXTURE_UNITS):
+            nothing.item.views.bind(unit, G.R32UI)
+        target.bind_image(self.gl, 0)
+        counts = {"STORAGE_BINDINGS": STORAGE_BINDINGS, "TEXTURE_UNITS": TEXTURE_UNITS}
+        self.programs.compute("nothing.comp", **counts).dispatch_groups(1, 1, 1)
+        self.gl.MemoryBarrier(G.ALL_BARRIER_BITS)
+        target.render_to(self.gl, 0)
+        self.programs.render("nothing.frag", **counts).draw_layers(self.programs.vertex_array, 1)
+        self.gl.Finish()
 
     def _give_back(self) -> None:
         """Of a software renderer, buffers and textures lie in the process's heap."""
@@ -377,6 +386,8 @@ def _after_fork() -> None:
     """A thread that is not in the child may have held the lock."""
     global _registry_lock
     _registry_lock = threading.RLock()
+    if _opened_in_pid is not None:
+        exits.end_without_handlers()
 
 
 os.register_at_fork(after_in_child=_after_fork)

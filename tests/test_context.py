@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import moderngl
@@ -884,9 +884,21 @@ def test_an_interrupt_while_compiling_waits() -> None:
     assert out.split() == ["interrupted", "1", "True"]
 
 
-@pytest.mark.parametrize(("verb", "side", "more"), [("foveate", 2048, 1.7), ("feature_maps", 1024, 0.0)])
-def test_trim_gives_memory_back(ctx: lod.Context, verb: str, side: int, more: float) -> None:
-    """Also what the last dispatches were bound to, and what they saw as textures."""
+LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], int, float]] = [
+    (lambda image: lod.foveate(image, fixation=(0.5, 0.5), backend="gl"), 2048, 1.7),
+    (lambda image: lod.feature_maps(image, fixation=(0.5, 0.5), backend="gl"), 1024, 0.0),
+    (lambda image: lod.log_polar(image, (0.5, 0.5), 64, 64, backend="gl"), 2048, 1.7),
+    (lambda image: lod.mipmap(image, generator="fragment")[1], 2048, 1.3),  # drawn
+    (lambda image: lod.mipmap(image, generator="driver")[1], 2048, 1.3),
+]
+"""Verbs, sides of their pictures, and how much more than the result they take at least, in pictures."""
+
+
+@pytest.mark.parametrize(("verb", "side", "more"), LARGE, ids=["foveate", "features", "map", "drawn", "driver"])
+def test_trim_gives_memory_back(
+    ctx: lod.Context, verb: Callable[[torch.Tensor], torch.Tensor], side: int, more: float
+) -> None:
+    """Also what the last dispatches and draws were bound to, and what they saw as textures."""
     if not ctx.software or not Path("/proc/self/statm").exists():
         pytest.skip("a GPU's memory, or none that /proc tells of")
     image = torch.rand(1, 3, side, side)
@@ -897,10 +909,10 @@ def test_trim_gives_memory_back(ctx: lod.Context, verb: str, side: int, more: fl
         malloc_trim(0)  # what is free already, and stays in the heap or not by what was freed before it
         return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
 
-    getattr(lod, verb)(image, fixation=(0.5, 0.5), backend="gl")  # compiled shaders stay
+    verb(image)  # compiled shaders stay
     ctx.trim()
     before = resident()
-    result = getattr(lod, verb)(image, fixation=(0.5, 0.5), backend="gl")
+    result = verb(image)
     taken = resident() - before
     assert taken > 0.95 * result.nbytes + more * image.nbytes  # texels with a chain; small things may fit the heap
     del result
