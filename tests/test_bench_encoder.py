@@ -24,9 +24,13 @@ def test_it_runs_and_the_table_has_every_job(tmp_path: Path, monkeypatch: pytest
     data["rows"][0]["median_ms"], data["rows"][1]["median_ms"] = 90.0, 10.0
     own, adapter = data["rows"][-2:]
     own["median_ms"], adapter["median_ms"] = 100.0, 104.0
+    own["iqr_ms"] = adapter["iqr_ms"] = 6.0
     path.write_text(json.dumps(data))
     table = bench_encoder.tables(path)
     assert "| 9.0x |" in table and "takes 4.0% more" in table
+    own["iqr_ms"] = 9.0
+    path.write_text(json.dumps(data))
+    assert "takes as long, within the spread, as" in bench_encoder.tables(path)
 
 
 def test_the_doc_shows_the_files() -> None:

@@ -186,7 +186,7 @@ def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
     ):
         with pytest.raises((FileError, InputError), match=message):
             token_files.write_sites(tmp_path / name, held, about, patches)  # type: ignore[arg-type]
-    with pytest.raises(FileError, match="cannot be written: embedded null"):
+    with pytest.raises(FileError, match=r"cannot be written: .*embedded null"):
         token_files.write_sites(tmp_path / f"a\0{name}", tokens, {})
     assert not list(tmp_path.iterdir())
     token_files.write_sites(tmp_path / name, tokens, {"image": "a\udcff.png"})  # a name that is not UTF-8
@@ -538,7 +538,7 @@ def test_bad_labels(tmp_path: Path) -> None:
         ("text.png", "is no picture"),
         ("none.png", "does not exist"),
         (".", "cannot be read"),
-        ("a\0.png", "cannot be read: embedded null"),
+        ("a\0.png", "cannot be read: .*embedded null"),
     ):
         with pytest.raises(FileError, match=message):
             token_files.read_labels(tmp_path / name)
@@ -563,8 +563,8 @@ def test_queries(tmp_path: Path) -> None:
         ("none.safetensors", "does not exist"),
         ("words.npy", "expected a query: numbers"),
         ("query.pt", "unknown extension '.pt'"),
-        ("a\0.npy", "cannot be read: embedded null"),
-        ("a\0.safetensors", "cannot be read: embedded null"),
+        ("a\0.npy", "cannot be read: .*embedded null"),
+        ("a\0.safetensors", "cannot be read: .*embedded null"),
     ):
         with pytest.raises(FileError, match=message):
             token_files.read_query(tmp_path / name)
