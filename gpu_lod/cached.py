@@ -69,7 +69,7 @@ class _Constants:
             before = (device, key) in self._asked
             self._asked[device, key] = None
             self._asked.move_to_end((device, key))
-            if len(self._asked) > _MOST_ASKED:
+            for _ in range(len(self._asked) - _MOST_ASKED):
                 self._asked.popitem(last=False)
         return before
 
