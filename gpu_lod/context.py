@@ -317,9 +317,9 @@ class Context(Sharing):
         """Free idle buffers and textures. Those in use, also by tensors, stay. Of a software renderer they lie in the
         process's heap, and what is free there goes back to the kernel."""
         with self.active():
-            self._trim()
             with suppress(OutOfMemoryError):
                 self._take_bindings()
+            self._trim()
         self._give_back()
 
     def _take_bindings(self) -> None:

@@ -69,11 +69,12 @@ def test_a_shader_is_compiled_once(ctx: lod.Context, tmp_path: Path) -> None:
         folder = tmp_path / str(len(shapes))
         succeed(
             f"""
-            import torch
+            import time, torch
             import gpu_lod as lod
 
             for shape in {shapes}:
                 lod.oriented_energy(torch.rand(shape), 1, 1, backend="gl")
+            time.sleep(1)  # a thread writes them, which is stopped at exit
             """,
             MESA_SHADER_CACHE_DIR=str(folder),
         )
