@@ -129,6 +129,8 @@ done_with() { echo "$2" >"$VENV/.$1"; }
 
 python=$(find_python)
 apt_packages libegl1 libgl1-mesa-dri "$@" || true
+# moderngl and glcontext come compiled for x86-64 alone.
+[ "$(uname -m)" = x86_64 ] || apt_packages g++ python3-dev libx11-dev || true
 "$python" -c 'import ctypes; ctypes.CDLL("libEGL.so.1")' 2>/dev/null ||
     die "libEGL.so.1 cannot be loaded; Debian has it in libegl1, and a driver for it in libgl1-mesa-dri"
 make_venv
