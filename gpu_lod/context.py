@@ -333,7 +333,8 @@ class Context(Sharing):
             nothing.item.views.bind(unit, G.R32UI)
         target.bind_image(self.gl, 0)
         counts = {"STORAGE_BINDINGS": STORAGE_BINDINGS, "TEXTURE_UNITS": TEXTURE_UNITS}
-        self.programs.compute("nothing.comp", **counts).dispatch_groups(1, 1, 1)
+        for image in (False, True):
+            self.programs.compute("nothing.comp", IMAGE=image, **counts).dispatch_groups(1, 1, 1)
         self.gl.MemoryBarrier(G.ALL_BARRIER_BITS)
         target.render_to(self.gl, 0)
         self.programs.render("nothing.frag", **counts).draw_layers(self.programs.vertex_array, 1)
