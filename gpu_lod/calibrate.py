@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_lod import calibration, tables
+from gpu_lod import agreement, calibration, tables
 from gpu_lod.bridge.cuda import check_available
 from gpu_lod.context import Context
 from gpu_lod.dispatch import explain, ways
@@ -36,6 +36,9 @@ class Report:
     paths: list[Path] = field(default_factory=list)
     unsteady: list[str] = field(default_factory=list)
     """Jobs whose times spread too much to say what is fastest."""
+    wrong: list[str] = field(default_factory=list)
+    """What gave other results than torch, and how far apart they were: times of that way are not kept, of any job of
+    the verb."""
     busy: str = ""
     """What the machine was at when the measuring began, if that was much: times then say little."""
 
@@ -59,7 +62,8 @@ def calibrate(
     the wall clock, on a GPU with a synchronise behind every call. They are kept in the user's cache folder, a file a
     machine and driver, and replace older times of the same job; $GPU_LOD_CACHE is another folder, or "off". What was
     measured when something raises, Ctrl-C too, is kept. Times that spread too much to say what is fastest, as on a
-    machine that is busy, replace none, and "auto" does not go by them.
+    machine that is busy, replace none, and "auto" does not go by them. What a way makes is compared with what torch
+    makes first: no driver that gets it wrong is gone by, however fast it is.
 
     Units: minutes.
 
@@ -88,6 +92,7 @@ def calibrate(
     todo = [(job, device) for job in jobs(verbs, quick=quick) for device in map(_device, devices)]
     todo = [(job, device) for job, device in todo if device.type in job.tensors]
     report.busy = at_work()
+    wrong: dict[Machine, set[tuple[str, str]]] = {}
     try:
         with tables.measuring(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             end = time.monotonic() + 60 * minutes
@@ -101,8 +106,11 @@ def calibrate(
                 if progress is not None:
                     progress(number, len(todo), name)
                 try:
-                    machine, entry = _measure(job, device, left / (len(todo) - number), quick=quick)
+                    machine, entry, apart = _measure(job, device, left / (len(todo) - number), quick=quick)
                     report.entries.setdefault(machine, []).append(entry)
+                    for way, difference in apart.items():
+                        report.wrong.append(f"{name}, {calibration.spoken(way)}: {difference}")
+                        wrong.setdefault(machine, set()).add((entry.question.verb, way))
                     if calibration.guessed(entry):
                         report.unsteady.append(name)
                 except (GpuLodError, MemoryError, RuntimeError) as error:
@@ -111,8 +119,16 @@ def calibrate(
                 progress(len(todo), len(todo), "")
     finally:
         if report.entries:
+            report.entries = {
+                machine: tables.without(entries, wrong.get(machine, ())) for machine, entries in report.entries.items()
+            }
             report.paths = [
-                tables.store(machine, entries, {one.question for one in entries if calibration.guessed(one)})
+                tables.store(
+                    machine,
+                    entries,
+                    {one.question for one in entries if calibration.guessed(one)},
+                    wrong.get(machine, ()),
+                )
                 for machine, entries in report.entries.items()
             ]
             calibration.reload()
@@ -128,8 +144,8 @@ def _device(device: str | torch.device) -> torch.device:
     return device
 
 
-def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> tuple[Machine, Entry]:
-    """The times of one job, by every way that can do it here."""
+def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> tuple[Machine, Entry, dict[str, str]]:
+    """The times of one job, by every way that can do it here, and by which ways it comes out how different."""
     following = job.prepare(device)
     with calibration.hearing() as questions:
         chosen = explain(job.verb, *following())
@@ -140,6 +156,8 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
     wait = partial(torch.cuda.synchronize, device) if cuda else None
     sides: dict[str, Callable[[], object]] = {}
     times: dict[str, Timed] = {}
+    wrong: dict[str, str] = {}
+    truth, same = None, following()
     for way in ways(question.verb, cuda=cuda):
         backend, _, generator = way.partition(" ")
         how = {"backend": backend, **({"generator": generator} if generator else {})}
@@ -148,7 +166,7 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
             return job.verb(*following(), **how)
 
         try:
-            side()
+            result = job.verb(*same, **how)
             first = [_milliseconds(side, wait) for _ in range(2)]
         except (MemoryError, OutOfMemoryError, torch.cuda.OutOfMemoryError):
             raise
@@ -156,9 +174,14 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
             if way == "torch":
                 raise
             continue
+        truth = result if way == "torch" else truth
+        if apart := agreement.difference(result, truth, own_filter=job.own_filter):
+            wrong[way] = apart
+            continue
         times[way] = Timed(sum(first) / 2, abs(first[0] - first[1]))
         if way == "torch" or min(first) < HOPELESS * times["torch"].median_ms:
             sides[way] = side
+    del truth, result
     seconds = 0.02 if quick else min(max(seconds / len(sides), 0.05), 0.5)
     timed = race(
         sides,
@@ -170,7 +193,7 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
         clock=partial(_milliseconds, wait=wait),
     )
     times |= {way: Timed(timing.median_ms, timing.iqr_ms) for way, timing in timed.items()}
-    return machine(device), Entry(question, job.at, time.strftime("%Y-%m-%d"), times)
+    return machine(device), Entry(question, job.at, time.strftime("%Y-%m-%d"), times), wrong
 
 
 def _milliseconds(side: Callable[[], object], wait: Callable[[], object] | None) -> float:

@@ -41,6 +41,8 @@ class Job:
     prepare: Callable[[torch.device], Arguments]
     tensors: tuple[str, ...] = ("cpu", "cuda")
     """Types of the devices for whose tensors times decide it."""
+    own_filter: bool = False
+    """Texture units filter in a way of their own there, and results are alike on average alone."""
 
 
 PROBES = 4
@@ -76,7 +78,8 @@ def _common(side: int, batch: int) -> Iterator[Job]:
         yield _job(foveate, shape, dtype, _seen_once, NO_TEXTURE)
         for job in _samplers(shape, dtype, once=True):
             yield replace(job, tensors=("cuda",))
-    yield _job(foveate, shape, torch.float32, _by_probes, f"anisotropy {PROBES}")
+    by_probes = _job(foveate, shape, torch.float32, _by_probes, f"anisotropy {PROBES}")
+    yield replace(by_probes, own_filter=True)
     yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
     yield _job(cull, maps, torch.float32, _sparse, "20% kept")
     if batch * side**2 <= 2**20:  # forty channels of more are a strain on memory

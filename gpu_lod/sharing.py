@@ -127,7 +127,7 @@ class Sharing(Turns):
         self.host = self.bridge = HostBridge(gl, borrows=self.software and EXTENSION in extensions)
         self.interop = None
         self._interop_by = "cuda"
-        self.private = PrivatePool(gl, fetched=self.software)
+        self.private = PrivatePool(gl, fetched=self.fetches)
         self.textures = TexturePool(gl, self.software)
         self.constants = Constants()
         self.limits = Limits(
@@ -148,6 +148,12 @@ class Sharing(Turns):
     def software(self) -> bool:
         """True on a software renderer (llvmpipe, softpipe, SwiftShader)."""
         return _is_software(self.renderer)
+
+    @property
+    def fetches(self) -> bool:
+        """True where shaders had better read buffers as buffer textures: on llvmpipe itself. Zink, OpenGL by way of
+        Vulkan, over Mesa's software Vulkan reads what was never written (Mesa 26.2, with descriptor buffers)."""
+        return self.renderer.startswith("llvmpipe")
 
     @contextmanager
     def active(self, device: torch.device | None = None) -> Iterator[Self]:

@@ -303,9 +303,22 @@ def read(path: Path) -> Table:
     return parse(path.read_text(encoding="utf-8"), path)
 
 
-def store(machine: Machine, entries: Iterable[Entry], weak: Collection[Question] = ()) -> Path:
+def without(entries: Iterable[Entry], wrong: Collection[tuple[str, str]]) -> list[Entry]:
+    """Entries without the times of some ways of some verbs, (verb, way)."""
+    return [
+        replace(one, ways={way: timed for way, timed in one.ways.items() if (one.question.verb, way) not in wrong})
+        for one in entries
+    ]
+
+
+def store(
+    machine: Machine,
+    entries: Iterable[Entry],
+    weak: Collection[Question] = (),
+    wrong: Collection[tuple[str, str]] = (),
+) -> Path:
     """Add measurements to the user's table of a machine; returns its path. A file that is no table is replaced.
-    Those of jobs that are `weak` replace no others.
+    Those of jobs that are `weak` replace no others. Ways of verbs, (verb, way), that are `wrong` leave the table.
 
     Processes that do so at once wait for each other, and whoever reads meanwhile finds a whole file.
 
@@ -323,7 +336,8 @@ def store(machine: Machine, entries: Iterable[Entry], weak: Collection[Question]
             with suppress(OSError, ValueError):
                 found = read(path)
                 table = found if found.machine == machine else table
-            whole_file.write(path, table.merged(entries, weak).as_text().encode("utf-8"))
+            merged = table.merged(entries, weak)
+            whole_file.write(path, replace(merged, entries=tuple(without(merged.entries, wrong))).as_text().encode())
     except OSError as error:
         raise _not_kept(path.parent, error) from None
     return path

@@ -99,7 +99,7 @@ class Planes:
     def fetchable(self, ctx: Context) -> bool:
         """True if shaders had better read it as a buffer texture, and can."""
         within = self.offset + self.nbytes <= self.dtype.itemsize * ctx.limits.texels
-        return ctx.software and self.buffer.views is not None and within
+        return ctx.fetches and self.buffer.views is not None and within
 
     def fetch(self, unit: int, together: int = 1) -> int:
         """Bind the buffer to a texture unit, texels of so many elements: several of fp32 alone. Returns the index,

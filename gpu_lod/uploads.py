@@ -63,7 +63,7 @@ def new_textures(
     check_texture_size(ctx, *size)
     height, width = size
     how: dict[str, Any] = {"levels": levels, "dtype": dtype, "channels": channels}
-    if ctx.software and not filtered and levels <= MOST_LEVELS:
+    if ctx.fetches and not filtered and levels <= MOST_LEVELS:
         most = ctx.limits.texels // TextureKey(width, height, 1, levels, "float32", channels).texels
         if most >= min(layers, ALIGNMENT):
             groups = layer_groups(ctx, layers, most)

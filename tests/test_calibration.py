@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from rich.console import Console
 from times import HERE, asked, entry, fastest, here
 
 import gpu_lod as lod
-from gpu_lod import calibration, dispatch, shaders, tables, timing
+from gpu_lod import calibration, dispatch, several_levels, shaders, tables, timing
 from gpu_lod.calibrate import Report, _measure, calibrate
 from gpu_lod.commands import printing
 from gpu_lod.demo.rows import Row
@@ -949,6 +950,32 @@ def test_a_job_that_cannot_be_done_is_told_and_the_others_are_measured(
     assert job.startswith("region_max") and job.endswith("no texture today")
 
 
+def test_a_driver_that_gets_it_wrong_is_not_gone_by(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "guessed", lambda entry: False)  # this machine may be busy
+    earlier = calibrate(1, ["hiz"], quick=True)
+    [(machine, [before])] = earlier.entries.items()
+    assert "gl registers" in before.ways and earlier.wrong == []
+    larger = replace(before, question=before.question._replace(work=64 * before.question.work))
+    tables.store(machine, [larger])
+    rightly = several_levels.reduce_chain
+    monkeypatch.setattr(several_levels, "reduce_chain", lambda ctx, chain, reduce, one: rightly(ctx, chain, "min", one))
+    report = calibrate(1, ["hiz", "region_max"], quick=True)
+    [wrong] = report.wrong
+    assert re.fullmatch(
+        r"hiz, 1 x 1 x 224 x 224 float32, gl \(registers\): level 1: [0-9.]+ at most, where values are up to 1", wrong
+    )
+    [(_, entries)] = report.entries.items()
+    assert len(entries) == 2 and all("gl registers" not in one.ways and "torch" in one.ways for one in entries)
+    kept = tables.read(report.paths[0]).entries
+    assert len(kept) == 3 and all("gl registers" not in one.ways for one in kept)
+    assert sum("gl single-pass" in one.ways for one in kept) == 2
+    printing.show_wrong(report.wrong)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"wrong: {wrong}" in printed and "what this driver makes differs from torch's" in printed
+
+
 @pytest.mark.parametrize("minutes", [0, -1, math.nan, math.inf])
 def test_time_is_needed(minutes: float, cache: Path) -> None:
     with pytest.raises(InputError, match="minutes"):
@@ -1087,8 +1114,8 @@ def test_cuda_tensors_have_a_table_of_their_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(calibration, "nvidia", lambda: "600")
     device, image = torch.device("cuda", 0), noise(1, 1, 24, 24)
     job = Job(lod.hiz, "a job", lambda _: lambda: (image,))
-    machine, one = _measure(job, device, 0.1, quick=True)
-    assert machine == Machine("cuda", "a GPU", 0, "600", "", "", False)
+    machine, one, wrong = _measure(job, device, 0.1, quick=True)
+    assert not wrong and machine == Machine("cuda", "a GPU", 0, "600", "", "", False)
     assert one.ways.keys() == {*dispatch.ways("hiz")}
     assert len(waits) > 8 * 3 and {*waits} == {device}
 

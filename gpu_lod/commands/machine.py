@@ -82,6 +82,7 @@ def calibrate(
                 "tables": [table.as_dict() for table in measured],
                 "left_out": report.left_out,
                 "unsteady": report.unsteady,
+                "wrong": report.wrong,
                 "busy": report.busy,
                 "written": list(map(str, report.paths)),
             }
@@ -89,6 +90,7 @@ def calibrate(
     elif measured:
         printing.show_tables(measured, new=True)
         printing.show_left_out(report.left_out, report.unsteady, report.busy)
+        printing.show_wrong(report.wrong)
         printing.show_written(report.paths)
     if isinstance(problem, KeyboardInterrupt):
         raise typer.Exit(130)

@@ -158,6 +158,17 @@ def show_left_out(jobs: list[str], unsteady: list[str], busy: str) -> None:
         _console().print(f"The machine had other things to do ({busy}): calibrate again when it has not.")
 
 
+def show_wrong(ways: list[str]) -> None:
+    for way in ways:
+        _console().print(f"wrong: {way}", soft_wrap=True, markup=False)
+    if ways:
+        _console().print(
+            "auto does not take these for their verbs: what this driver makes differs from torch's. Update it, and "
+            "report it with what `gpu-lod doctor --json` prints.",
+            soft_wrap=True,
+        )
+
+
 def show_removed(paths: list[Path]) -> None:
     for path in paths:
         _console().print(f"removed {path}", soft_wrap=True, markup=False)
