@@ -65,13 +65,15 @@ class Finding:
     """The line that mends it; None if all is well."""
 
 
-def examine(device: int | None = None) -> list[Finding]:
+def examine(device: int | None = None, *, shaders: bool = False) -> list[Finding]:
     """Run every check; raises nothing, and leaves the environment variables and every context's bridge as they were.
 
     Args:
         device: look at one EGL device only, and at the CUDA device that it is; None looks at all.
+        shaders: also compare what every shader and kernel makes with what torch makes: some seconds, and up to a minute
+            where the driver has compiled none of them yet.
     """
-    from gpu_lod import doctor_cuda  # made of this module's parts
+    from gpu_lod import doctor_cuda, doctor_shaders  # made of this module's parts
 
     with _environment_kept():
         findings = list(safely("versions", _versions))
@@ -94,12 +96,15 @@ def examine(device: int | None = None) -> list[Finding]:
             found = list(safely(f"OpenGL on device {one.index}", partial(_context, one, graphics)))
             if found[0].status != "fail":
                 found += safely(f"host bridge on device {one.index}", partial(_host_bridge, one))
+                if shaders:
+                    name = f"shaders of device {one.index}"
+                    found += safely(name, partial(doctor_shaders.compare, name, one.index, torch.device("cpu")))
             working += all(finding.status != "fail" for finding in found)
             findings += found
         if working and working < len(chosen):  # one good device is enough
             findings = [replace(one, status="warn") if one.status == "fail" else one for one in findings]
         findings += safely("cache", _cache)
-        findings += safely("CUDA", partial(doctor_cuda.examine, known, device, graphics))
+        findings += safely("CUDA", partial(doctor_cuda.examine, known, device, graphics, shaders))
     return findings
 
 

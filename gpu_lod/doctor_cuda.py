@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpu_lod import doctor_shaders
 from gpu_lod.bridge import Device, InteropBridge
 from gpu_lod.bridge.cuda import INSTALL as BINDINGS
 from gpu_lod.bridge.devices import Gpu, gpu, match
@@ -29,13 +30,16 @@ _SLOW_P50, _SLOW_P99 = 30.0, 150.0
 """Microseconds for unmap and map; less is usual."""
 
 
-def examine(known: Sequence[Device], device: int | None, graphics: str | None) -> Iterator[Finding]:
+def examine(
+    known: Sequence[Device], device: int | None, graphics: str | None, shaders: bool = False
+) -> Iterator[Finding]:
     """Every check of CUDA.
 
     Args:
         known: the EGL devices.
         device: the only one of them to look at, or None.
         graphics: the line that brings NVIDIA's OpenGL to a machine that lacks it, or None.
+        shaders: also compare what shaders and kernels make with what torch makes.
     """
     seen, warned = look()
     if not seen:
@@ -61,6 +65,10 @@ def examine(known: Sequence[Device], device: int | None, graphics: str | None) -
             yield Finding(name, "warn", "skipped: cuda-bindings is missing", BINDINGS)
         name = f"PyCUDA bridge on cuda:{ordinal}"
         yield from safely(name, partial(_pycuda_bridge, name, ordinal))
+        if shaders:
+            name = f"shaders and kernels on cuda:{ordinal}"
+            cuda = torch.device("cuda", ordinal)
+            yield from safely(name, partial(doctor_shaders.compare, name, cuda, cuda))
 
 
 def _no_cuda(warned: str) -> Finding:

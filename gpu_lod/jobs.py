@@ -70,6 +70,28 @@ def jobs(verbs: Sequence[str] | None, *, quick: bool) -> list[Job]:
     return [job for job in found if not verbs or job.verb.__name__ in verbs]
 
 
+def small() -> Iterator[Job]:
+    """Every verb on small pictures of every dtype, with even and with odd sides: to compare results, not times."""
+    for height, width in ((64, 96), (37, 53)):
+        shape, maps = (2, 3, height, width), (2, 1, height, width)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8):
+            yield _job(mipmap, shape, dtype, _image, "")
+            yield _job(mipmap, shape, dtype, _maximum, "max")
+            yield _job(hiz, maps, dtype, _image, "")
+            yield _job(gaussian, shape, dtype, _five_levels, "5 levels")
+            if dtype.is_floating_point:
+                yield _job(laplacian, shape, dtype, _five_levels, "5 levels")
+                yield _job(collapse, shape, dtype, _bands, "5 levels")
+            yield _job(oriented_energy, shape, dtype, _five_levels, "5 levels")
+            yield _job(feature_maps, shape, dtype, partial(_features, torch.float32), "40 channels of float32")
+            yield _job(log_polar, shape, dtype, partial(_seen, 16, 32), "16 x 32 samples")
+            yield _job(inverse_log_polar, shape, dtype, _polar, "from a map of 256 x 512")
+            yield _job(foveate, shape, dtype, _seen, "")
+            yield _job(gather_patches, shape, dtype, partial(_sites, 32, False, False), "32 x 14 x 14 samples")
+            yield _job(cull, maps, dtype, _sparse, "20% kept")
+            yield _job(region_max, maps, dtype, _boxes, "4096 boxes")
+
+
 def _common(side: int, batch: int) -> Iterator[Job]:
     """The jobs of most callers at one size."""
     shape, maps = (batch, 3, side, side), (batch, 1, side, side)

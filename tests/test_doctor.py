@@ -24,12 +24,20 @@ import torch
 from fake_cuda import FakeCuda
 
 import gpu_lod as lod
-from gpu_lod import doctor, doctor_cuda
+from gpu_lod import dispatch, doctor, doctor_cuda, doctor_shaders, several_levels
 from gpu_lod.bridge import Device, InteropBridge
 from gpu_lod.bridge.devices import Gpu
 from gpu_lod.commands import printing
 from gpu_lod.doctor import Finding, advice, safely
-from gpu_lod.errors import BufferMovedError, GLUnavailableError, InputError, InteropError
+from gpu_lod.errors import (
+    BufferMovedError,
+    GLUnavailableError,
+    InputError,
+    InteropError,
+    ShaderError,
+    UnsupportedError,
+)
+from gpu_lod.jobs import small
 
 UUID, OTHER_UUID = "4b" * 16, "7e" * 16
 GPU = Gpu(0, "NVIDIA H100", UUID, "0000:65:00.0")
@@ -622,6 +630,65 @@ def test_round_trip_with_a_copy(level: int, ctx: lod.Context, monkeypatch: pytes
         # A level below the first one may lie anywhere in GL memory.
         assert finding.status == ("ok" if level and elsewhere is in_gl else "fail")
         assert "copied" in finding.found or finding.status == "ok"
+
+
+SOME_JOBS = [job for job in small() if job.verb in (lod.hiz, lod.cull) and "37 x 53" not in job.at]
+
+
+def test_shaders_that_agree_with_torch(ctx: lod.Context) -> None:
+    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    ways = len(dispatch.ways("hiz")) - 1 + len(dispatch.ways("cull")) - 1
+    found = f"{4 * ways} results of 2 verbs are torch's, but for rounding"
+    assert finding == Finding("shaders", "ok", found)
+
+
+def test_shaders_that_do_not(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    rightly, error = several_levels.reduce_chain, None
+
+    def wrongly(context: Any, chain: Any, reduce: Any, one: Any) -> None:
+        if error is not None:
+            raise error
+        rightly(context, chain, "min", one)
+
+    monkeypatch.setattr(several_levels, "reduce_chain", wrongly)
+    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    assert finding.status == "fail" and finding.fix is not None and "backend='torch'" in finding.fix
+    example = "hiz on gl registers in 4 (2 x 1 x 64 x 96 float32: level 1: "
+    assert finding.found.startswith(f"4 of 20 results are not torch's: {example}")
+    error = ShaderError("a broken compiler")
+    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    assert finding.found.endswith("hiz on gl registers in 4 (2 x 1 x 64 x 96 float32: a broken compiler)")
+    error = UnsupportedError("none of that")
+    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    assert finding.status == "ok" and finding.found.startswith("16 results")
+
+
+def test_shaders_are_compared_when_asked_for(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def compare(*about: object) -> Iterator[Finding]:
+        asked.append(about)
+        yield Finding(str(about[0]), "ok", "alike")
+
+    monkeypatch.setattr(doctor_shaders, "compare", compare)
+    assert "shaders of device 0" not in checked(doctor.examine(0)) and asked == []
+    assert checked(doctor.examine(0, shaders=True))["shaders of device 0"].found == "alike"
+    assert asked == [("shaders of device 0", 0, CPU)]
+    monkeypatch.setattr(doctor_cuda, "look", lambda: (True, ""))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        doctor_cuda, "_match", lambda name, ordinal, known, graphics, found: found.append(device()) or []
+    )
+    name, cuda = "shaders and kernels on cuda:0", torch.device("cuda", 0)
+    assert name not in checked(list(doctor_cuda.examine([device()], None, None)))
+    assert checked(list(doctor_cuda.examine([device()], None, None, True)))[name].found == "alike"
+    assert asked[1:] == [(name, cuda, cuda)]
+
+
+def test_every_verb_that_chooses_is_compared() -> None:
+    verbs = {job.verb.__name__ for job in small()}
+    others = {verb for verb in dir(lod) if verb not in verbs and dispatch.chooser(getattr(lod, verb)) is not None}
+    assert others == {"region_min"}  # by the shader of region_max
 
 
 # -- torch and the packages -------------------------------------------------------------------------------------------

@@ -26,12 +26,18 @@ def info(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(device: Device = None, as_json: AsJson = False) -> None:
+def doctor(
+    device: Device = None,
+    shaders: Annotated[
+        bool, typer.Option("--shaders", help="Also compare what every shader makes with torch's (up to a minute).")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check what works here, and print the line that mends what does not."""
     from gpu_lod import doctor as checks
 
     with printing.busy("examining"):
-        findings = checks.examine(device)
+        findings = checks.examine(device, shaders=shaders)
     if as_json:
         printing.print_json(checks.as_dict(findings))
     else:

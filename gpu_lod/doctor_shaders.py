@@ -1,0 +1,58 @@
+"""The doctor's comparison of what every shader and kernel makes with what torch makes, on the machine it is run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from gpu_lod import agreement
+from gpu_lod.context import Context
+from gpu_lod.dispatch import ways
+from gpu_lod.doctor import REPORT, Finding
+from gpu_lod.errors import GpuLodError, LimitError, UnsupportedError
+from gpu_lod.jobs import Job, small
+
+_SHOWN = 5
+
+
+def compare(
+    name: str, where: int | torch.device, device: torch.device, jobs: Iterable[Job] | None = None
+) -> Iterator[Finding]:
+    """Every way of every verb that the context can go, on small pictures of all dtypes.
+
+    Args:
+        where: what to open a context on.
+        device: where the tensors are.
+        jobs: some of them only; None is all.
+    """
+    wrong: dict[str, list[str]] = {}
+    compared: set[str] = set()
+    count = 0
+    with Context(where), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for job in small() if jobs is None else jobs:
+            verb = job.verb.__name__
+            arguments = job.prepare(device)()
+            truth = job.verb(*arguments, backend="torch")
+            for way in ways(verb, cuda=device.type == "cuda")[1:]:
+                backend, _, generator = way.partition(" ")
+                how = {"backend": backend, **({"generator": generator} if generator else {})}
+                try:
+                    apart = agreement.difference(job.verb(*arguments, **how), truth, own_filter=job.own_filter)
+                except (UnsupportedError, LimitError):  # it says so, and auto goes on
+                    continue
+                except GpuLodError as error:
+                    apart = str(error)
+                count += 1
+                compared.add(verb)
+                if apart:
+                    wrong.setdefault(f"{verb} on {way}", []).append(f"{job.at}: {apart}")
+    if wrong:
+        lines = [f"{by} in {len(those)} ({those[0]})" for by, those in wrong.items()]
+        more = f"; and by {len(lines) - _SHOWN} other ways" if len(lines) > _SHOWN else ""
+        failed = sum(map(len, wrong.values()))
+        found = f"{failed} of {count} results are not torch's: {'; '.join(lines[:_SHOWN])}{more}"
+        yield Finding(name, "fail", found, f"update the driver, or use backend='torch' for these; and {REPORT}")
+    else:
+        yield Finding(name, "ok", f"{count} results of {len(compared)} verbs are torch's, but for rounding")
