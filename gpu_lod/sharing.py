@@ -153,7 +153,7 @@ class Sharing(Turns):
     def fetches(self) -> bool:
         """True where shaders had better read buffers as buffer textures: on llvmpipe itself. Zink, OpenGL by way of
         Vulkan, over Mesa's software Vulkan reads what was never written (Mesa 26.2, with descriptor buffers)."""
-        return self.renderer.startswith("llvmpipe")
+        return self.software and self.renderer.startswith("llvmpipe")
 
     @contextmanager
     def active(self, device: torch.device | None = None) -> Iterator[Self]:

@@ -12,6 +12,8 @@ from compare import HARDWARE_WEIGHT_ERROR, assert_matches
 from images import DTYPES, noise
 
 import gpu_lod as lod
+from gpu_lod.agreement import difference
+from gpu_lod.bridge.views import Views
 from gpu_lod.program import Program, Programs
 from gpu_lod.sharing import Sharing
 from gpu_lod.tuning import tuning
@@ -112,6 +114,19 @@ def test_it_is_the_way_of_a_gpu(hardware: lod.Context, name: str, monkeypatch: p
     last = made[-1][1]
     assert not last["FETCHED"]
     assert last.get("RINGS_AT_ONCE", 1) == last.get("STEPS_AT_ONCE", 1) == 1
+
+
+def test_zink_over_a_software_vulkan_reads_no_buffer_textures(
+    ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctx, "renderer", "zink Vulkan 1.4(llvmpipe (LLVM 22.1.8, 256 bits) (MESA_LLVMPIPE))")
+    bound: list[int] = []
+    monkeypatch.setattr(Views, "bind", lambda *how: bound.append(1))
+    assert ctx.software and not ctx.fetches
+    image = noise(2, 3, 48, 64)
+    for name, (_, verb) in VERBS.items():
+        assert difference(verb(image, "gl"), verb(image, "torch")) == "", name
+    assert not bound
 
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "gl" in call.backends])
