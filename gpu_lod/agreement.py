@@ -20,7 +20,7 @@ def difference(result: object, truth: object, *, own_filter: bool = False) -> st
     """Where and how much a result differs from torch's; empty if it does not, but for rounding.
 
     Args:
-        result, truth: of a verb: a tensor, a Pyramid, or several.
+        result, truth: of a verb: a tensor of any shape, a Pyramid, a dataclass, or a list or tuple of these.
         own_filter: by a filter that texture units have each of their own, such as an anisotropic one: only averages
             are compared.
     """
@@ -56,7 +56,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor, own_filter: bool) -> str:
     scale = float(other.abs().nan_to_num(0.0, 0.0).max())
     same = (one == other) | (one.isnan() & other.isnan())  # infinities, too
     far = (one - other).abs().masked_fill_(same, 0.0).nan_to_num_(torch.inf)
-    least = float(far.mean()) if own_filter else float(far.max())
-    if least <= (FAR_ON_AVERAGE if own_filter else FAR) * scale:
+    most = float(far.mean()) if own_filter else float(far.max())
+    if most <= (FAR_ON_AVERAGE if own_filter else FAR) * scale:
         return ""
-    return f"{least:.2g} {'on average' if own_filter else 'at most'}, where values are up to {scale:.2g}"
+    return f"{most:.2g} {'on average' if own_filter else 'at most'}, where values are up to {scale:.2g}"

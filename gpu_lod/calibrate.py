@@ -14,7 +14,7 @@ import torch
 from gpu_lod import agreement, calibration, tables
 from gpu_lod.bridge.cuda import check_available
 from gpu_lod.context import Context
-from gpu_lod.dispatch import explain, ways
+from gpu_lod.dispatch import explain, named, ways
 from gpu_lod.errors import GpuLodError, InputError, OutOfMemoryError
 from gpu_lod.jobs import Job, jobs
 from gpu_lod.tables import Entry, Machine, Timed
@@ -159,8 +159,7 @@ def _measure(job: Job, device: torch.device, seconds: float, *, quick: bool) -> 
     wrong: dict[str, str] = {}
     truth, same = None, following()
     for way in ways(question.verb, cuda=cuda):
-        backend, _, generator = way.partition(" ")
-        how = {"backend": backend, **({"generator": generator} if generator else {})}
+        how = named(way)
 
         def side(how: dict[str, str] = how) -> object:
             return job.verb(*following(), **how)

@@ -126,6 +126,12 @@ def ways(verb: str, *, cuda: bool = False) -> tuple[str, ...]:
     return tuple(result)
 
 
+def named(way: str) -> dict[str, str]:
+    """The keyword arguments by which a verb takes a way: "gl compute" is backend "gl" with generator "compute"."""
+    backend, _, generator = way.partition(" ")
+    return {"backend": backend, **({"generator": generator} if generator else {})}
+
+
 _ONLY_BY_NAME = ("auto", "driver", "sampler", "single-pass-texture")
 """The driver rounds at every level and leaves odd sides open, the min/max filter takes no NaN, and bilinear fetches are
 as precise as the texture unit places them."""

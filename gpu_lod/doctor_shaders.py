@@ -8,7 +8,7 @@ import torch
 
 from gpu_lod import agreement
 from gpu_lod.context import Context
-from gpu_lod.dispatch import ways
+from gpu_lod.dispatch import named, ways
 from gpu_lod.doctor import REPORT, Finding
 from gpu_lod.errors import GpuLodError, LimitError, UnsupportedError
 from gpu_lod.jobs import Job, small
@@ -36,10 +36,9 @@ def compare(
             arguments = job.prepare(device)()
             truth = job.verb(*arguments, backend="torch")
             for way in ways(verb, cuda=device.type == "cuda")[1:]:
-                backend, _, generator = way.partition(" ")
-                how = {"backend": backend, **({"generator": generator} if generator else {})}
                 try:
-                    apart = agreement.difference(job.verb(*arguments, **how), truth, own_filter=job.own_filter)
+                    result = job.verb(*arguments, **named(way))
+                    apart = agreement.difference(result, truth, own_filter=job.own_filter)
                 except (UnsupportedError, LimitError):  # it says so, and auto goes on
                     continue
                 except GpuLodError as error:
