@@ -56,19 +56,24 @@ def examine(
         name = f"CUDA device {ordinal}"
         matches: list[Device] = []
         yield from safely(name, partial(_match, name, ordinal, known, graphics, matches))
-        if not matches or device not in (None, matches[0].index):
+        if device not in (None, *(one.index for one in matches[:1])):
             continue
-        name = f"CUDA bridge on cuda:{ordinal}"
-        if bound:
-            yield from safely(name, partial(_bridge, name, ordinal, "cuda"))
-        else:
-            yield Finding(name, "warn", "skipped: cuda-bindings is missing", BINDINGS)
-        name = f"PyCUDA bridge on cuda:{ordinal}"
-        yield from safely(name, partial(_pycuda_bridge, name, ordinal))
+        cuda = torch.device("cuda", ordinal)
+        if matches:
+            yield from _bridges(cuda, bound)
         if shaders:
-            name = f"shaders and kernels on cuda:{ordinal}"
-            cuda = torch.device("cuda", ordinal)
-            yield from safely(name, partial(doctor_shaders.compare, name, cuda, cuda))
+            name = f"{'shaders and ' if matches else ''}kernels on {cuda}"
+            yield from safely(name, partial(doctor_shaders.compare, name, cuda if matches else None, cuda))
+
+
+def _bridges(cuda: torch.device, bound: bool) -> Iterator[Finding]:
+    name = f"CUDA bridge on {cuda}"
+    if bound:
+        yield from safely(name, partial(_bridge, name, cuda.index, "cuda"))
+    else:
+        yield Finding(name, "warn", "skipped: cuda-bindings is missing", BINDINGS)
+    name = f"PyCUDA bridge on {cuda}"
+    yield from safely(name, partial(_pycuda_bridge, name, cuda.index))
 
 
 def _no_cuda(warned: str) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import torch
 
@@ -17,25 +18,26 @@ _SHOWN = 5
 
 
 def compare(
-    name: str, where: int | torch.device, device: torch.device, jobs: Iterable[Job] | None = None
+    name: str, where: int | torch.device | None, device: torch.device, jobs: Iterable[Job] | None = None
 ) -> Iterator[Finding]:
-    """Every way of every verb that the context can go, on small pictures of all dtypes.
+    """Every way of every verb that the machine can go, on small pictures of all dtypes.
 
     Args:
-        where: what to open a context on.
+        where: what to open a context on; None is none, and what kernels make is compared alone.
         device: where the tensors are.
         jobs: some of them only; None is all.
     """
     wrong: dict[str, list[str]] = {}
     compared: set[str] = set()
     count = 0
-    with Context(where), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    opened = nullcontext() if where is None else Context(where)
+    with opened, torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for job in small() if jobs is None else jobs:
             verb = job.verb.__name__
             arguments = job.prepare(device)()
             truth = job.verb(*arguments, backend="torch")
-            for way in ways(verb, cuda=device.type == "cuda")[1:]:
+            for way in _ways(verb, where is not None, device):
                 try:
                     result = job.verb(*arguments, **named(way))
                     apart = agreement.difference(result, truth, own_filter=job.own_filter)
@@ -55,3 +57,8 @@ def compare(
         yield Finding(name, "fail", found, f"update the driver, or use backend='torch' for these; and {REPORT}")
     else:
         yield Finding(name, "ok", f"{count} results of {len(compared)} verbs are torch's, but for rounding")
+
+
+def _ways(verb: str, opengl: bool, device: torch.device) -> list[str]:
+    cuda = device.type == "cuda" or not opengl
+    return [way for way in ways(verb, cuda=cuda) if way == "cuda" or (way != "torch" and opengl)]

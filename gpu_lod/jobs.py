@@ -87,6 +87,7 @@ def small() -> Iterator[Job]:
             yield _job(log_polar, shape, dtype, partial(_seen, 16, 32), "16 x 32 samples")
             yield _job(inverse_log_polar, shape, dtype, _polar, "from a map of 256 x 512")
             yield _job(foveate, shape, dtype, _seen, "")
+            yield replace(_job(foveate, shape, dtype, _by_probes, f"anisotropy {PROBES}"), own_filter=True)
             yield _job(gather_patches, shape, dtype, partial(_sites, 32, False, False), "32 x 14 x 14 samples")
             yield _job(cull, maps, dtype, _sparse, "20% kept")
             yield _job(region_max, maps, dtype, _boxes, "4096 boxes")

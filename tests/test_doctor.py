@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_emulator import EmulatedDevice
 from fake_cuda import FakeCuda
 
 import gpu_lod as lod
@@ -683,6 +684,20 @@ def test_shaders_are_compared_when_asked_for(ctx: lod.Context, monkeypatch: pyte
     assert name not in checked(list(doctor_cuda.examine([device()], None, None)))
     assert checked(list(doctor_cuda.examine([device()], None, None, True)))[name].found == "alike"
     assert asked[1:] == [(name, cuda, cuda)]
+    monkeypatch.setattr(doctor_cuda, "_match", lambda *about: iter(()))
+    alone = checked(list(doctor_cuda.examine([], None, None, True)))
+    assert alone["kernels on cuda:0"].found == "alike" and name not in alone
+    assert asked[2:] == [("kernels on cuda:0", None, cuda)]
+    assert "kernels on cuda:0" not in checked(list(doctor_cuda.examine([device()], 0, None, True)))
+
+
+def test_kernels_where_there_is_no_opengl(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_shaders, "Context", None)
+    finding = only(doctor_shaders.compare("kernels", None, CPU, SOME_JOBS))
+    assert finding == Finding("kernels", "ok", "4 results of 1 verbs are torch's, but for rounding")
+    monkeypatch.setattr(emulated, "launch", lambda *about, **more: None)
+    finding = only(doctor_shaders.compare("kernels", None, CPU, SOME_JOBS))
+    assert finding.status == "fail" and finding.found.startswith("4 of 4 results are not torch's: hiz on cuda in 4 (")
 
 
 def test_every_verb_that_chooses_is_compared() -> None:
