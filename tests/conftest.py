@@ -7,11 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import as_hardware
 import at_once
 import hypothesis
 import pytest
 import reference_compiler
 import torch
+from compare import HARDWARE_WEIGHT_ERROR
 from cuda_emulator import EmulatedDevice
 from lost_gpu import pytest_runtest_logfinish as pytest_runtest_logfinish
 
@@ -32,8 +34,14 @@ if torch.version.cuda is None:
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--as-hardware", action="store_true", help="take llvmpipe for a GPU")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     at_once.pytest_configure(config)
+    if config.getoption("--as-hardware"):
+        as_hardware.pretend()
     os.environ["GPU_LOD_CACHE"] = "off"  # what was calibrated here is no matter of the tests
     if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
         # Threads of several processes that wait for each other on the same cores cost more than they save.
@@ -73,6 +81,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ctx() -> lod.Context:
     """The default context. No fallback: without OpenGL the parity tests fail, they do not skip."""
     return lod.Context()
+
+
+@pytest.fixture
+def llvmpipe(restored_limits: lod.Context) -> lod.Context:
+    """The default context, for what llvmpipe alone does, or is asked to do by the bit."""
+    if not restored_limits.renderer.startswith("llvmpipe"):
+        pytest.skip(f"llvmpipe's way, and this is {restored_limits.renderer}")
+    return restored_limits
+
+
+@pytest.fixture(scope="session")
+def sample_error(ctx: lod.Context) -> float:
+    """What a texture unit's weights may move a sample by, in units of the picture's range: across, down, and between
+    levels. Nothing on llvmpipe, whose weights are fp32."""
+    return 0.0 if ctx.renderer.startswith("llvmpipe") else 3 * HARDWARE_WEIGHT_ERROR
 
 
 @pytest.fixture(scope="session", autouse=True)

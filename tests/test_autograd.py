@@ -34,6 +34,8 @@ from gpu_lod.saved_tensors import watched
 BOUNDS = ("region_max", "region_min", "cull")
 """Verbs without gradients."""
 GRADIENTS = [(name, backend) for name, backend in CASES if name not in BOUNDS]
+SAMPLED = ("log_polar", "foveate", "gather_patches")
+"""Verbs whose texels a texture unit weighs."""
 SAMPLERS: dict[str, Callable[..., torch.Tensor]] = {
     "log_polar": lambda x, f, **how: lod.log_polar(x, f, 6, 10, **how),
     "log_polar of a pyramid": lambda x, f, **how: lod.log_polar(lod.mipmap(x), f, 6, 10, **how),
@@ -53,15 +55,18 @@ def gradients(name: str, backend: Any, inputs: tuple[torch.Tensor, ...], **how: 
 
 
 @pytest.mark.parametrize(("name", "backend"), LINEAR_CASES)
-def test_backward_is_the_adjoint(name: str, backend: Any) -> None:
+def test_backward_is_the_adjoint(name: str, backend: Any, sample_error: float) -> None:
     """<A x, y> = <x, A' y>, for y near A x: then both are sums of squares, of which a part in 10^5 is no small one."""
+    weighed = backend == "gl" and name.startswith(SAMPLED)
+    if weighed and sample_error and "anisotropic" in name:
+        pytest.skip("texture units have anisotropic filters of their own")
     xs = tuple(torch.randn_like(x).requires_grad_() for x in LINEAR[name].inputs())
     outputs = LINEAR[name].run(*xs, backend=backend)
     ys = [output.detach() + output.detach().std() * torch.randn_like(output) / 4 for output in outputs]
     back = torch.autograd.grad(outputs, xs, ys, allow_unused=True, materialize_grads=True)
     left = sum(float((output.detach().double() * y).sum()) for output, y in zip(outputs, ys, strict=True))
     right = sum(float((x.detach().double() * one).sum()) for x, one in zip(xs, back, strict=True))
-    assert left == pytest.approx(right, rel=1e-5)
+    assert left == pytest.approx(right, rel=1e-5 + sample_error * weighed)
 
 
 CHAINS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
@@ -195,7 +200,7 @@ def test_gradcheck_of_log_polars_fixation() -> None:
 
 
 @pytest.mark.parametrize(("name", "backend"), GRADIENTS)
-def test_gradients_of_gradients(name: str, backend: Any) -> None:
+def test_gradients_of_gradients(name: str, backend: Any, sample_error: float) -> None:
     """Asking for them changes no gradient, and the square of the energy's gradient has that of the torch backend."""
     xs = tuple(x.requires_grad_() for x in CALLS[name].inputs())
 
@@ -206,9 +211,10 @@ def test_gradients_of_gradients(name: str, backend: Any) -> None:
     for one, two in zip(gradients(name, backend, xs, create_graph=True), gradients(name, backend, xs), strict=True):
         assert torch.allclose(one, two, rtol=1e-4, atol=1e-5)
     found = twice(backend)
+    weighed = sample_error if backend == "gl" and name.startswith(SAMPLED) else 0.0
     assert any(bool(g.abs().sum() > 0) for g in found)
     for one, two in zip(found, twice("torch"), strict=True):
-        assert torch.allclose(one, two, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(one, two, rtol=1e-3 + 4 * weighed, atol=1e-4 + 4 * weighed)
 
 
 # -- what has no gradient, and what changes ----------------------------------------------------------------------------

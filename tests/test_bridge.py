@@ -197,7 +197,7 @@ def test_an_ordinary_tensor_is_copied_once_at_the_most(
     real = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *a, **k: calls.append(self.shape) or real(self, *a, **k))
     lod.mipmap(image, generator="compute")
-    assert calls == ([] if borrows else [torch.Size([1, 3, 64, 64])])
+    assert calls == ([] if borrows and ctx.host.borrows else [torch.Size([1, 3, 64, 64])])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)

@@ -440,7 +440,9 @@ def refused_shaders(ctx: lod.Context) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_auto_goes_on_where_a_driver_refuses_the_shader(name: str, cache: Path, ctx: lod.Context) -> None:
+def test_auto_goes_on_where_a_driver_refuses_the_shader(
+    name: str, cache: Path, ctx: lod.Context, sample_error: float
+) -> None:
     verb, arguments = CALLS[name]()
     expected = values(verb(*arguments, backend="torch"))
     fastest(dispatch.ways(asked(verb, *arguments).verb)[1], verb, *arguments)
@@ -457,7 +459,7 @@ def test_auto_goes_on_where_a_driver_refuses_the_shader(name: str, cache: Path, 
             verb(*arguments, backend="gl")
     calibration.reload()
     assert lod.explain(verb, *arguments).backend == "gl"
-    torch.testing.assert_close(values(verb(*arguments)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values(verb(*arguments)), expected, rtol=1e-4, atol=1e-4 + sample_error)
 
 
 def test_plans_and_graphs_go_on_too(cache: Path, ctx: lod.Context) -> None:

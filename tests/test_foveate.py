@@ -77,13 +77,13 @@ def test_parity(ctx: lod.Context, way: str, dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def rows_of_eight(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+def rows_of_eight(llvmpipe: lod.Context, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Whether some tiles were made eight neighbours at a time since it was asked last: by CPUs that take floats in
     pairs, which here all do."""
     used: list[str] = []
-    monkeypatch.setattr(ctx.programs, "pairs", True)
-    compute = ctx.programs.compute
-    monkeypatch.setattr(ctx.programs, "compute", lambda name, **how: used.append(name) or compute(name, **how))
+    monkeypatch.setattr(llvmpipe.programs, "pairs", True)
+    compute = llvmpipe.programs.compute
+    monkeypatch.setattr(llvmpipe.programs, "compute", lambda name, **how: used.append(name) or compute(name, **how))
 
     def were() -> bool:
         found = "foveate_rows.comp" in used
@@ -303,7 +303,8 @@ def test_low_storage_limit_splits(
     pyramid = lod.mipmap(noise(5, channels, 20, 32, dtype=dtype), backend="gl").upload()
     fixation = torch.rand(5, 2)
     whole = lod.foveate(pyramid, fixation, backend="gl")
-    monkeypatch.setattr(module, "_pixels", None)
+    if restored_limits.software:
+        monkeypatch.setattr(module, "_pixels", None)
     restored_limits.limits.storage_bytes = limit // 4 * dtype.itemsize + 512
     split = lod.foveate(pyramid, fixation, backend="gl")
     tolerance = {torch.uint8: 1, torch.float16: 1e-3}.get(dtype, 1e-5)
@@ -386,8 +387,9 @@ def test_anisotropy_keeps_detail_across_the_radius(backend: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("anisotropy", [1.5, 2.0, 4.0, 16.0])
+@pytest.mark.usefixtures("llvmpipe")
 def test_anisotropic_parity(photo: torch.Tensor, anisotropy: float, dtype: torch.dtype) -> None:
-    """On a software renderer, which takes the same samples; from both kinds of textures."""
+    """Which takes the same samples as torch; from both kinds of textures."""
     picture = torch.stack([photo[:, :203, :257], photo[:, 101:304, 55:312]])
     picture = picture if dtype == torch.uint8 else (picture.float() / 255).to(dtype)
     pyramids = lod.mipmap(picture), lod.mipmap(picture, generator="fragment")
@@ -425,6 +427,7 @@ def check_probes(pyramid: lod.Pyramid, fixation: torch.Tensor, anisotropy: float
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("llvmpipe")
 def test_anisotropic_parity_with_float64(dtype: torch.dtype) -> None:
     for shape in ((2, 3, 64, 96), (3, 1, 33, 21), (4, 57, 40), (1, 2, 1, 1), (1, 3, 1, 50), (2, 2, 130, 3)):
         pyramid = lod.mipmap(noise(*shape, dtype=dtype))
@@ -438,6 +441,7 @@ def test_anisotropic_parity_with_float64(dtype: torch.dtype) -> None:
             check_probes(pyramid, torch.rand(pyramid.batch, 2), anisotropy, **options)
 
 
+@pytest.mark.usefixtures("llvmpipe")
 def test_anisotropic_parity_at_corners_and_texel_centres() -> None:
     pyramid = lod.mipmap(noise(5, 3, 41, 61))
     points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.5, 0.5]])
@@ -445,6 +449,7 @@ def test_anisotropic_parity_at_corners_and_texel_centres() -> None:
         check_probes(pyramid, points, anisotropy, e0=0.02)
 
 
+@pytest.mark.usefixtures("llvmpipe")
 def test_anisotropic_parity_of_short_pyramids() -> None:
     for levels in (1, 2, 3):
         pyramid = lod.mipmap(noise(3, 48, 64), levels=levels)
@@ -519,9 +524,9 @@ def test_wrong_sources() -> None:
 
 
 def test_auto_takes_probes_by_their_times(
-    photo: torch.Tensor, unseeded: Path, ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+    photo: torch.Tensor, unseeded: Path, llvmpipe: lod.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a software renderer, where both backends take the same ones; each counts as a sample."""
+    """Where both backends take the same ones; each counts as a sample."""
     pyramid = lod.mipmap(photo).upload()
     asked_ = [asked(lod.foveate, pyramid, (0.5, 0.5), anisotropy=a) for a in (1.0, 2.5, 4.0)]
     assert [question.state for question in asked_] == ["", "anisotropic", "anisotropic"]
@@ -530,7 +535,7 @@ def test_auto_takes_probes_by_their_times(
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5), anisotropy=4).backend == "gl"
     found = lod.foveate(pyramid, (0.4, 0.3), anisotropy=4)
-    assert ctx.owns(found)
+    assert llvmpipe.owns(found)
     expected = lod.foveate(pyramid, (0.4, 0.3), anisotropy=4, backend="torch")
     assert float((found.float() - expected.float()).abs().max()) <= 1
     monkeypatch.setattr(Sharing, "software", False)
@@ -539,7 +544,9 @@ def test_auto_takes_probes_by_their_times(
     assert "in their own way" in chosen.reason or "not been measured" in chosen.reason
 
 
-def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: lod.Context, unseeded: Path) -> None:
+def test_auto_makes_a_texture_where_that_pays_at_once(
+    photo: torch.Tensor, ctx: lod.Context, unseeded: Path, sample_error: float
+) -> None:
     """Of a pyramid, and of an image, whose chain torch makes: as fast as chains are made."""
     image = photo.float() / 255
     for source in (photo, image):
@@ -554,7 +561,8 @@ def test_auto_makes_a_texture_where_that_pays_at_once(photo: torch.Tensor, ctx: 
         found = lod.foveate(source, (0.3, 0.6))
         assert ctx.owns(found)
         expected = lod.foveate(source, (0.3, 0.6), backend="torch")
-        assert float((found.float() - expected.float()).abs().max()) <= (1 if source is photo else 2e-5)
+        most = 1 + 255 * sample_error if source is photo else 2e-5 + sample_error
+        assert float((found.float() - expected.float()).abs().max()) <= most
     strip = noise(3, 4, 16_400)  # longer than textures are sure to be
     fastest("gl", lod.foveate, strip[..., :16_000], (0.5, 0.5))
     assert lod.explain(lod.foveate, strip[..., :16_000], (0.5, 0.5)).backend == "gl"

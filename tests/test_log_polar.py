@@ -186,23 +186,24 @@ def test_scaling_shifts_rings(way: str) -> None:
     assert (a[:, 2 * shift : rings - 1] - b[:, shift : rings - 1 - shift]).abs().max() < 0.01
 
 
-def test_gradient_in_the_image_is_the_adjoint() -> None:
+def test_gradient_in_the_image_is_the_adjoint(sample_error: float) -> None:
     for way in WAYS:
         image = noise(2, 3, 24, 30).requires_grad_()
         y = torch.randn(2, 3, 6, 10)
         forward = (sample(image, torch.rand(2, 2), 6, 10, way) * y).sum()
         (adjoint,) = torch.autograd.grad(forward, image)
-        assert abs(float(((image * adjoint).sum() - forward).detach())) < 1e-4, way
+        most = 1e-4 + sample_error * float(y.abs().sum())
+        assert abs(float(((image * adjoint).sum() - forward).detach())) < most, way
 
 
-def test_gradient_through_a_pyramid() -> None:
+def test_gradient_through_a_pyramid(sample_error: float) -> None:
     image = noise(3, 24, 30).requires_grad_()
     fixation = torch.tensor([0.4, 0.6])
     gradients = [
         torch.autograd.grad(sample(lod.mipmap(image), fixation, 6, 10, way).square().sum(), image)[0] for way in WAYS
     ]
-    assert torch.allclose(gradients[0], gradients[1], atol=1e-5)
-    assert torch.allclose(gradients[0], gradients[2], atol=1e-5)
+    for found in gradients[1:]:  # of squares
+        assert torch.allclose(found, gradients[0], atol=1e-5 + 2 * sample_error * float(gradients[0].abs().max()))
 
 
 def test_fixation_gradient_is_the_torch_backends() -> None:

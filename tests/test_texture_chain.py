@@ -54,7 +54,9 @@ def test_more_images_than_a_texture_has_layers(restored_limits: lod.Context, mos
         pyramid = lod.mipmap(image, generator="compute")
         with restored_limits as ctx, ctx.active():
             textures = TextureChain(image).textures(ctx)
-            assert all(isinstance(texture, Texels if most > 256 else Texture) for _, texture in textures)
+            assert all(
+                isinstance(texture, Texels if most > 256 and ctx.fetches else Texture) for _, texture in textures
+            )
             found = texels(ctx, textures, dtype)
             expected = texels(ctx, pyramid.textures(ctx), dtype)
             ctx.gl.Finish()

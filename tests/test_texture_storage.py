@@ -24,13 +24,6 @@ SAMPLERS: dict[str, Callable[[lod.Pyramid], torch.Tensor]] = {
 BOXES = torch.tensor([[0.1, 0.2, 0.5, 0.9], [0.0, 0.0, 1.0, 1.0], [0.33, 0.4, 0.34, 0.41], [0.7, 0.2, 0.7, 0.5]])
 
 
-@pytest.fixture
-def software(restored_limits: lod.Context) -> lod.Context:
-    if not restored_limits.software:
-        pytest.skip("a software renderer's way")
-    return restored_limits
-
-
 def kinds(ctx: lod.Context, pyramid: lod.Pyramid, **how: bool) -> set[type]:
     with ctx.active():
         return {type(texture) for _, texture in pyramid.textures(ctx, **how)}
@@ -38,80 +31,80 @@ def kinds(ctx: lod.Context, pyramid: lod.Pyramid, **how: bool) -> set[type]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_buffer_gives_what_an_array_gives(software: lod.Context, name: str, dtype: torch.dtype) -> None:
+def test_a_buffer_gives_what_an_array_gives(llvmpipe: lod.Context, name: str, dtype: torch.dtype) -> None:
     sample = SAMPLERS[name]
     for shape in ((1, 1, 33, 47), (2, 2, 64, 48), (3, 3, 45, 33), (1, 4, 16, 90), (3, 1, 77), (3, 50, 1)):
         levels = lod.mipmap(noise(*shape, dtype=dtype)).levels
-        software.limits.texels = 2**27
+        llvmpipe.limits.texels = 2**27
         buffer = lod.Pyramid(levels).upload()
-        assert kinds(software, buffer) == {Texels}
+        assert kinds(llvmpipe, buffer) == {Texels}
         found = sample(buffer)
-        software.limits.texels = 0
+        llvmpipe.limits.texels = 0
         array = lod.Pyramid(levels).upload()
-        assert kinds(software, array) == {Texture}
+        assert kinds(llvmpipe, array) == {Texture}
         expected = sample(array)
         tolerance = {torch.uint8: 1, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5}[dtype]
         assert float((found.float() - expected.float()).abs().max()) <= tolerance, shape
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_bfloat16_is_kept_in_two_bytes_and_read_exactly(software: lod.Context, name: str) -> None:
+def test_bfloat16_is_kept_in_two_bytes_and_read_exactly(llvmpipe: lod.Context, name: str) -> None:
     """Sampled in fp32 and rounded once: what fp32 texels of the same values give, rounded."""
     for shape in ((2, 3, 45, 34), (1, 4, 16, 90), (3, 50, 1)):
         levels = lod.mipmap(1e30 * (noise(*shape, dtype=torch.bfloat16) - 0.5)).levels  # beyond float16's range
         found, wide = lod.Pyramid(levels).upload(), lod.Pyramid([level.float() for level in levels]).upload()
-        with software.active():
-            (_, small), (_, large) = found.textures(software)[0], wide.textures(software)[0]
+        with llvmpipe.active():
+            (_, small), (_, large) = found.textures(llvmpipe)[0], wide.textures(llvmpipe)[0]
         assert 2 * small.key.nbytes == large.key.nbytes
         assert torch.equal(SAMPLERS[name](found), SAMPLERS[name](wide).bfloat16()), shape
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bounds_are_the_same_from_both(software: lod.Context, dtype: torch.dtype) -> None:
+def test_bounds_are_the_same_from_both(llvmpipe: lod.Context, dtype: torch.dtype) -> None:
     for shape in ((2, 3, 45, 33), (1, 1, 64, 64), (1, 1, 90)):
         levels = lod.hiz(noise(*shape, dtype=dtype)).levels
         expected = lod.region_max(lod.Pyramid(levels, "max"), BOXES, backend="torch")
         for most, kind in ((2**27, Texels), (0, Texture)):
-            software.limits.texels = most
+            llvmpipe.limits.texels = most
             hz = lod.Pyramid(levels, "max").upload()
-            assert kinds(software, hz) == {kind}
+            assert kinds(llvmpipe, hz) == {kind}
             assert torch.equal(lod.region_max(hz, BOXES, backend="gl"), expected), shape
 
 
-def test_who_needs_an_array_gets_one(software: lod.Context) -> None:
+def test_who_needs_an_array_gets_one(llvmpipe: lod.Context) -> None:
     """A texture unit's own filter; and what a generator drew is sampled as it is."""
     pyramid = lod.mipmap(noise(3, 20, 30)).upload()
-    assert kinds(software, pyramid) == {Texels}
-    assert kinds(software, pyramid, filtered=True) == {Texture}
-    assert kinds(software, pyramid) == {Texels}
-    assert kinds(software, lod.hiz(noise(1, 20, 30))) == {Texels}
-    assert kinds(software, lod.mipmap(noise(3, 20, 30), generator="driver")) == {Texture}
+    assert kinds(llvmpipe, pyramid) == {Texels}
+    assert kinds(llvmpipe, pyramid, filtered=True) == {Texture}
+    assert kinds(llvmpipe, pyramid) == {Texels}
+    assert kinds(llvmpipe, lod.hiz(noise(1, 20, 30))) == {Texels}
+    assert kinds(llvmpipe, lod.mipmap(noise(3, 20, 30), generator="driver")) == {Texture}
 
 
-def test_memory_comes_back(software: lod.Context) -> None:
+def test_memory_comes_back(llvmpipe: lod.Context) -> None:
     gc.collect()
-    with software.active():
-        software.trim()
-        before = software.textures.pool.leased
+    with llvmpipe.active():
+        llvmpipe.trim()
+        before = llvmpipe.textures.pool.leased
     pyramid = lod.mipmap(noise(3, 64, 64)).upload()
-    assert software.textures.pool.leased == before + 1
-    [(_, texels)] = pyramid.textures(software)
+    assert llvmpipe.textures.pool.leased == before + 1
+    [(_, texels)] = pyramid.textures(llvmpipe)
     name = texels.item.glo
     del pyramid, texels
-    with software.active():
-        assert (software.textures.pool.leased, software.textures.pool.idle) == (before, 1)
-        assert software.gl.IsTexture(name)
-        software.trim()
-        assert software.textures.pool.idle == 0
-        assert not software.gl.IsTexture(name)
+    with llvmpipe.active():
+        assert (llvmpipe.textures.pool.leased, llvmpipe.textures.pool.idle) == (before, 1)
+        assert llvmpipe.gl.IsTexture(name)
+        llvmpipe.trim()
+        assert llvmpipe.textures.pool.idle == 0
+        assert not llvmpipe.gl.IsTexture(name)
 
 
 @pytest.mark.parametrize("failing", ["BufferStorage", "TexBuffer"])
-def test_a_driver_without_memory(software: lod.Context, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_memory(llvmpipe: lod.Context, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A named error, nothing left behind, and the context works on."""
     pyramid = lod.mipmap(noise(3, 64, 64))
     made: list[int] = []
-    generate, delete = software.gl.gen, software.gl.delete
+    generate, delete = llvmpipe.gl.gen, llvmpipe.gl.delete
 
     def generated(kind: str) -> int:
         made.append(1)
@@ -121,20 +114,20 @@ def test_a_driver_without_memory(software: lod.Context, failing: str, monkeypatc
         made.extend(-1 for name in names if name)
         delete(kind, *names)
 
-    monkeypatch.setattr(software.gl, "gen", generated)
-    monkeypatch.setattr(software.gl, "delete", deleted)
+    monkeypatch.setattr(llvmpipe.gl, "gen", generated)
+    monkeypatch.setattr(llvmpipe.gl, "delete", deleted)
     with monkeypatch.context() as broken:
-        command = getattr(software.gl, failing)
+        command = getattr(llvmpipe.gl, failing)
 
         def refused(*arguments: Any) -> None:
             command(0xFFFF, *arguments[1:])  # an error of the driver's, whatever it is
 
-        broken.setattr(software.gl, failing, refused)
-        broken.setattr(software.gl, "check", lambda where: _out_of_memory() if software.gl.GetError() else None)
-        with software.active(), pytest.raises(OutOfMemoryError):
-            software.trim()
+        broken.setattr(llvmpipe.gl, failing, refused)
+        broken.setattr(llvmpipe.gl, "check", lambda where: _out_of_memory() if llvmpipe.gl.GetError() else None)
+        with llvmpipe.active(), pytest.raises(OutOfMemoryError):
+            llvmpipe.trim()
             made.clear()
-            pyramid.textures(software)
+            pyramid.textures(llvmpipe)
         assert sum(made) == 0 and made
     assert torch.isfinite(lod.foveate(pyramid.upload(), (0.5, 0.5), backend="gl")).all()
 

@@ -48,7 +48,7 @@ def test_strips_of_several_channels_a_layer_each(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("buffered", [False, True])
 def test_tensors_in_any_layout(
-    monkeypatch: pytest.MonkeyPatch, restored_limits: lod.Context, *, buffered: bool
+    monkeypatch: pytest.MonkeyPatch, restored_limits: lod.Context, sample_error: float, *, buffered: bool
 ) -> None:
     monkeypatch.setattr(uploads, "STAGING_BYTES", 500)
     if not buffered:
@@ -56,7 +56,7 @@ def test_tensors_in_any_layout(
     image = noise(2, 40, 30, 3).permute(0, 3, 1, 2)  # channels last
     levels = [image, *lod.mipmap(image).levels[1:]]
     found = lod.foveate(lod.Pyramid(tuple(levels)), (0.4, 0.6), backend="gl")
-    assert torch.allclose(found, lod.foveate(image, (0.4, 0.6), backend="torch"), atol=1e-5)
+    assert torch.allclose(found, lod.foveate(image, (0.4, 0.6), backend="torch"), atol=1e-5 + sample_error)
 
 
 @pytest.mark.parametrize("buffered", [False, True])
@@ -105,14 +105,16 @@ def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torc
         made.clear()
         out = run[verb]().nbytes
     assert sum(made) > sum(4 * dtype.itemsize * h * w for h, w in level_sizes(1024, 1024))  # the texture was counted
-    assert sum(made) - out <= 2 * out + 1.8 * source
+    # Hardware has a copy of every level, rounded up to a size class.
+    assert sum(made) - out <= 2 * out + (1.8 if ctx.software else 1.25 + 1.8) * source
 
 
 @pytest.mark.parametrize("shape", [(3, 1024, 1024), (2, 3, 901, 1333), (1, 640, 640), (3, 1080, 1920)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("verb", ["log_polar", "log_polar drawn", "foveate", "gather_patches", "inverse_log_polar"])
 def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The texture of an RGB image, with a fourth channel and all levels, is 1.78 images: the chain is nowhere else."""
+    """The texture of an RGB image, with a fourth channel and all levels, is 1.78 images: the chain is nowhere else, but
+    on hardware, which has a pyramid of the image."""
     image = noise(*shape, dtype=dtype)
     run: dict[str, Callable[[], torch.Tensor]] = {
         "log_polar": lambda: lod.log_polar(image, (0.4, 0.6), 128, 256, generator="compute"),
@@ -127,4 +129,5 @@ def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.d
         out = run[verb]().nbytes
     # inverse_log_polar reads the image where it is, unless rows must become longer.
     assert sum(made) >= out if verb == "inverse_log_polar" else sum(made) > out
-    assert sum(made) - out <= 2 * out + 1.8 * image.nbytes
+    pyramid = 0.0 if ctx.software else 1.25 * 4 / 3 * image.nbytes + 2**16  # rounded up to a size class; tables
+    assert sum(made) - out <= 2 * out + 1.8 * image.nbytes + pyramid

@@ -48,22 +48,19 @@ def test_around_a_tensor_in_its_pages(begin: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 2**16, 3 * 2**16, 2**20])
-def test_buffers_are_of_one_kind(ctx: lod.Context, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ctx.software:
-        pytest.skip("no software renderer")
-    made, make = [], ctx.gl.BufferStorage
-    monkeypatch.setattr(ctx.gl, "BufferStorage", lambda *given: made.append(given[1]) or make(*given))
-    with ctx.active():
-        for pool in (ctx.private, ctx.host):
+def test_buffers_are_of_one_kind(llvmpipe: lod.Context, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], llvmpipe.gl.BufferStorage
+    monkeypatch.setattr(llvmpipe.gl, "BufferStorage", lambda *given: made.append(given[1]) or make(*given))
+    with llvmpipe.active():
+        for pool in (llvmpipe.private, llvmpipe.host):
             pool.trim()
             pool.lease(nbytes)
     assert len(made) == 2 and {kind(size) for size in made} == {(False, False)}
 
 
-def test_a_shader_is_compiled_once(ctx: lod.Context, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("llvmpipe")
+def test_a_shader_is_compiled_once(tmp_path: Path) -> None:
     """Whatever the size of what it reads: Mesa keeps what it compiled, a file each."""
-    if "llvmpipe" not in ctx.renderer:
-        pytest.skip("llvmpipe's")
 
     def kept(shapes: list[Any]) -> int:
         folder = tmp_path / str(len(shapes))
