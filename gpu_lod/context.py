@@ -218,7 +218,9 @@ class Context(Sharing):
                 raise GLUnavailableError(f"EGL device {device.index} made a context but did not make it current.")
             try:
                 mgl = moderngl.create_context(context=window, standalone=True, require=_REQUIRED)
-                return cls._wrap(mgl, own, window.load_opengl_function, device)
+                made = cls._wrap(mgl, own, window.load_opengl_function, device)
+                made.gl.Disable(G.DITHER)  # which is on from the start, and may take a count for its neighbour
+                return made
             except BaseException:
                 egl.switch(own, egl.NO_CONTEXT)
                 window.release()

@@ -21,6 +21,7 @@ _CAPABILITIES = (
     G.RASTERIZER_DISCARD,
     G.FRAMEBUFFER_SRGB,
     G.COLOR_LOGIC_OP,
+    G.DITHER,
     G.SAMPLE_ALPHA_TO_COVERAGE,
     G.SAMPLE_COVERAGE,
     G.SAMPLE_MASK,
@@ -77,6 +78,7 @@ def _preserved_fixed(gl: GL) -> Iterator[None]:
     """What compatibility profiles do to fragments beside the shader, and to a texture's level of detail."""
     enabled = [capability for capability in _FIXED if gl.IsEnabled(capability)]
     active, biases = gl.integer(G.ACTIVE_TEXTURE), []
+    clamped = gl.integer(G.CLAMP_FRAGMENT_COLOR)
     bias = ctypes.c_float()
     for unit in range(TEXTURE_UNITS):
         gl.ActiveTexture(G.TEXTURE0 + unit)
@@ -93,6 +95,7 @@ def _preserved_fixed(gl: GL) -> Iterator[None]:
             gl.Disable(capability)
         for unit, _ in biases:
             put(unit, 0.0)
+        gl.ClampColor(G.CLAMP_FRAGMENT_COLOR, 0)
         gl.ActiveTexture(active)
         yield
     finally:
@@ -101,6 +104,7 @@ def _preserved_fixed(gl: GL) -> Iterator[None]:
         for unit, value in biases:
             put(unit, value)
         gl.ActiveTexture(active)
+        gl.ClampColor(G.CLAMP_FRAGMENT_COLOR, clamped)
 
 
 @contextmanager

@@ -430,7 +430,8 @@ def _fragment(ctx: Context, texture: Any, target: Planes, common: dict[str, Any]
         )
     bands = _BANDS * (2 if target.dtype == torch.bfloat16 else 1)
     most = min(-(-target.height // bands), ctx.limits.texture_size)
-    program = ctx.programs.render("log_polar.frag", **common)
+    rounding = {"ROUND_TO_HALVES": target.dtype == torch.float16, "ROUND_TO_COUNTS": target.dtype == torch.uint8}
+    program = ctx.programs.render("log_polar.frag", **common, **rounding)
     for first, count in layer_groups(ctx, key.layers):
         canvas = ctx.textures.lease(
             (target.width, most), layers=count, levels=1, dtype=target.dtype, channels=key.channels

@@ -117,7 +117,8 @@ class Plan:
             return False
         self._call(homes)  # programs and tables that only these inputs need
         with ctx.active(self._device):
-            found = recording.Recording(homes, ctx.bridge.coherent)
+            # What hardware makes is there once it was waited for.
+            found = recording.Recording(homes, ctx.bridge.coherent and ctx.software)
             try:
                 with found.running(ctx.gl):
                     results = self._call(homes)

@@ -34,8 +34,9 @@ class Recording:
     """The tape of one run.
 
     Args:
-        coherent: torch may read what verbs made meanwhile. On CUDA it is OpenGL's till the end: there the run ends at
-            the first thing that cannot be repeated, for what torch would read is undefined, be it indices.
+        coherent: torch may read what verbs made meanwhile. On hardware it may not be there yet, and on CUDA it is
+            OpenGL's till the end: there the run ends at the first thing that cannot be repeated, for what torch would
+            read is undefined, be it indices.
         inputs: tensors that another run may find with other values. What is uploaded straight from their memory is
             uploaded again. Anything else that rests on them, in torch or in Python, cannot be repeated; what rests on
             none of them stays as it is.

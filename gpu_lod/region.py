@@ -30,7 +30,7 @@ def region_max(hz: Pyramid, boxes: torch.Tensor, backend: Backend = "auto") -> t
         n, in fp32. It is read at the finest level where the canonical ancestors min(j >> l, n_l - 1) of those texels
         span at most two a side, so the bound may come from texels beside the box: never below the true maximum, exact
         for small boxes. A box that touches no texel gives the identity (-inf; 0 for uint8). NaN among the texels read
-        gives NaN.
+        gives NaN. Hardware may take subnormal numbers for zero.
 
     Args:
         hz: from `hiz(relevance)`: reduce "max", all levels down to 1 x 1.

@@ -157,7 +157,8 @@ class Sharing(Turns):
 
     @contextmanager
     def active(self, device: torch.device | None = None) -> Iterator[Self]:
-        """What every verb runs in: the lock, the context current, and on exit GL's work visible to torch.
+        """What every verb runs in: the lock, the context current, and on exit GL's work visible to torch. (On CUDA only
+        once the outermost block ends: until then what verbs made is OpenGL's.)
 
         Args:
             device: where the verb's tensors are; None is the CPU.
@@ -205,6 +206,9 @@ class Sharing(Turns):
         bridge = outer if device is None else self._bridge_for(device)
         if bridge is outer:
             yield self
+            if bridge.coherent and recording.current() is None:  # torch may read it before the outer block ends
+                self.gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
+                self.gl.Finish()
             return
         recording.decides("it works on CPU and on CUDA tensors")
         begun = bridge in self._outer_bridges

@@ -25,7 +25,7 @@ vec4 foveated(int layer, vec2 fixation, ivec2 at) {
     vec2 away = away_from(fixation, place);
     float level = level_at(away);
 #ifdef ANISOTROPIC
-    float e = length(away), side = exp2(level);
+    float e = length(away), side = exp2(min(level, 64.0));  // no infinity, of which a direction along an axis would make NaN
 #ifdef PROBES
     vec2 step_ = e > 0.0 ? away / e * side * u_pixel : vec2(0.0);
     float probes = ceil(u_anisotropy);

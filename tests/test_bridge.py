@@ -372,6 +372,19 @@ def test_every_verb_ends_with_the_gpu_idle(ctx: lod.Context, monkeypatch: pytest
         assert "BindBufferRange" in calls, name
 
 
+def test_a_verb_is_waited_for_inside_a_block_of_the_context_too(
+    ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever opens one may read results with torch before it ends."""
+    waited: list[int] = []
+    finish = ctx.gl.Finish
+    monkeypatch.setattr(ctx.gl, "Finish", lambda: waited.append(1) or finish())
+    with ctx.active():
+        for count in (1, 2):
+            lod.mipmap(noise(3, 24, 30), generator="compute")
+            assert len(waited) == count
+
+
 def test_addresses_of_deleted_buffers_are_forgotten(ctx: lod.Context) -> None:
     """The next malloc may hand such an address to an ordinary tensor."""
     kept = ctx.empty(7)

@@ -14,6 +14,7 @@ from oracle import log_polar as oracle
 from times import fastest
 
 import gpu_lod as lod
+from gpu_lod import shaders
 from gpu_lod.bilinear import bilinear, converted
 from gpu_lod.errors import GpuLodError, InputError, LimitError, UnsupportedError
 from gpu_lod.log_polar import reference, ring_rule
@@ -184,6 +185,24 @@ def test_scaling_shifts_rings(way: str) -> None:
     a = sample(large, (0.5, 0.5), rings, 32, way, r_min=r_min, r_max=r_max)
     b = sample(small, (0.5, 0.5), rings, 32, way, r_min=r_min, r_max=r_max)
     assert (a[:, 2 * shift : rings - 1] - b[:, shift : rings - 1 - shift]).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8], ids=str)
+def test_colours_are_rounded_before_hardware_truncates_them(
+    ctx: lod.Context, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some does on its way to canvases of 16 bits a value and of 8: here in the shader."""
+    read = shaders._read
+
+    def truncating(name: str, stack: tuple[str, ...]) -> str:
+        cut = "f_texel = uintBitsToFloat(floatBitsToUint(texel) & 0xffffe000u);"
+        return read(name, stack).replace("f_texel = texel;", cut)
+
+    monkeypatch.setattr(shaders, "_read", truncating)
+    monkeypatch.setattr(ctx.programs, "_cache", {})
+    pyramid = lod.mipmap(noise(3, 60, 80, dtype=dtype))
+    found, expected = (sample(pyramid, (0.4, 0.6), 48, 64, way) for way in ("fragment", "compute"))
+    assert torch.equal(found, expected)
 
 
 def test_gradient_in_the_image_is_the_adjoint(sample_error: float) -> None:

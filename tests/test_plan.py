@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 import gpu_lod as lod
 from gpu_lod.copies import put
 from gpu_lod.errors import BufferMovedError, ContextClosedError, InputError, PyramidChangedError, UnsupportedError
+from gpu_lod.sharing import Sharing
 from gpu_lod.transfer import new_planes
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
@@ -243,6 +244,22 @@ def is_run_again(function: Callable[..., torch.Tensor], why: str) -> None:
     for _ in range(2):
         image = noise(1, 1, 12, 9)
         assert torch.equal(planned(image), function(image))
+
+
+def test_a_recording_ends_where_torch_would_read_what_hardware_has_yet_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[float] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        level = lod.mipmap(x, generator="compute")[1]
+        read.append(float(level.sum()))
+        return level
+
+    monkeypatch.setattr(Sharing, "software", False)
+    image = noise(1, 8, 8)
+    planned = lod.plan(function, image)
+    assert not planned.replays and "aten.sum" in planned.reason
+    assert len(read) == 2, "those before it was recorded"
+    assert torch.equal(planned(image), lod.mipmap(image, generator="compute")[1])
 
 
 def test_what_torch_writes_after_shaders_fetch_it(llvmpipe: lod.Context) -> None:
