@@ -18,6 +18,7 @@ import gpu_lod as lod
 from gpu_lod.errors import LimitError
 from gpu_lod.kernels import chain as chains
 from gpu_lod.kernels import sources
+from gpu_lod.kernels.device import DEFAULT_STREAMS
 from gpu_lod.mipmap import reference
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the emulator")
@@ -115,13 +116,14 @@ def test_even_sides(emulated: EmulatedDevice, reduce: str, dtype: torch.dtype) -
     assert agree(same)
 
 
-def test_counters_are_zero_again(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", DEFAULT_STREAMS)
+def test_counters_are_zero_again(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, stream: int) -> None:
     """The default stream has some that stay, and a graph its own for good; other streams bring theirs."""
     monkeypatch.setattr(chains, "_counters", {})
     image = noise(3, 2, 150, 70)
     check(image, "mean")
     assert not chains._counters
-    emulated.stream_now = 0
+    emulated.stream_now = stream
     for _ in range(3):
         check(image, "mean")
         check(noise(1, 200, 300), "max")

@@ -35,6 +35,11 @@ KEY = TextureKey(20, 30, 3, 4, "float16", 3)
 _ATTRIBUTES = {"CAPABILITY_MAJOR": 9, "CAPABILITY_MINOR": 0, "LAYERS": 2048, "SURFACE2D_LAYERED_WIDTH": 30000}
 
 
+SEEN_BY_CAPTURES = (
+    "cuMipmappedArrayCreate", "cuSurfObjectCreate", "cuTexObjectCreate", "cuModuleLoadData", "cuEventSynchronize",
+)  # fmt: skip
+
+
 class StandIn:
     """`cuda.bindings.driver` without a driver. Every call is first taken by the real function, which finds wrong
     arguments; then it is written down and answered.
@@ -108,7 +113,7 @@ class StandIn:
         }.get(name)  # fmt: skip
         if kind is None:
             return ()
-        if name in ("cuMipmappedArrayCreate", "cuSurfObjectCreate", "cuTexObjectCreate", "cuModuleLoadData"):
+        if name in SEEN_BY_CAPTURES:
             assert self.mode != "global", f"{name} would spoil a capture on another thread"
         handle = next(self._handles)
         if name in ("cuMipmappedArrayCreate", "cuSurfObjectCreate", "cuTexObjectCreate"):
@@ -148,6 +153,15 @@ def test_what_the_device_is(cu: StandIn) -> None:
     assert gpu.stream() == 0x55 and not gpu.capturing()
     cu.capturing = 1
     assert gpu.capturing()
+
+
+def test_the_default_stream_is_torchs(cu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cuda-bindings takes 0 for."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+    assert CudaDevice(0).stream() == 0
+    for value in ("1", "0"):  # bindings before 13.2.1 take any value for yes
+        monkeypatch.setenv("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", value)
+        assert CudaDevice(0).stream() == 1, "the legacy stream by name"
 
 
 def test_a_launch(cu: StandIn) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_lod.errors import LimitError
-from gpu_lod.kernels.device import MOST_BLOCKS, THREADS, Device
+from gpu_lod.kernels.device import DEFAULT_STREAMS, MOST_BLOCKS, THREADS, Device
 from gpu_lod.kernels.sources import Kernel, reduction
 
 ALIGNMENT = 256
@@ -192,7 +192,7 @@ _lock = threading.Lock()
 def _zeros(device: Device, count: int) -> int:
     """The address of counters for a launch, or 0 where there are none that nobody else counts with."""
     captured = device.capturing()
-    if not captured and (device.stream() != 0 or count > COUNTERS):
+    if not captured and (device.stream() not in DEFAULT_STREAMS or count > COUNTERS):
         return 0
     with _lock:
         known = _counters.get(device)

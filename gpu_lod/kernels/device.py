@@ -28,6 +28,8 @@ MOST_ROWS = 65535
 """Of blocks of a grid along y, and along z."""
 MOST_BLOCKS = 2**31 - 1
 """Along x."""
+DEFAULT_STREAMS = 0, 1
+"""What torch calls its default stream, and CU_STREAM_LEGACY, which is the same one."""
 KIND = "cuda"
 """Type of the torch devices whose tensors kernels take."""
 
@@ -106,7 +108,7 @@ class Device(Protocol):
         """True while the current stream is captured into a CUDA graph."""
 
     def stream(self) -> int:
-        """torch's current stream."""
+        """torch's current stream; its default one is one of DEFAULT_STREAMS."""
 
     def launch(self, kernel: Kernel, grid: Grid, threads: int, parameters: ctypes.Structure) -> None:
         """Queue a kernel; compile it first if need be."""

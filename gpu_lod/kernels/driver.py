@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -26,12 +27,12 @@ from gpu_lod.errors import (
     OutOfMemoryError,
 )
 from gpu_lod.kernels import compiler
-from gpu_lod.kernels.device import Grid, TextureKey
+from gpu_lod.kernels.device import DEFAULT_STREAMS, Grid, TextureKey
 from gpu_lod.kernels.sources import Kernel
 
 WARM_UP = (
-    "Call the verb once with the same arguments before the capture, at fixations or sites that are CUDA tensors; with "
-    "anisotropy, sample a pyramid that pyramid.upload(backend='cuda') made a texture."
+    "Call the verb once with the same arguments before the capture (or others as aligned in memory), at fixations or "
+    "sites that are CUDA tensors; with anisotropy, sample a pyramid that pyramid.upload(backend='cuda') made a texture."
 )
 _REMEDIES: dict[type[GpuLodError], str] = {
     OutOfMemoryError: "Use a smaller image or batch, or drop pyramids and results that are no longer needed.",
@@ -82,6 +83,8 @@ class CudaDevice:
             ) from None
         self.torch_device = torch.device("cuda", ordinal)
         self._ordinal = ordinal
+        # torch's is the legacy one; cuda-bindings may be told to take 0 for each thread's own.
+        self._default_stream = DEFAULT_STREAMS["CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM" in os.environ]
         self._cu = driver
         self._events: Returns[Any] = Returns()
         self._functions: dict[Kernel, Any] = {}
@@ -116,8 +119,8 @@ class CudaDevice:
 
     def stream(self) -> int:
         if _raw_stream is not None:
-            return int(_raw_stream(self._ordinal))
-        return int(torch.cuda.current_stream(self._ordinal).cuda_stream)
+            return int(_raw_stream(self._ordinal)) or self._default_stream
+        return int(torch.cuda.current_stream(self._ordinal).cuda_stream) or self._default_stream
 
     def record(self) -> Event:
         with self._active():
@@ -144,7 +147,7 @@ class CudaDevice:
             self._call("cuStreamWaitEvent", self._cu.cuStreamWaitEvent(self.stream(), event.handle, 0))
 
     def finish(self, event: Event) -> None:
-        with self._active():
+        with self._active(), self._unseen_by_captures():
             self._call("cuEventSynchronize", self._cu.cuEventSynchronize(event.handle))
 
     def release_cache(self) -> None:

@@ -311,7 +311,7 @@ struct alignas(4 * RUN) Values { Value at[RUN]; };
 
 // What makes of a row of texels the values of a run: `by` are the words that it begins in and the next ones, and `shift`
 // the bits before it.
-#if defined(UINT8) && defined(REDUCE_MEAN)
+#if defined(UINT8) && defined(REDUCE_MEAN) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 610)  // __dp2a
 // Sums of counts by whole weights, which are exact: no count is made a float. They are shares of `whole`.
 #define WIDEST 32768  // sums stay below 2^23
 template <bool ODD> struct Across {
