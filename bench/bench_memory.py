@@ -323,7 +323,8 @@ def tables(path: Path) -> str:
     return "\n\n".join(
         [
             f"### {data['device']}, {data['date']}",
-            f"The result, and the peak beside the picture, in pictures of {_name(calls[0])}; and the largest "
+            f"The result, and the peak beside the picture, in pictures of {_name(calls[0])} (of "
+            "`cortical_sites`, which takes none, in fixations of 8 bytes); and the largest "
             f"share of the bound among {sizes} ([file](../bench/results/memory/{path.name}), torch "
             f"{data['versions']['torch']}).",
             _table(lines),

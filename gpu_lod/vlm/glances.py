@@ -156,7 +156,7 @@ class Glances(nn.Module):
         patch: P, where numbers are given.
 
     Raises:
-        InputError: allocators of different patches, or that blend; a threshold that is no number.
+        InputError: allocators of different patches; a threshold that is no number; in a call, allocators that blend.
     """
 
     __call__: Callable[..., Glanced]
