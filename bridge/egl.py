@@ -16,7 +16,7 @@ import functools
 import os
 import re
 from ctypes import c_char_p, c_int, c_ssize_t, c_ubyte, c_uint, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_lod.errors import GLUnavailableError
@@ -111,30 +111,31 @@ def _egl() -> _EGL:
 
 
 _glx_cache: _GLX | None = None
-_glx_loads = -1
-_libc = ctypes.CDLL(None)
-_DlCallback = ctypes.CFUNCTYPE(c_int, c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ulonglong))
-
-
-@_DlCallback
-def _read_loads(info: int, size: int, result: Any) -> int:
-    result[0] = ctypes.c_ulonglong.from_address(info + 32).value  # dl_phdr_info.dlpi_adds
-    return 1
+_glx_looked: set[int] = set()
+_walk = _typed(ctypes.CDLL(None).dl_iterate_phdr, c_int, c_void_p, c_void_p)
+_hash = c_void_p.from_address(_typed(ctypes.pythonapi.PyHash_GetFuncDef, c_void_p)()).value
 
 
 def _library_loads() -> int:
-    """How many libraries this process has loaded so far: a microsecond, where looking one up takes eighty."""
-    count = ctypes.c_ulonglong(0)
-    _libc.dl_iterate_phdr(_read_loads, ctypes.byref(count))
-    return count.value
+    """Another number whenever this process has loaded one more library, and on each thread: half a microsecond, where
+    looking one up takes eighty.
+
+    It is a hash of what the loader says of the program itself, which has the count in it (dl_phdr_info.dlpi_adds), by
+    the function that Python hashes bytes with. The loader holds its lock while it says that: a callback in Python
+    would wait for the interpreter's, which an import on another thread holds while it waits for the loader's.
+    """
+    number: int = _walk(_hash, None)
+    return number
 
 
 def _glx() -> _GLX | None:
-    global _glx_cache, _glx_loads
+    global _glx_cache
     if _glx_cache is None:
         loads = _library_loads()
-        if loads != _glx_loads:
-            _glx_loads = loads
+        if loads not in _glx_looked:
+            if len(_glx_looked) > 1000:
+                _glx_looked.clear()
+            _glx_looked.add(loads)
             for name in ("libGLX.so.0", "libGL.so.1"):
                 try:
                     # RTLD_NOLOAD: only if somebody loaded it already; nobody else can have a GLX context.
@@ -230,6 +231,8 @@ class Current:
     """(display, draw surface, read surface, context)"""
     glx: tuple[int | None, int, int, int | None] | None = None
     """(display, draw drawable, read drawable, context)"""
+    api: int | None = field(default=None, compare=False)
+    """What eglBindAPI said on the thread; None says nothing."""
 
     @property
     def exists(self) -> bool:
@@ -250,18 +253,20 @@ def current() -> Current:
         egl = _egl()
     except GLUnavailableError:
         egl = None
+    api = None
     if egl is not None:
+        api = egl.query_api()
         context = egl.current_context()
         if context:
             surfaces = egl.current_surface(_DRAW), egl.current_surface(_READ)
-            return Current(egl=(egl.current_display(), *surfaces, context))
+            return Current(egl=(egl.current_display(), *surfaces, context), api=api)
     glx = _glx()
     if glx is not None:
         context = glx.current_context()
         if context:
             drawables = glx.current_drawable(), glx.current_read()
-            return Current(glx=(glx.current_display(), *drawables, context))
-    return NO_CONTEXT
+            return Current(glx=(glx.current_display(), *drawables, context), api=api)
+    return Current(api=api)
 
 
 def switch(old: Current, new: Current) -> None:
@@ -296,6 +301,8 @@ def switch(old: Current, new: Current) -> None:
                 "glXMakeContextCurrent failed: the context is current on another thread, or its window was closed. "
                 "Release it there, or make a new one."
             )
+    if new.api is not None and _egl().query_api() != new.api:
+        _egl().bind_api(new.api)  # or the next context that somebody makes is of another kind
 
 
 def release_current() -> Current:

@@ -284,12 +284,20 @@ class InteropBridge:
             for buffer in buffers:
                 self._poison(buffer, f"its GL buffer could not be mapped again: {error}")
             raise
-        moved = [buffer for buffer in buffers if self._locate(buffer)]
+        moved, lost = 0, None
+        for buffer in buffers:
+            try:
+                if self._locate(buffer):
+                    self._poison(buffer, "its GL buffer came back at another address")
+                    moved += 1
+            except BaseException as error:
+                self._poison(buffer, f"where its GL buffer came back cannot be told: {error}")
+                lost = lost or error
+        if lost is not None:
+            raise lost
         if moved:
-            for buffer in moved:
-                self._poison(buffer, "its GL buffer came back at another address")
             raise BufferMovedError(
-                f"{len(moved)} GL buffers came back at another CUDA address, so the tensors over them are no longer "
+                f"{moved} GL buffers came back at another CUDA address, so the tensors over them are no longer "
                 "valid and raise from now on. Make them again; pass ordinary CUDA tensors instead of Context.empty() "
                 "ones if it happens again."
             )

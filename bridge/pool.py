@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from gpu_lod.errors import BufferMovedError
@@ -55,7 +56,7 @@ def hold(thing: Any) -> None:
         held.append(thing)
 
 
-class _Way(weakref.ref["Loan[T]"]):
+class _Way(weakref.ref["np.ndarray[Any, Any]"], Generic[T]):
     """Outlives a loan and carries its object to the queue."""
 
     __slots__ = ("item",)
@@ -77,7 +78,7 @@ class Returns(Generic[T]):
 
     def expect(self, loan: Loan[T]) -> None:
         """Queue the loan's object when the loan dies."""
-        way = _Way(loan, self._dead.append)
+        way = _Way(loan._alive, self._dead.append)
         way.item = loan.item
         self._ways[id(way)] = way
 
@@ -102,10 +103,13 @@ class Returns(Generic[T]):
 class Loan(Generic[T]):
     """Holds one object; dropping the last reference gives it back."""
 
-    __slots__ = ("__weakref__", "item")
+    __slots__ = ("__weakref__", "_alive", "item")
 
     def __init__(self, item: T, returned: Returns[T]) -> None:
         self.item = item
+        # The garbage collector lets weak references to what it found call back before the finalizers of that, which may
+        # still use a loan, or bring it back. Arrays it does not look for.
+        self._alive = np.empty(0, np.uint8)
         returned.expect(self)
 
 
@@ -204,4 +208,6 @@ def storage_start(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError as error:
+        if EXPIRED not in str(error):
+            raise
         raise BufferMovedError(str(error)) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import moderngl
@@ -41,12 +43,21 @@ class Program:
 
     def _put(self, name: str, value: Any) -> None:
         if name not in self._held or self._held[name] != value:  # writing it takes ten times as long
-            self._held.pop(name, None)  # whatever comes in between
+            self._held[name] = value  # first: what comes in between puts it back; after an error `forget` is called
             self._uniforms[name].value = value
-            self._held[name] = value
 
     def forget(self) -> None:
         self._held.clear()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Uniforms that were set, or are about to be, have their values again afterwards."""
+        before = dict(self._held)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self._put(name, value)
 
     def dispatch(self, invocations: int) -> None:
         """Run at least so many invocations, over as many rows of workgroups as the limit of a dimension asks for."""
@@ -124,6 +135,14 @@ class Programs:
         if not self._vertex_array:
             self._vertex_array = self._gl.gen("VertexArrays")
         return self._vertex_array
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Uniforms of all programs have their values again afterwards."""
+        with ExitStack() as stack:
+            for program in self._cache.values():
+                stack.enter_context(program.kept())
+            yield
 
     def forget(self) -> None:
         """That uniforms have the values they were given: after an error it is open which of them the driver took."""

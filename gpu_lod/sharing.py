@@ -204,11 +204,20 @@ class Sharing(Turns):
     def _inside(self, device: torch.device | None) -> Iterator[Self]:
         outer = self.bridge
         bridge = outer if device is None else self._bridge_for(device)
-        if bridge is outer:
-            yield self
-            if bridge.coherent and recording.current() is None:  # torch may read it before the outer block ends
+        if recording.current() is not None:
+            yield from self._within(bridge)
+            return
+        # A finalizer may call a verb amid another one, between what it binds and what it dispatches.
+        with preserved(self.gl), self.programs.kept():
+            yield from self._within(bridge)
+            if bridge.coherent:  # torch may read it before the outer block ends
                 self.gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
                 self.gl.Finish()
+
+    def _within(self, bridge: Bridge) -> Iterator[Self]:
+        outer = self.bridge
+        if bridge is outer:
+            yield self
             return
         recording.decides("it works on CPU and on CUDA tensors")
         begun = bridge in self._outer_bridges
@@ -346,7 +355,7 @@ class Sharing(Turns):
         pools: list[Pool[Any]] = [self.host.pool, self.private.pool, self.textures.pool]
         if self.interop is not None:
             pools.append(self.interop.pool)
-        return sum(pool.leased for pool in pools)
+        return sum(pool.leased for pool in pools) + self.textures.given
 
 
 def torch_device(device: torch.device | str) -> torch.device:

@@ -8,6 +8,7 @@ the one it meets.
 from __future__ import annotations
 
 import _signal  # signal's own functions, without making enumerations of what they return: a quarter of the time
+import ctypes
 import os
 import signal
 import threading
@@ -18,9 +19,14 @@ _SIGNALS = tuple(
     for number in (
         *(signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT),
         *(signal.SIGUSR1, signal.SIGUSR2),  # by which Celery, for one, tells a worker that its time is up
+        signal.SIGCHLD,  # by which torch's DataLoader learns that a worker was killed
     )
 )
 """Those whose handlers may raise. SIGPROF and SIGVTALRM, of profilers, are handled where they come."""
+_sigaction = getattr(ctypes.PyDLL(None), "sigaction", None) if os.name == "posix" else None
+_actions = {number: ctypes.create_string_buffer(512) for number in _SIGNALS}
+"""What the C library did on a signal, which is more than Python knows of: faulthandler's handlers, and whether system
+calls go on afterwards. As the library has it; nobody looks inside."""
 _active = False  # touched by the main thread alone: only there do Python handlers run
 _holder: Shield | None = None  # what has handlers of its own in place, or may
 
@@ -41,6 +47,8 @@ class Shield:
             for number in _SIGNALS:
                 handler = _signal.getsignal(number)
                 if callable(handler):
+                    if _sigaction is not None:
+                        _sigaction(number, None, _actions[number])
                     self._handlers[number] = handler
                     _signal.signal(number, self._later)
             _active = bool(self._handlers)
@@ -65,6 +73,8 @@ class Shield:
             try:
                 for number, handler in reversed(tuple(left)):  # of a `while` Python 3.13 leaves the last jump outside
                     _signal.signal(number, handler)
+                    if _sigaction is not None:
+                        _sigaction(number, _actions[number], None)
                     left.pop()
             except BaseException as error:  # of one that is back already; the others come back all the same
                 raised = error

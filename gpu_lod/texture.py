@@ -113,6 +113,8 @@ class TexturePool:
         self._gl = gl
         self._software = software
         self.pool: Pool[Any] = Pool(max_idle_bytes)
+        self.given = 0
+        """Textures that callers hold."""
         self._given: Returns[ArrayTexture] = Returns()
 
     def storage(self, dtype: torch.dtype, *, filtered: bool, buffered: bool = False) -> Storage:
@@ -153,7 +155,9 @@ class TexturePool:
     def give(self, size: tuple[int, int], *, layers: int, dtype: torch.dtype, channels: int) -> Texture:
         """A texture for the caller's own shaders, which may set what they like: it never comes back to the pool."""
         key = TextureKey(*size, layers, 1, self.storage(dtype, filtered=False), channels)
-        return Texture(self._make(ArrayTexture, key), self._given)
+        texture = Texture(self._make(ArrayTexture, key), self._given)
+        self.given += 1
+        return texture
 
     def _make(self, kind: type[T], key: TextureKey) -> T:
         try:
@@ -166,6 +170,7 @@ class TexturePool:
         self.pool.drain()
         while self._given:
             self._given.pop().delete()
+            self.given -= 1
 
     def trim(self) -> None:
         self.drain()

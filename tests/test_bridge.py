@@ -385,6 +385,54 @@ def test_a_verb_is_waited_for_inside_a_block_of_the_context_too(
             assert len(waited) == count
 
 
+def test_what_dies_in_a_cycle_still_has_its_texture(ctx: lod.Context) -> None:
+    """The garbage collector calls weak references back before the finalizers of what it found."""
+    read: list[float] = []
+
+    class Model:
+        def __init__(self) -> None:
+            self.pyramid = lod.mipmap(torch.full((1, 3, 16, 16), 0.25)).upload()
+            self.itself = self
+
+        def __del__(self) -> None:
+            lod.mipmap(torch.full((1, 3, 16, 16), 0.75)).upload()
+            read.append(float(lod.log_polar(self.pyramid, (0.5, 0.5), 4, 4, generator="compute").mean()))
+
+    Model()
+    gc.collect()
+    assert read == [0.25]
+
+
+@pytest.mark.parametrize("generator", ["compute", "single-pass", "fragment"])
+def test_a_finalizer_calls_a_verb_amid_another(
+    ctx: lod.Context, generator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two of its GL commands."""
+    image, other = noise(3, 40, 56), noise(3, 24, 32)
+    expected = lod.mipmap(image, generator=generator)
+    inside: list[bool] = []
+
+    def between(name: str) -> Any:
+        real = getattr(ctx.gl, name)
+
+        def command(*given: Any) -> Any:
+            if not inside:
+                inside.append(True)
+                lod.mipmap(other, generator=generator)
+                found.append(name)
+                inside.clear()
+            return real(*given)
+
+        return command
+
+    found: list[str] = []
+    for name in ("BindBufferRange", "UseProgram", "DispatchCompute", "DrawArraysInstanced", "TexParameteri"):
+        monkeypatch.setattr(ctx.gl, name, between(name))
+    for level, same in zip(lod.mipmap(image, generator=generator), expected, strict=True):
+        assert torch.equal(level, same)
+    assert {"BindBufferRange", "UseProgram"} <= {*found}
+
+
 def test_addresses_of_deleted_buffers_are_forgotten(ctx: lod.Context) -> None:
     """The next malloc may hand such an address to an ordinary tensor."""
     kept = ctx.empty(7)

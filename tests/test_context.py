@@ -98,6 +98,65 @@ def test_nothing_is_current_outside_a_verb(ctx: lod.Context) -> None:
     assert not egl.current().exists
 
 
+def test_the_api_that_is_bound_stays() -> None:
+    """EGL's default of a thread is OpenGL ES, of which the next context is that somebody makes."""
+    succeed("""
+        import threading
+        import torch, gpu_lod as lod
+        from gpu_lod.bridge import egl
+
+        ES = 0x30A0
+        def check():
+            assert egl._egl().query_api() == ES
+            lod.mipmap(torch.rand(1, 8, 8), generator="compute")
+            assert egl._egl().query_api() == ES
+            with lod.Context():
+                lod.mipmap(torch.rand(1, 8, 8), generator="compute")
+            assert egl._egl().query_api() == ES
+            done.append(True)
+        done = []
+        check()
+        thread = threading.Thread(target=check)
+        thread.start(), thread.join()
+        assert len(done) == 2
+    """)
+
+
+def test_a_thread_that_loads_libraries_is_not_waited_for() -> None:
+    """An import holds the interpreter's lock while it waits for the loader's: whoever held the loader's and waited for
+    the interpreter's would wait for ever."""
+    succeed("""
+        import ctypes, faulthandler, os, threading, time
+        from gpu_lod.bridge import egl
+
+        faulthandler.dump_traceback_later(60, exit=True)
+        loader = ctypes.PyDLL(None)  # keeps the interpreter's lock, as imports do
+        loader.dlopen.restype, loader.dlclose.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        until = time.monotonic() + 2
+
+        def load():
+            while time.monotonic() < until:
+                assert loader.dlclose(loader.dlopen(b"libanl.so.1", os.RTLD_NOW)) == 0
+
+        thread = threading.Thread(target=load, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            egl.current()
+    """)
+
+
+def test_a_library_that_was_loaded_is_noticed() -> None:
+    succeed("""
+        import ctypes
+        from gpu_lod.bridge import egl
+
+        before = egl._library_loads()
+        assert egl._library_loads() == before
+        ctypes.CDLL("libanl.so.1")
+        assert egl._library_loads() != before
+    """)
+
+
 def test_the_callers_own_context_stays_current() -> None:
     succeed("""
         import moderngl, torch, gpu_lod as lod
@@ -352,6 +411,26 @@ def test_close_keeps_tensors_and_a_fresh_context_follows() -> None:
         fresh.close()
         lod.Context()
         assert ctx not in context._lingering
+    """)
+
+
+def test_a_feature_texture_outlives_the_context_that_was_adopted() -> None:
+    succeed("""
+        import gc
+        import moderngl, torch, gpu_lod as lod
+        from gpu_lod import context
+
+        mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+        adopted = lod.Context.adopt(mine)
+        with adopted:
+            features = lod.feature_maps(torch.rand(1, 3, 16, 16), backend="gl", as_texture=True)
+        glo, exists = features.glo, adopted.gl.IsTexture
+        adopted.close()
+        assert exists(glo)
+        del features
+        gc.collect()
+        lod.Context.adopt(mine).close()
+        assert not exists(glo) and adopted not in context._lingering
     """)
 
 

@@ -604,6 +604,26 @@ def test_a_moved_buffer_is_an_error_and_its_tensors_are_poisoned(ctx: lod.Contex
     assert float(lod.mipmap(again, generator="compute")[4]) == 2.0
 
 
+def test_a_buffer_that_cannot_be_found_again_does_not_keep_others_from_poison(ctx: lod.Context, cuda: FakeCuda) -> None:
+    images = [ctx.empty(1, 3, 16, 16).fill_(0.5) for _ in range(2)]
+    lod.feature_maps(images[0], previous=images[1], backend="gl")
+    address, asked = cuda.address, []
+
+    def lost(handle: Any) -> Any:
+        asked.append(handle)
+        if len(asked) == 2:
+            raise errors.MappingError("nobody knows")
+        return address(handle)
+
+    cuda.address, cuda.move = lost, True  # type: ignore[method-assign]
+    with pytest.raises(errors.MappingError, match="nobody knows"):
+        lod.feature_maps(images[0], previous=images[1], backend="gl")
+    cuda.address, cuda.move = address, False  # type: ignore[method-assign]
+    storages = {image.untyped_storage()._cdata for image in images}
+    assert storages <= {one for one, _ in cuda.poisoned}
+    assert any("cannot be told: nobody knows" in why for _, why in cuda.poisoned)
+
+
 def test_a_buffer_that_cannot_be_mapped_again_poisons_its_tensors(ctx: lod.Context, cuda: FakeCuda) -> None:
     image = ctx.empty(1, 16, 16)
     image.fill_(1.0)

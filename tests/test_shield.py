@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import succeed
 
 import gpu_lod
 from gpu_lod import shield
 from gpu_lod.shield import Shield
 
-HELD = tuple(getattr(signal, f"SIG{name}") for name in ["INT", "TERM", "ALRM", "HUP", "QUIT", "USR1", "USR2"])
+HELD = tuple(getattr(signal, f"SIG{name}") for name in ["INT", "TERM", "ALRM", "HUP", "QUIT", "USR1", "USR2", "CHLD"])
 
 
 @pytest.fixture
@@ -41,6 +42,36 @@ def test_every_signal_is_delivered_though_handlers_raise(delivered: list[int]) -
             signal.raise_signal(number)
         assert delivered == []
     assert delivered == [*HELD, signal.SIGINT]
+
+
+def test_what_the_c_library_does_on_signals_stays() -> None:
+    """More than Python knows of: what faulthandler registered over a Python handler, and that system calls go on."""
+    succeed(
+        """
+        import ctypes, faulthandler, signal
+        import torch, gpu_lod as lod
+
+        class Action(ctypes.Structure):
+            _fields_ = [("handler", ctypes.c_void_p), ("mask", ctypes.c_ubyte * 128), ("flags", ctypes.c_int),
+                        ("restorer", ctypes.c_void_p)]
+
+        def actions():
+            found = []
+            for number in (signal.SIGUSR1, signal.SIGTERM):
+                ctypes.CDLL(None).sigaction(number, None, ctypes.byref(action := Action()))
+                found.append((action.handler, action.flags))
+            return found
+
+        signal.signal(signal.SIGUSR1, lambda *about: None)
+        faulthandler.register(signal.SIGUSR1, chain=True)
+        signal.signal(signal.SIGTERM, lambda *about: None)
+        signal.siginterrupt(signal.SIGTERM, False)
+        before = actions()
+        assert before[0][0] != before[1][0], "faulthandler's, and Python's"
+        lod.mipmap(torch.rand(1, 8, 8), backend="gl")
+        assert actions() == before
+        """
+    )
 
 
 def test_nested_ones_wait_for_the_outermost(delivered: list[int]) -> None:
