@@ -33,7 +33,7 @@ class _ByAdjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(forward: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
-        return writable(forward(*inputs))
+        return writable(forward(*inputs), inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

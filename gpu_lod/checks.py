@@ -160,11 +160,16 @@ def integer(value: Any, name: str, *, at_least: int, at_most: int | None = None)
 _LARGEST = 2**63 - 1
 
 
+def _refuse_gradients(value: Any, name: str, expected: str) -> None:
+    """Raises where a tensor whose values are read asks for gradients, which would be none without a word."""
+    if not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
+        return
+    if (value.requires_grad and torch.is_grad_enabled()) or transformed(value):
+        raise InputError(f"{name} asks for gradients, and none pass to it; expected {expected}.")
+
+
 def number(value: Any, name: str) -> float:
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            f"{name} asks for gradients, and none pass to it; expected a number. Make it one with .item()."
-        )
+    _refuse_gradients(value, name, "a number. Make it one with .item()")
     try:
         if isinstance(value, torch.Tensor) and (not _ordinary(value) or value.is_meta or value.is_complex()):
             raise TypeError
@@ -195,6 +200,7 @@ def flag(value: Any, name: str) -> bool:
 
 def numbers(value: Any, name: str, count: int) -> tuple[float, ...]:
     """One finite number a channel."""
+    _refuse_gradients(value, name, "numbers. Make it that with .detach()")
     values = dense(value, name).tolist() if isinstance(value, torch.Tensor) else value
     values = values.tolist() if isinstance(values, np.ndarray) else values
     if not isinstance(values, (tuple, list)) or len(values) != count:
@@ -272,6 +278,10 @@ def _numbers(value: Any, name: str) -> torch.Tensor:
             raise InputError(f"{name} is a {what}; expected {expected}, with data.")
         if value.dtype == torch.float32:
             return negated(value)
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            for one in item if isinstance(item, (tuple, list)) else (item,):
+                _refuse_gradients(one, name, "one tensor that holds all of them: torch.stack them")
     _refuse_masks(value, name)
     try:
         # On the CPU whatever the default device, but where it is if it is an array.

@@ -441,10 +441,19 @@ def pull(
     )
 
 
-def writable(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def writable(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What a custom function returns: torch lets nobody write to a view that one has made, as levels of one buffer are,
-    and these are views to torch no more."""
-    return tuple(tensor.data if tensor._is_view() else tensor for tensor in results)
+    and these are views to torch no more. What is an input's memory is copied: nobody would tell that it was written
+    to."""
+    if any(map(checks.transformed, (*results, *inputs))):
+        return tuple(tensor.data if tensor._is_view() else tensor for tensor in results)
+    return tuple(_apart(tensor, inputs) for tensor in results)
+
+
+def _apart(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    if any(torch._C._is_alias_of(tensor, one) for one in inputs):
+        return tensor.clone()
+    return tensor.data if tensor._is_view() else tensor
 
 
 class _WithReferenceGradient(torch.autograd.Function):
@@ -454,7 +463,8 @@ class _WithReferenceGradient(torch.autograd.Function):
     def forward(ctx: Any, forward: Any, reference: Any, *inputs: torch.Tensor) -> Any:
         ctx.reference = reference
         ctx.save_for_backward(*inputs)
-        return writable(forward(*inputs))
+        ctx.set_materialize_grads(False)  # of zeros in a level that nobody used NaN makes NaN
+        return writable(forward(*inputs), inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

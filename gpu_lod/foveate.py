@@ -211,7 +211,10 @@ def reference(
     """
     rule = e0, bias, anisotropy
     if anisotropy > 1 or not needs_grad(*levels) or needs_grad(fixation) or checks.transformed(fixation):
-        return _made(levels, fixation, *rule, kept)
+        result = _made(levels, fixation, *rule, kept)
+        if needs_grad(fixation) and not result.requires_grad and result.is_floating_point():
+            result = result + 0 * fixation.sum().to(result)  # which it rests on, but nowhere changes with
+        return result
     adjoint = _adjoint_of(levels[0], len(levels), fixation, e0, bias)
     (result,) = linear(lambda *levels: (_made(levels, fixation, *rule, kept),), adjoint, *levels)
     return result

@@ -296,7 +296,7 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         if values_of is not None:
             values = torch.addcmul(values_of[1], values.to(work), values_of[0])
         if look.zero:
-            values = values * _inside(some, (height, width), patch)
+            values = values.masked_fill(~_inside(some, (height, width), patch), 0.0)  # infinities, too
         return values if values.dtype == look.dtype else stored(values, look.dtype)
 
     # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.

@@ -132,7 +132,7 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     def make(image: torch.Tensor) -> list[torch.Tensor]:
         chain = gaussian_chain(image if image.dtype in (torch.float32, torch.float64) else image.float(), levels)
         result = [added(fine, coarse, -1).to(dtype) for fine, coarse in pairwise(chain)]
-        return [*result, chain[-1].to(dtype)]
+        return [*result, chain[-1].to(dtype, copy=levels == 1)]  # not the image itself
 
     return list(linear(lambda image: planewise(make, image), _adjoint_of(image, levels), image))
 
@@ -168,7 +168,7 @@ def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
         result = levels[-1].to(wide)
         for level in reversed(levels[:-1]):
             result = added(level.to(wide), result, 1)
-        return [result.to(dtype)]
+        return [result.to(dtype, copy=len(levels) == 1)]  # not the level itself
 
     (result,) = linear(lambda *levels: planewise(make, *levels), _collapse_adjoint_of(levels), *levels)
     return result
@@ -193,7 +193,7 @@ def _gl(ctx: Context, image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     batched = image if image.ndim == 4 else image[None]
     stored = torch.float32 if image.dtype == torch.uint8 else image.dtype
     if levels == 1:
-        result = [batched.to(stored)]
+        result = [batched.to(stored, copy=True)]
         return [level[0] for level in result] if image.ndim == 3 else result
     batch, channels, height, width = batched.shape
     sizes = burt_sizes(height, width, levels)

@@ -343,7 +343,7 @@ def reference(
                     weights = torch.tensor(blend[here], dtype=work, device=top.device)[:, None]
                     part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
                 if border == "zero":
-                    part = part * (grid.abs() <= 1).all(dim=-1)[:, None]
+                    part = part.masked_fill((grid.abs() > 1).any(dim=-1)[:, None], 0.0)  # infinities, too
                 part = stored(part, top.dtype, in_place=in_place)
                 if result is None:
                     bands.append(part)

@@ -789,3 +789,19 @@ def test_even_points_are_apart() -> None:
 def test_bad_settings(make: Callable[[], object], hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         make()
+
+
+def test_gradients_beside_what_ranks_last() -> None:
+    relevance = torch.rand(1, 6, 6)
+    relevance[0, :2] = -math.inf
+    for temperature in (1e-4, 1e-6):
+        allocator = SoftTopKCoverage(4, P, temperature=temperature)
+        allocator(relevance=relevance).scores.sum().backward()
+        for parameter in allocator.parameters():
+            assert parameter.grad is None or bool(parameter.grad.isfinite().all())
+
+
+def test_masses_next_to_nothing_have_gradients() -> None:
+    mass = torch.tensor([1e-37, 0.0, 0.0, 0.0], requires_grad=True)
+    loss = lod.allocate.dead_bin_loss(mass)
+    assert loss.dtype == torch.float32 and bool(torch.autograd.grad(loss, mass)[0].isfinite().all())

@@ -15,6 +15,17 @@ import gpu_lod as lod
 from gpu_lod.allocate.peak_cells import PeakCells
 from gpu_lod.errors import InputError
 
+EQUAL = [
+    (value, height, width) for value in (0.1, 1 / 3, 0.7, 1e-8) for height, width in ((111, 111), (37, 53), (64, 90))
+]
+
+
+@pytest.mark.parametrize(("value", "height", "width"), EQUAL)
+def test_of_equal_relevance_the_middle_is_the_peak(value: float, height: int, width: int) -> None:
+    found = lod.allocate.find_fixations(torch.full((1, height, width), value), 3)
+    assert torch.equal(found, lod.allocate.find_fixations(torch.ones(1, height, width), 3))
+
+
 KINDS = ["golden", "archimedean", "fibonacci"]
 SPIRALS = [("Spiral", {"kind": kind}) for kind in KINDS] + [("Whirlwind", {})]
 unit = st.floats(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from calls import CALLS, CASES, FIXATION, LINEAR, LINEAR_CASES, SITES
-from images import noise
+from images import noise, smooth
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -612,3 +613,72 @@ def test_auto_takes_torch_for_tensors_without_memory(monkeypatch: pytest.MonkeyP
     found = lod.explain(lod.mipmap, Wrapped(image))
     assert found.backend == "torch" and "no memory of its own" in found.reason
     assert isinstance(lod.mipmap(Wrapped(image))[1], Wrapped)
+
+
+# -- what a result shares with its input -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_a_pyramid_of_one_level_is_no_memory_of_the_images(backend: Any) -> None:
+    """Nobody would tell that it was written to: the gradient of what came before would be another one's."""
+    batch = noise(2, 3, 8, 8).requires_grad_()
+    verbs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: lod.laplacian(x, 1, backend=backend)[0],
+        lambda x: lod.collapse(lod.Pyramid((x,), "laplacian"), backend=backend),
+    )
+    for verb in verbs:
+        x = batch[0]
+        loss = (x**2).sum()
+        with torch.no_grad():
+            verb(x.detach()).mul_(0)
+        verb(x).mul_(0)
+        (found,) = torch.autograd.grad(loss, batch)
+        assert torch.equal(found[0], 2 * batch[0])
+
+
+def test_levels_that_nobody_used_pass_nothing_on() -> None:
+    image = noise(1, 1, 64, 64)
+    image[0, 0, 50, 50] = math.nan
+    spoiled = {}
+    for backend in ("torch", "gl"):
+        x = image.clone().requires_grad_()
+        lod.oriented_energy(x, 3, backend=backend)[0][..., :8, :8].sum().backward()  # type: ignore[arg-type]
+        assert x.grad is not None
+        spoiled[backend] = int(x.grad.isnan().sum())
+    assert spoiled["gl"] == spoiled["torch"] < 64 * 64 / 4
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_gradients_are_not_lost_in_tuples(backend: Any) -> None:
+    """Whose values are read: a gradient would be none without a word."""
+    image, one = noise(3, 16, 16), torch.tensor(0.4, requires_grad=True)
+    for fixation in ((one, 0.5), [[0.5, one]]):
+        with pytest.raises(InputError, match=r"torch\.stack"):
+            lod.foveate(image, fixation, backend=backend)
+    with pytest.raises(InputError, match=r"torch\.stack"):
+        torch.func.grad(lambda a: lod.foveate(image, (a, 0.5), backend=backend).sum())(torch.tensor(0.4))
+    with pytest.raises(InputError, match="mean asks for gradients"):
+        lod.mipmap(image, mean=torch.zeros(3, requires_grad=True), backend="torch")
+    with torch.no_grad():
+        lod.foveate(image, (one, 0.5), backend=backend)
+    stacked = torch.stack([one, one.detach()])
+    assert torch.autograd.grad(lod.foveate(smooth(16, 16), stacked).sum(), one)[0] != 0
+
+
+def test_a_fixation_that_nothing_rests_on_has_a_gradient_of_zero() -> None:
+    point = torch.tensor([0.4, 0.6], requires_grad=True)
+    (found,) = torch.autograd.grad(lod.foveate(noise(3, 16, 16), point, bias=9).sum(), point)
+    assert torch.equal(found, torch.zeros(2))
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_what_is_outside_is_zero_beside_infinities(backend: Any) -> None:
+    image = noise(1, 16, 16)
+    image[..., 0] = math.inf
+    for found in (
+        lod.gather_patches(image, [[0.0, 0.5, 0.0]], 8, border="zero", backend=backend)[0, 0],
+        lod.log_polar(image, (0.0, 0.5), 12, 16, border="zero", backend=backend)[0],
+    ):
+        assert int((found == 0).sum()) >= 16
+    patch = lod.gather_patches(image, [[0.0, 0.5, 0.0]], 8, border="zero", backend=backend)[0, 0]
+    assert torch.equal(patch[:, :3], torch.zeros(8, 3))

@@ -172,6 +172,14 @@ def test_the_full_grid_is_the_untouched_model(family: str, size: tuple[int, int]
             same(lod.vlm.encode(model, image, shuffled), expected, shuffled.order)
 
 
+@pytest.mark.parametrize("size", [(28, 112), (28, 56)], ids=str)
+def test_a_table_of_pictures_that_are_no_squares(size: tuple[int, int]) -> None:
+    """Of 16 cells, which might be a square's, and of 8."""
+    model, image = shaken(ViTModel(ViTConfig(**SMALL, image_size=size, patch_size=14))), torch.randn(2, 3, *size)
+    with torch.no_grad():
+        same(lod.vlm.encode(model, image, Whole(size, 14)), plain(model, image))
+
+
 @pytest.mark.parametrize("family", ["SigLIP", "SigLIP 2", "CLIP", "ViT", "DINOv2", "DINOv2, registers"])
 def test_sizes_that_patches_do_not_divide(family: str) -> None:
     """The encoder leaves out the rest, and its table lies over the whole patches."""

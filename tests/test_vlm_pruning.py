@@ -117,6 +117,13 @@ def test_density_peaks_find_clusters() -> None:
         assert len(cluster[image].unique()) == 3
 
 
+def test_density_peaks_do_not_see_what_all_tokens_have_in_common() -> None:
+    for _ in range(10):
+        points = torch.randn(1, 200, 32)
+        found, expected = density_peaks(points + 100, 20), density_peaks((points + 100).double(), 20)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 def test_attention_received() -> None:
     attention = torch.rand(2, 3, 7, 7).softmax(-1)
     assert torch.allclose(attention_received(attention), attention.mean(1).mean(1))

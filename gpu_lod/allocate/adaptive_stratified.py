@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from gpu_lod import checks, dispatch
+from gpu_lod import checks, dispatch, precision
 from gpu_lod.allocate.base import Need, register
 from gpu_lod.allocate.learned import Learned
 from gpu_lod.allocate.random import MOST_SEED
@@ -73,7 +73,10 @@ class AdaptiveStratified(Learned):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for layer, size in ((first, width**-0.5), (last, 0.1 * hidden**-0.5)):
-                layer.weight.copy_((2 * torch.rand(layer.weight.shape, generator=generator, device="cpu") - 1) * size)
+                layer.weight.copy_(
+                    (2 * torch.rand(layer.weight.shape, generator=generator, device="cpu", dtype=torch.float32) - 1)
+                    * size
+                )
                 layer.bias.zero_()
             last.bias.view(2, CHOICES)[:, START - COARSEST] = 1
         self.head = nn.Sequential(nn.LayerNorm(width), first, nn.GELU(), last)
@@ -87,6 +90,7 @@ class AdaptiveStratified(Learned):
         return best_of_each(scene, strata_of(scene, cut), FINEST**2, self.budget)
 
     @as_it_stands
+    @precision.in_full
     def distribution(self, query: Any) -> tuple[Categorical, Categorical]:
         """How likely each count of rows and each of columns is, for each query: 0 stands for 2 strata, 6 for 8.
 
@@ -97,6 +101,7 @@ class AdaptiveStratified(Learned):
         return Categorical(logits=logits[:, 0]), Categorical(logits=logits[:, 1])
 
     @as_it_stands
+    @precision.in_full
     def expected_loss(self, losses: torch.Tensor, query: Any) -> torch.Tensor:
         """The mean over the batch of the loss to expect if grids were drawn from `distribution`.
 

@@ -71,7 +71,8 @@ def peaks_of(finite: torch.Tensor, count: int, *, radius: float = 0.15, inhibiti
     height, width = finite.shape[-2:]
     scale = min(1.0, COARSE / max(height, width))
     size = max(1, round(height * scale)), max(1, round(width * scale))
-    coarse = F.adaptive_avg_pool2d(finite[:, None], size)[:, 0]
+    # In float64: means of equal values over windows of other sizes would differ in their last bits.
+    coarse = F.adaptive_avg_pool2d(finite[:, None].double(), size)[:, 0].to(finite.dtype)
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
     y, x, central = (constant(coarse.device, part, size) for part in (_down, _across, _central))

@@ -122,8 +122,9 @@ def dead_bin_loss(mass: torch.Tensor, least: float = 0.1) -> torch.Tensor:
     """
     mass, least = _held(mass, least)
     _no_negative(mass, "mass")
-    mean = mass.mean(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
-    return (1 - mass / (least * mean)).clamp(min=0).square().mean()
+    wide = mass.double()  # where a share of the least mass is no subnormal number
+    mean = wide.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (1 - wide / (least * mean)).clamp(min=0).square().mean().to(mass.dtype)
 
 
 def _wide(value: torch.Tensor, name: str) -> torch.Tensor:

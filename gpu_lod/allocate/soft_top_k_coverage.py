@@ -123,4 +123,4 @@ def in_spreads(values: torch.Tensor) -> torch.Tensor:
     some = torch.where(finite, values, 0.0)
     away = torch.where(finite, some - some.sum(1, keepdim=True) / count, 0.0)
     spread = away.abs().sum(1, keepdim=True) / count
-    return torch.where(finite, some / torch.where(spread > 0, spread, 1.0), values.sign() * 1e300)
+    return torch.where(finite, some / torch.where(spread > 0, spread, 1.0), values.sign() * 1e30)

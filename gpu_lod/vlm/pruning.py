@@ -146,7 +146,8 @@ def density_peaks(points: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     """
     there = points.shape[1]
     points = precision.factor(points)
-    away = torch.cdist(points, points) / points.shape[2] ** 0.5
+    # Without products of matrices, in which what all points have in common drowns their distances.
+    away = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") / points.shape[2] ** 0.5
     near = away.topk(min(_NEIGHBOURS + 1, there), dim=-1, largest=False).values  # itself among them
     density = torch.exp(-near.square().mean(-1))
     place = torch.arange(there, device=points.device)

@@ -36,13 +36,20 @@ class Vit(Staged):
         embeddings = self.model.embeddings
         layer, table = embeddings.patch_embeddings.projection, embeddings.position_embeddings[0]
         at = grid_positions(tokens.sites, size, self.patch)[..., 1:]
-        side = math.isqrt(table.shape[0] - 1)
         places = sample_position_table(
-            table[1:], at, (side, side), whole_cells(size, self.patch), antialias=self.antialias
+            table[1:], at, self._grid(table.shape[0] - 1), whole_cells(size, self.patch), antialias=self.antialias
         )
         hidden = embed(tokens.patches, layer.weight, layer.bias) + places
         first = [embeddings.cls_token[0] + table[:1], *self._registers()]
         return (torch.cat([*(one.expand(len(hidden), -1, -1) for one in first), hidden], dim=1),)
+
+    def _grid(self, cells: int) -> Size:
+        """(rows, columns) of the table: ViT's is that of its pictures, DINOv2's is a square to it."""
+        layer = self.model.embeddings.patch_embeddings
+        if self.model.config.model_type == "vit":
+            rows, columns = (side // patch for side, patch in zip(layer.image_size, layer.patch_size, strict=True))
+            return rows, columns
+        return math.isqrt(cells), math.isqrt(cells)
 
     def _registers(self) -> list[torch.Tensor]:
         registers = getattr(self.model.embeddings, "register_tokens", None)
