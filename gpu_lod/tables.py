@@ -398,7 +398,7 @@ def forget() -> list[Path]:
     where = folder()
     removed = []
     try:
-        for path in sorted(where.glob("*.json")) if where else []:
+        for path in sorted(where.glob("*-????????-????????.json")) if where else []:  # as `path_of` names them
             path.unlink()
             removed.append(path)
     except OSError as error:

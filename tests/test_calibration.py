@@ -884,9 +884,11 @@ def test_times_of_another_driver_are_ignored_with_one_warning(cache: Path) -> No
 
 def test_resetting_removes_the_tables_alone(cache: Path) -> None:
     path = put(cache, json.dumps(valid()))
-    (cache / "else.json").write_text("{}")
+    others = cache / "else.json", path.with_name("camera.json")
+    for other in others:
+        other.write_text("{}")
     assert tables.forget() == [path]
-    assert not path.exists() and (cache / "else.json").exists()
+    assert not path.exists() and all(other.exists() for other in others)
     assert tables.forget() == []
 
 

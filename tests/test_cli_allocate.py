@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -616,6 +617,25 @@ def test_bad_arguments(tmp_path: Path, picture: Path) -> None:
             "file/s.json cannot be written: Not a directory",
         ),
     )
+
+
+def test_no_file_that_is_read_is_written_over(tmp_path: Path, picture: Path) -> None:
+    """By names that a command makes itself, too."""
+    for name in ("b.1.png", "y.back.png", "before.png"):
+        shutil.copy(picture, tmp_path / name)
+    (tmp_path / "r.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    over = "is read, and would be written over"
+    refused(
+        tmp_path,
+        ("mipmap b.1.png --separate -o b.png", 2, f"b.1.png {over}"),
+        ("log-polar y.back.png --back -o y.png", 2, f"y.back.png {over}"),
+        ("laplacian y.back.png --back -o y.png", 2, f"y.back.png {over}"),
+        ("features cat.png --previous before.png -o before.png", 2, f"before.png {over}"),
+        ("demo cat.png -o .", 2, f"cat.png {over}"),
+        ("report r.json -o r.json", 2, f"r.json {over}"),
+    )
+    assert all(path.read_bytes() == data for path, data in before.items())
 
 
 def test_links_that_go_in_circles(tmp_path: Path, picture: Path) -> None:

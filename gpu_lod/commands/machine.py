@@ -123,6 +123,7 @@ def report(
         tables = [text.markdown(path, Path()) for path, _ in load_all(files)]
         typer.echo("\n\n".join(tables))
         return
+    options.check_not_read(output, "--output", *files)
     with printing.busy("report"):
         page.report(files, output)
     if as_json:
@@ -149,6 +150,8 @@ def demo(
     from gpu_lod import demo as show
 
     chosen = show.pictures(image, None if fixation is None else options.point(fixation))
+    for name in (*(f"{picture.name}.png" for picture in chosen), "table.json"):
+        options.check_not_read(output / name, "--output", image)
     busy = at_work()
     with options.on(device), printing.busy("starting") as say:
         rows, written = show.run(chosen, output, say)

@@ -43,6 +43,9 @@ def log_polar(
     """Write the log-polar map of a picture: a ring a row, the innermost on top; a wedge a column, from +x clockwise."""
     path = options.output_path(image, "log-polar", output)
     paths = [path]
+    back_path = path.with_name(f"{path.stem}.back{path.suffix}")
+    if back:
+        options.check_not_read(back_path, "--output", image)
     points = options.point(fixation)
     with options.on(device), printing.busy("log-polar"):
         picture = images.load(image)
@@ -54,7 +57,7 @@ def log_polar(
         images.save(mapped, path)
         if back:
             height, width = picture.shape[-2:]
-            paths.append(path.with_name(f"{path.stem}.back{path.suffix}"))
+            paths.append(back_path)
             images.save(lod.inverse_log_polar(mapped, points, (height, width), **place, **how), paths[-1])
     printing.show_made("log-polar", image, paths, [mapped], choice, as_json)
 
@@ -113,6 +116,7 @@ def features(
     from gpu_lod.commands import drawing
 
     path = options.output_path(image, "features", output)
+    options.check_not_read(path, "--output", previous)
     point = options.point(fixation)
     with options.on(device), printing.busy("features"):
         arguments: dict[str, Any] = {

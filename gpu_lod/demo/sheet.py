@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from gpu_lod import whole_file
 from gpu_lod.demo.panels import FAINT, INK, PAPER, TIMES, Sheet
 from gpu_lod.demo.panels import panels as panels_of
 
@@ -54,7 +56,9 @@ def draw(sheet: Sheet, path: Path) -> None:
                 panel.draw(axes, wide)
                 left += tall * panel.slot + _GAP
             top -= tall + caption + _GAP
-        figure.savefig(path, facecolor=PAPER, metadata={"Software": "gpu_lod"})
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", facecolor=PAPER, metadata={"Software": "gpu_lod"})
+    whole_file.write(path, drawn.getvalue())
 
 
 def _justify(aspects: Sequence[float]) -> list[list[int]]:
