@@ -208,11 +208,16 @@ class Sharing(Turns):
             yield from self._within(bridge)
             return
         # A finalizer may call a verb amid another one, between what it binds and what it dispatches.
-        with preserved(self.gl), self.programs.kept():
-            yield from self._within(bridge)
-            if bridge.coherent:  # torch may read it before the outer block ends
-                self.gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
-                self.gl.Finish()
+        self.gl.check("this call")
+        try:
+            with preserved(self.gl), self.programs.kept():
+                yield from self._within(bridge)
+                if bridge.coherent:  # torch may read it before the outer block ends
+                    self.gl.MemoryBarrier(G.CLIENT_MAPPED_BUFFER_BARRIER_BIT)
+                    self.gl.Finish()
+                self.gl.check("this call")
+        finally:
+            self.gl.clear_errors()  # of bindings whose objects were deleted meanwhile
 
     def _within(self, bridge: Bridge) -> Iterator[Self]:
         outer = self.bridge

@@ -25,7 +25,7 @@ import gpu_lod as lod
 from gpu_lod.bridge import HostBridge, Lease, Pool, Returns, egl
 from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.pool import size_class
-from gpu_lod.errors import InputError, OutOfMemoryError, UnsupportedError
+from gpu_lod.errors import GLError, InputError, OutOfMemoryError, UnsupportedError
 
 
 class Item:
@@ -431,6 +431,23 @@ def test_a_finalizer_calls_a_verb_amid_another(
     for level, same in zip(lod.mipmap(image, generator=generator), expected, strict=True):
         assert torch.equal(level, same)
     assert {"BindBufferRange", "UseProgram"} <= {*found}
+
+
+def test_what_is_bound_may_be_deleted_inside_a_block(ctx: lod.Context) -> None:
+    """And is not there to be bound again when the inner call ends; errors of the block's own still come out."""
+    with ctx.active():
+        lod.log_polar(noise(3, 24, 30), (0.5, 0.5), 4, 4, generator="fragment")
+        with ctx.active():
+            buffer = ctx.gl.gen("Buffers")
+            ctx.gl.BindBuffer(G.COPY_READ_BUFFER, buffer)
+        ctx.gl.BindBuffer(G.COPY_READ_BUFFER, buffer)
+        with ctx.active():
+            ctx.gl.delete("Buffers", buffer)
+        ctx.trim()
+    with pytest.raises(GLError, match="INVALID_ENUM"), ctx.active():
+        ctx.gl.Disable(0xFFFF)
+        lod.mipmap(noise(3, 8, 8), generator="compute")
+    lod.mipmap(noise(3, 8, 8), generator="compute")
 
 
 def test_addresses_of_deleted_buffers_are_forgotten(ctx: lod.Context) -> None:
