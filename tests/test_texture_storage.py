@@ -116,6 +116,7 @@ def test_a_driver_without_memory(llvmpipe: lod.Context, failing: str, monkeypatc
 
     monkeypatch.setattr(llvmpipe.gl, "gen", generated)
     monkeypatch.setattr(llvmpipe.gl, "delete", deleted)
+    llvmpipe.trim()
     with monkeypatch.context() as broken:
         command = getattr(llvmpipe.gl, failing)
 
@@ -124,9 +125,8 @@ def test_a_driver_without_memory(llvmpipe: lod.Context, failing: str, monkeypatc
 
         broken.setattr(llvmpipe.gl, failing, refused)
         broken.setattr(llvmpipe.gl, "check", lambda where: _out_of_memory() if llvmpipe.gl.GetError() else None)
+        made.clear()
         with llvmpipe.active(), pytest.raises(OutOfMemoryError):
-            llvmpipe.trim()
-            made.clear()
             pyramid.textures(llvmpipe)
         assert sum(made) == 0 and made
     assert torch.isfinite(lod.foveate(pyramid.upload(), (0.5, 0.5), backend="gl")).all()
