@@ -104,9 +104,9 @@ def laplacian(
 ) -> None:
     """Write the Laplacian pyramid of a picture as an atlas: bands about grey, the last Gaussian level as it is."""
     path = options.output_path(image, "laplacian", output)
-    again_path = path.with_name(f"{path.stem}.back{path.suffix}")
+    back_path = path.with_name(f"{path.stem}.back{path.suffix}")
     if back:
-        options.check_not_read(again_path, "--output", image)
+        options.check_not_read(back_path, "--output", image)
     with options.on(device), printing.busy("laplacian"):
         picture = images.load(image)
         arguments: dict[str, Any] = {"levels": levels, "backend": options.backend_for(backend, device)}
@@ -119,7 +119,7 @@ def laplacian(
         images.save(drawn.round().byte() if whole else drawn.to(picture.dtype), path)
         paths = [path]
         if back:
-            paths.append(again_path)
+            paths.append(back_path)
             again = lod.collapse(pyramid, arguments["backend"])
             images.save(again.round().clamp(0, 255).byte() if whole else again.to(picture.dtype), paths[-1])
     printing.show_made("laplacian", image, paths, pyramid.levels, choice, as_json)
