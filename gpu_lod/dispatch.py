@@ -451,7 +451,8 @@ def writable(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) ->
 
 
 def _apart(tensor: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    if any(torch._C._is_alias_of(tensor, one) for one in inputs):
+    core: Any = torch._C  # its annotations lack this one
+    if any(core._is_alias_of(tensor, one) for one in inputs):
         return tensor.clone()
     return tensor.data if tensor._is_view() else tensor
 
