@@ -74,27 +74,68 @@ def test_the_second_glance_looks_elsewhere() -> None:
     assert torch.equal(stays, GridTopK(40)(relevance=relevance).sites), "uninhibited: one glance twice as large"
 
 
+class Watch(GridTopK):
+    """Which keeps what it was given."""
+
+    takes = ("fixation",)
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.seen: list[Scene] = []
+
+    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append(scene)
+        return super().choose(scene)
+
+
 def test_each_glance_has_its_fixation_and_what_earlier_ones_left() -> None:
-    seen = []
-
-    class Watch(GridTopK):
-        takes = ("fixation",)
-
-        def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.append(scene)
-            return super().choose(scene)
-
+    watch = Watch(9)
     relevance = bumps(32, (0.2, 0.25, 1.0), (0.8, 0.7, 0.9), (0.3, 0.8, 0.8)) + 0.1
-    glances(Watch(9), None, relevance, 3, radius=0.2, inhibition=0.75)
+    glances(watch, None, relevance, 3, radius=0.2, inhibition=0.75)
     points = find_fixations(relevance, 3, radius=0.2, inhibition=0.75)
     at = (torch.arange(32) + 0.5) / 32
     cells = torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1)
     least = relevance.min()
-    for i, scene in enumerate(seen):
+    for i, scene in enumerate(watch.seen):
         assert torch.equal(scene.fixation, points[:, i])
         near = ((cells[..., None, :] - points[0, :i]).norm(dim=-1) <= 0.2).any(-1)
         expected = torch.where(near, least + (relevance - least) * 0.25, relevance)
         assert torch.allclose(scene.relevance, expected, atol=1e-6)
+
+
+def test_later_glances_see_relevance_as_it_was_given() -> None:
+    """Beyond the radius it is what it was, -inf and negative numbers too, and so are the scores."""
+    relevance = torch.linspace(-9, -1, 400).view(1, 20, 20)
+    relevance[0, 0], relevance[0, 10, 3], relevance[0, 19, 17:] = -math.inf, math.inf, -math.inf
+    watch = Watch(9)
+    _, second = glances(watch, None, relevance, 2, radius=0.1)
+    later = watch.seen[1].relevance
+    changed = later != relevance
+    assert 5 < int(changed.sum()) < 25 and changed[0, 10, 3]
+    assert (later[changed] == relevance[relevance > -math.inf].min()).all(), "-inf is not the least of what is there"
+    assert set(second.scores[0].tolist()) <= set(relevance[0].flatten().tolist())
+    for inhibition in (0.0, 0.5):
+        glances(watch, None, relevance, 2, radius=0.1, inhibition=inhibition)
+        there = float(watch.seen[-1].relevance[0, 10, 3])
+        assert there == math.inf if inhibition == 0 else -1 < there < math.inf
+
+
+def test_huge_differences_are_inhibited() -> None:
+    relevance = torch.full((1, 8, 8), -3e38)
+    relevance[0, 2, 2] = 3e38
+    watch = Watch(3)
+    glances(watch, None, relevance, 2, inhibition=0.5)
+    assert abs(float(watch.seen[1].relevance[0, 2, 2])) < 1e32
+
+
+def test_fixations_are_in_parts_of_the_picture() -> None:
+    """The grid of a ragged one reaches over it."""
+    relevance = bumps(4, (0.9, 0.9, 1.0))
+    watch = Watch(2)
+    glances(watch, torch.rand(1, 3, 43, 43), relevance, 1)
+    scene = watch.seen[0]
+    assert torch.equal(scene.fixation, scene.fixations()[:, 0])
+    assert not torch.allclose(scene.fixation, find_fixations(relevance)[:, 0])
 
 
 def test_attention_decides_whether_and_relevance_where() -> None:

@@ -18,13 +18,8 @@ COARSE = 16
 """Cells of the coarse pass along the longer side."""
 
 
-def _map(
-    relevance: torch.Tensor, count: int, radius: float, inhibition: float
-) -> tuple[torch.Tensor, int, float, float]:
-    """Checked but for values."""
-    relevance = checks.dense(relevance, "relevance")
-    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
-        raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
+def asked(count: int, radius: float, inhibition: float) -> tuple[int, float, float]:
+    """How many peaks, and which inhibition of return, checked."""
     count = checks.integer(count, "count", at_least=1, at_most=1024)
     radius, inhibition = checks.number(radius, "radius"), checks.number(inhibition, "inhibition")
     if not 0 <= radius <= 1e6 or not 0 <= inhibition <= 1:
@@ -32,7 +27,17 @@ def _map(
             f"radius is {radius} and inhibition {inhibition}; expected a part of the longer side from 0 on, and a "
             "number from 0 to 1."
         )
-    return relevance, count, radius, inhibition
+    return count, radius, inhibition
+
+
+def _map(
+    relevance: torch.Tensor, count: int, radius: float, inhibition: float
+) -> tuple[torch.Tensor, int, float, float]:
+    """Checked but for values."""
+    relevance = checks.dense(relevance, "relevance")
+    if relevance.ndim != 3 or not relevance.numel() or relevance.dtype == torch.bool:
+        raise InputError(f"relevance is {relevance.dtype} {tuple(relevance.shape)}; expected numbers [B, Hg, Wg].")
+    return relevance, *asked(count, radius, inhibition)
 
 
 def _points(relevance: torch.Tensor, count: int, radius: float, inhibition: float) -> torch.Tensor:
@@ -52,9 +57,9 @@ def find_fixations(
         counts as its least finite value. A peak is its highest cell, of equal ones the nearest to the middle and then
         the first row by row, refined below a cell by the vertex of the parabola through the cell and its neighbours
         along each side. Then relevance within the radius is inhibited (inhibition of return): multiplied by
-        1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak is never within
-        the radius of the first while there are others. With less of it, what is far above the rest may be looked at
-        again. No gradients.
+        1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak's cell is never
+        within the radius of the first peak while there are others (the vertex may be, by half a cell). With less of it,
+        what is far above the rest may be looked at again. No gradients.
 
     Raises:
         InputError: no map, NaN, a count not from 1 to 1024, a radius below 0, or an inhibition outside [0, 1].

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from gpu_lod import checks, operators, precision
-from gpu_lod.allocate import Allocator, Downsample, FoveatedPyramid, find_fixations
+from gpu_lod.allocate import Allocator, Downsample, FoveatedPyramid
+from gpu_lod.allocate.fixations import asked
 from gpu_lod.allocate.ordering import ordered
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
@@ -39,11 +40,12 @@ def glances(
     """What an allocator takes at one fixation after the other, no site twice: `count` token sets of its budget each.
 
     Shape: as a call of the allocator takes and gives them.
-    Convention: fixations are `find_fixations` of the relevance, by the same radius and inhibition. Before the second
-        glance and every later one, relevance within the radius of the fixations so far is inhibited: what it has above
-        the map's least value is multiplied by 1 - inhibition. The allocator chooses by that, about its fixation if it
-        takes one. A site that an earlier glance has already gives way to the most relevant level-0 patch that no glance
-        has, whose score is its relevance. Each glance is ordered by score.
+    Convention: fixations are `find_fixations` of the relevance on the grid, by the same radius and inhibition, in parts
+        of the picture. Before the second glance and every later one, relevance within the radius of the fixations so
+        far is inhibited: what it has above the map's least value but -inf is multiplied by 1 - inhibition (inf counts
+        as the largest number there; -inf stays). The allocator chooses by that, about its fixation if it takes one. A
+        site that an earlier glance has already gives way to the most relevant level-0 patch that no glance has, whose
+        score is its relevance. Each glance is ordered by score.
 
     Args:
         radius: in units of the longer side.
@@ -274,9 +276,8 @@ def _successive(
     allocator: Allocator, scene: Scene, count: int, radius: float, inhibition: float, taken: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Sites and scores of `count` glances, none of them at a site of `taken` [B, T, 3] or of another."""
-    if not 0 <= checks.number(inhibition, "inhibition") <= 1:
-        raise InputError(f"inhibition is {inhibition}; expected a part from 0 to 1.")
-    points = find_fixations(scene.relevance, count, radius=radius, inhibition=inhibition)
+    count, radius, inhibition = asked(count, radius, inhibition)
+    points = scene.fixations(count, radius=radius, inhibition=inhibition)
     chosen = []
     for i in range(count):
         fixation = points[:, i] if _fixates(allocator) else None
@@ -290,7 +291,9 @@ def _successive(
 
 def _inhibited(scene: Scene, points: torch.Tensor, radius: float, inhibition: float) -> torch.Tensor:
     """Relevance [B, Hg, Wg], less of it within the radius of points [B, n, 2]."""
-    values = scene.amounts()
+    if not inhibition:
+        return scene.relevance
+    values = scene.relevance.double()  # in which no difference is too large for a number
     size = points.new_tensor([scene.size[1], scene.size[0]]) / max(scene.size)
     cells = scene.sites(0, torch.arange(values[0].numel(), device=scene.device))[:, :2]
     near = (
@@ -298,8 +301,11 @@ def _inhibited(scene: Scene, points: torch.Tensor, radius: float, inhibition: fl
         .any(-1)
         .view_as(values)
     )
-    least = values.amin((1, 2), keepdim=True)
-    return torch.where(near, least + (values - least) * (1 - inhibition), values)
+    nothing = values == -math.inf
+    highest = torch.finfo(torch.float32).max
+    least = values.masked_fill(nothing, highest).amin((1, 2), keepdim=True).clamp(max=highest)
+    less = least + (values.clamp(max=highest) - least) * (1 - inhibition)
+    return torch.where(near & ~nothing, less, values).float()
 
 
 def _replaced(
