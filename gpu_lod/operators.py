@@ -167,7 +167,7 @@ class Operator:
         op.register_autograd(self._backward, setup_context=self._setup_context)
         # Not by custom_op, whose own gradient this one would have to give.
         back = f"{self.verb.__name__}_backward"
-        _library.define(f"{back}(Tensor[] gradients, bool[] wanted, {arguments}) -> Tensor[]")
+        _library.define(f"{back}(Tensor[] gradients, int[] of, bool[] wanted, {arguments}) -> Tensor[]")
         _library.impl(back, self._run_backward, "CompositeExplicitAutograd")
         torch.library.register_fake(f"gpu_lod::{back}", self._fake_backward, lib=_library)
         self.adjoint = getattr(torch.ops.gpu_lod, back).default
@@ -266,7 +266,10 @@ class Operator:
         given = self._unflatten(flat)
         return self._packed(self._outputs(self.fake(*given), given))
 
-    def _run_backward(self, gradients: list[torch.Tensor], wanted: list[bool], *flat: Any) -> list[torch.Tensor]:
+    def _run_backward(
+        self, gradients: list[torch.Tensor], of: list[int], wanted: list[bool], *flat: Any
+    ) -> list[torch.Tensor]:
+        """Gradients of some outputs, which are named: of zeros in a level that nobody used NaN makes NaN."""
         leaves, spec = _leaves(flat)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         places = [i for i, want in zip(places, wanted, strict=True) if want]
@@ -279,15 +282,19 @@ class Operator:
             given = {
                 name: _TORCH.get(name, value) for name, value in zip(self.signature.parameters, values, strict=True)
             }
-            found = dispatch.pull(self._outputs(self.verb(**given), values), asked, gradients)
+            outputs = self._outputs(self.verb(**given), values)
+            found = dispatch.pull([outputs[place] for place in of], asked, gradients)
         pairs = zip(found, asked, strict=True)
         return _apart([torch.zeros_like(leaf) if one is None else one for one, leaf in pairs], (gradients, *flat))
 
-    def _fake_backward(self, gradients: list[torch.Tensor], wanted: list[bool], *flat: Any) -> list[torch.Tensor]:
+    def _fake_backward(
+        self, gradients: list[torch.Tensor], of: list[int], wanted: list[bool], *flat: Any
+    ) -> list[torch.Tensor]:
         return [t.new_empty(t.shape) for t, want in zip(_tensors(flat), wanted, strict=True) if want]
 
     @staticmethod
     def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
         leaves, ctx.spec = _leaves(inputs)
         ctx.save_for_backward(*_tensors(leaves))
         ctx.leaves = [_SAVED if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -302,7 +309,9 @@ class Operator:
         leaves = [next(tensors) if leaf is _SAVED else leaf for leaf in ctx.leaves]
         wanted = [want for want, leaf in zip(asked, ctx.leaves, strict=True) if leaf is _SAVED]
         flat = _pytree.tree_unflatten(leaves, ctx.spec)
-        found = iter(self.adjoint([gradients] if self.returns_tensor else gradients, wanted, *flat))
+        gradients = [gradients] if self.returns_tensor else gradients
+        of = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        found = iter(self.adjoint([gradients[place] for place in of], of, wanted, *flat))
         return tuple(_pytree.tree_unflatten([next(found) if want else None for want in asked], ctx.spec))
 
 

@@ -73,7 +73,8 @@ class Pyramid:
     reduce: Kind = "mean"
     """What the levels hold: "mean", "max" or "min" of footprints, "gaussian" or "laplacian"."""
     generator: str = "torch"
-    """What made it: "torch", "cuda", the name of a GL generator, or "compiled" where compiled code left that open."""
+    """What made it: "torch", "cuda", the name of a GL generator, "compiled" where compiled code left that open, or
+    "pytree" where other code put the levels together."""
     _versions: tuple[int, ...] = field(default=(), init=False)
     _cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
@@ -105,7 +106,10 @@ class Pyramid:
         return _unflatten(levels, (reduce, generator), tensors=True)
 
     def __reduce__(self) -> Any:
-        return _unflatten, _flatten(self)  # without the cache: copies and other processes make their own textures
+        return _unflatten, (
+            self.levels,
+            (self.reduce, self.generator),
+        )  # without the cache: copies and other processes make their own textures
 
     def __len__(self) -> int:
         return len(self.levels)
@@ -340,22 +344,38 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _flatten(pyramid: Pyramid) -> tuple[list[Any], Any]:
-    return list(pyramid.levels), (pyramid.reduce, pyramid.generator)
+def _flatten(pyramid: Pyramid) -> tuple[list[Any], tuple[Kind]]:
+    # What made it is left out: torch.export takes trees of the very same context alone.
+    return list(pyramid.levels), (pyramid.reduce,)
+
+
+def _flatten_with_keys(pyramid: Pyramid) -> tuple[list[tuple[Any, Any]], tuple[Kind]]:
+    levels, context = _flatten(pyramid)
+    return [(_pytree.SequenceKey(level), value) for level, value in enumerate(levels)], context
 
 
 def _unflatten(levels: Any, context: Any, tensors: bool | None = None) -> Pyramid:
+    """Of levels, what they hold, and what made them, if that is known."""
     pyramid = object.__new__(Pyramid)
     levels = tuple(levels)
     if tensors is None:  # tree_map may put anything here
         tensors = all(isinstance(level, torch.Tensor) for level in levels)
-    versions = tuple(map(_version, levels)) if tensors else ()
+    reduce, generator = (*context, "pytree")[:2]
+    versions = tuple(map(_version, levels)) if tensors and not torch.compiler.is_compiling() else ()
     for name, value in zip(
-        ("levels", "reduce", "generator", "_versions", "_cache"), (levels, *context, versions, {}), strict=True
+        ("levels", "reduce", "generator", "_versions", "_cache"), (levels, reduce, generator, versions, {}), strict=True
     ):
         object.__setattr__(pyramid, name, value)
     return pyramid
 
 
-_pytree.register_pytree_node(Pyramid, _flatten, _unflatten, serialized_type_name="gpu_lod.Pyramid")
+_pytree.register_pytree_node(
+    Pyramid,
+    _flatten,
+    _unflatten,
+    serialized_type_name="gpu_lod.Pyramid",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+)
 torch.serialization.add_safe_globals([_unflatten])  # torch.load's weights_only

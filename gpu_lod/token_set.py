@@ -259,8 +259,27 @@ def register_tree(kind: type[Any], tensors: tuple[str, ...], *constants: str) ->
             object.__setattr__(made, name, value)
         return made
 
-    _pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=f"gpu_lod.{kind.__name__}")
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, object]], tuple[object, ...]]:
+        values, context = flatten(value)
+        return [
+            (_pytree.GetAttrKey(str(name)), one) for name, one in zip(context[len(constants) :], values, strict=True)
+        ], context
+
+    _pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"gpu_lod.{kind.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=list,
+        from_dumpable_context=_in_tuples,
+    )
     torch.serialization.add_safe_globals([kind])
+
+
+def _in_tuples(value: Any) -> Any:
+    """What JSON makes lists of."""
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
 
 
 register_tree(TokenSet, _TENSORS, "patch")

@@ -129,6 +129,26 @@ def test_allocators_and_their_gradients(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("name", ["LogPolar", "PseudoLogPolar", "FoveatedPyramid"])
+def test_gradients_in_the_fixation(name: str) -> None:
+    """Of sites and of what is read there, and none where an eager call has none."""
+    allocator, _ = made(name)
+    run, _ = in_one_graph(lambda image, relevance, at: allocator(image, relevance, fixation=at))
+    image, relevance = given()
+    slopes = []
+    for call in (run, lambda image, relevance, at: allocator(image, relevance, fixation=at)):
+        at = torch.tensor([[0.4, 0.6], [0.7, 0.2]], requires_grad=True)
+        tokens = call(image, relevance, at)
+        moving = tokens.sites.square().sum() if tokens.sites.requires_grad else torch.zeros(())
+        gradient = torch.autograd.grad(moving + 0 * at.sum(), at, retain_graph=True)[0]
+        slopes.append((tokens.sites.requires_grad, gradient))
+    assert slopes[0][0] == slopes[1][0] == (name != "FoveatedPyramid")
+    torch.testing.assert_close(slopes[0][1], slopes[1][1])
+    if name == "LogPolar":
+        assert (gradient != 0).all()
+        assert not run(image, relevance.requires_grad_(), at.detach()).sites.requires_grad
+
+
 @pytest.mark.parametrize("name", ["GridTopK", "SoftVortex", "PseudoLogPolar", "TokenDAG"])
 def test_what_they_are_given(name: str) -> None:
     allocator, _ = made(name)

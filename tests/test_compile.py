@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import math
 import random
 import shutil
 import sysconfig
@@ -141,6 +143,19 @@ def test_compiled_verbs_equal_eager_ones(name: str, backend: Any, dynamic: bool)
     eager = torch.autograd.grad(expected, inputs, ys, allow_unused=True)  # the sampler need not read every level
     for x, one, two in zip(inputs, torch.autograd.grad(found, inputs, ys), eager, strict=True):
         assert torch.allclose(one, torch.zeros_like(x) if two is None else two, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "gl"])
+def test_levels_that_nobody_used_pass_nothing_on(backend: Any) -> None:
+    """Zeros would: of zeros NaN makes NaN."""
+    image = noise(1, 1, 64, 64)
+    image[0, 0, 50, 50] = math.nan
+    spoiled = []
+    for wrap in (compiled, lambda function: (function, None)):
+        run, _ = wrap(lambda x: lod.oriented_energy(x, 3, backend=backend)[0][..., :8, :8].sum())
+        (gradient,) = torch.autograd.grad(run(x := image.clone().requires_grad_()), x)
+        spoiled.append(int(gradient.isnan().sum()))
+    assert spoiled[0] == spoiled[1] < 64 * 64 / 4
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -353,6 +368,28 @@ def test_export(strict: bool) -> None:
     )
     image, fixation = noise(3, 3, 20, 24), torch.rand(3, 2)
     assert torch.equal(program.module()(image, fixation), Retina()(image, fixation))
+
+
+class Fovea(torch.nn.Module):
+    def forward(self, pyramid: lod.Pyramid, tokens: lod.TokenSet) -> tuple[torch.Tensor, lod.TokenSet]:
+        return lod.foveate(pyramid, (0.4, 0.6)), tokens.take(torch.arange(3))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_pyramids_and_token_sets_are_inputs_of_programs(strict: bool) -> None:
+    """Pyramids that something else made, too."""
+    image = noise(2, 3, 20, 24)
+    tokens = lod.allocate.GridTopK(5, 4)(image)
+    program = torch.export.export(Fovea(), (lod.mipmap(image, backend="torch"), tokens), strict=strict)
+    torch.export.save(program, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for pyramid in (lod.mipmap(noise(2, 3, 20, 24), backend=backend) for backend in ("torch", "gl")):
+        view, few = loaded(pyramid, tokens)
+        assert torch.equal(view, lod.foveate(pyramid, (0.4, 0.6)))
+        assert isinstance(few, lod.TokenSet) and torch.equal(few.patches, tokens.patches[:, :3])
+    with pytest.raises(Exception, match="spec"):
+        loaded(lod.hiz(noise(2, 3, 20, 24)), tokens)
 
 
 class Chained(torch.nn.Module):

@@ -327,7 +327,7 @@ def test_pyramids_pickle_and_copy() -> None:
 def test_pytree_sees_the_levels() -> None:
     pyramid = lod.mipmap(noise(3, 20, 30))
     doubled = torch.utils._pytree.tree_map(lambda level: level * 2, pyramid)
-    assert isinstance(doubled, lod.Pyramid)
+    assert isinstance(doubled, lod.Pyramid) and doubled.generator == "pytree" and doubled.reduce == "mean"
     assert all(torch.equal(a, 2 * b) for a, b in zip(doubled, pyramid, strict=True))
     wide = torch.utils._pytree.tree_map(lambda level: level.double(), lod.hiz(noise(1, 8, 8)))
     with pytest.raises(InputError, match="float64"):

@@ -56,6 +56,9 @@ class Allocator(ABC):
     moves: ClassVar[bool] = False
     """Whether sites have gradients."""
 
+    follows: ClassVar[bool] = False
+    """Whether sites have gradients in the fixation, if in nothing else."""
+
     finest: ClassVar[bool] = False
     """Whether all sites are of level 0; a class that chooses anew says so anew."""
 

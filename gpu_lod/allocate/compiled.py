@@ -61,7 +61,9 @@ def traced(allocator: Allocator, image: Any, relevance: Any, *others: Any) -> To
     sites, scores = found[:2]
     patches = None if image is None else found[2]
     weights = found[-1] if allocator.weighs else None
-    return TokenSet(sites if allocator.moves else sites.detach(), scores, patches, allocator.patch, weights)
+    fixation = others[1]
+    moves = allocator.moves or (allocator.follows and isinstance(fixation, torch.Tensor) and fixation.requires_grad)
+    return TokenSet(sites if moves else sites.detach(), scores, patches, allocator.patch, weights)
 
 
 _SHAPE = ("budget", "patch")

@@ -63,6 +63,7 @@ class LogPolar(Allocator):
     """
 
     takes: ClassVar[tuple[Need, ...]] = ("fixation",)
+    follows: ClassVar[bool] = True
 
     def __init__(
         self, budget: int = 273, patch: int = 14, pool: Pool = "mean", fovea: float = 0.3, radius: float = 0.1
