@@ -389,8 +389,14 @@ def array(tensor: torch.Tensor) -> Any:
 
 
 def traced() -> bool:
-    """True while make_fx records what is done: then nothing that depends on its arguments can be read on the host."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """True while make_fx records what is done, when nothing that depends on its arguments can be read on the host, or
+    torch.jit.trace, to which all that is read is the same ever after."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None or scripted()
+
+
+def scripted() -> bool:
+    """True while torch.jit.trace records."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def on_host(value: torch.Tensor) -> bool:
@@ -488,6 +494,11 @@ def _own_memory(value: torch.Tensor, backend: str) -> None:
         raise UnsupportedError(
             f"the {backend} backend gives nothing inside a FakeTensorMode, where no tensor has memory. Use "
             "backend='torch', or leave the mode."
+        )
+    if scripted():
+        raise UnsupportedError(
+            f"torch.jit.trace sees nothing of what the {backend} backend does. Use backend='torch' there, or "
+            "torch.export, which records whole verbs."
         )
     if transformed(value):  # there is no functorch rule
         raise UnsupportedError(

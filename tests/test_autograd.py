@@ -616,6 +616,18 @@ def test_auto_takes_torch_for_tensors_without_memory(monkeypatch: pytest.MonkeyP
     assert isinstance(lod.mipmap(Wrapped(image))[1], Wrapped)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_torch_jit_traces_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a shader gave would be in the trace as a constant."""
+    image, other = noise(2, 1, 3, 8, 8)
+    monkeypatch.setattr(dispatch, "measured", lambda *_, **__: dispatch.Choice("gl", "measured"))
+    traced = torch.jit.trace(lambda x: lod.mipmap(x)[1], image)
+    assert torch.equal(traced(other), lod.mipmap(other, backend="torch")[1])
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace.*torch\.export"):
+        torch.jit.trace(lambda x: lod.mipmap(x, backend="gl")[1], image)
+    assert lod.mipmap(image, backend="gl").generator != "torch"
+
+
 # -- what a result shares with its input -------------------------------------------------------------------------------
 
 
