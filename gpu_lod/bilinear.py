@@ -58,7 +58,7 @@ def cropped(
         return level.to(dtype), None
     box, scales, shifts = [], [], []
     for axis, n in enumerate((level.shape[-1], level.shape[-2])):
-        low, high = (float(bound) for bound in grid[..., axis].aminmax())
+        low, high = (min(max(float(bound), -3.0), 3.0) for bound in grid[..., axis].aminmax())  # inf, too
         # A texel more on each side, for rounding; samples outside the level read its edge.
         first = min(max(math.floor((low + 1) / 2 * n - 0.5) - 1, 0), n - 1)
         end = min(max(math.floor((high + 1) / 2 * n - 0.5) + 3, first + 1), n)

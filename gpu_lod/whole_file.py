@@ -31,9 +31,9 @@ def write(path: Path, data: bytes) -> None:
     """
     make_folder(path.parent)
     target = Path(os.path.realpath(path))
-    there = target.exists()
-    if there and (not target.is_file() or not os.access(target.parent, os.W_OK)):
-        target.write_bytes(data)
+    there = path.exists()  # a pipe's link names nothing that the target could be found by
+    if there and (not path.is_file() or not os.access(target.parent, os.W_OK)):
+        path.write_bytes(data)
         return
     if there and not os.access(target, os.W_OK):
         raise PermissionError(13, "Permission denied", str(path))

@@ -18,7 +18,7 @@ from PIL import Image
 
 import gpu_lod as lod
 from gpu_lod import demo
-from gpu_lod.commands import drawing, printing
+from gpu_lod.commands import as_options, drawing, lettering, printing, sheets
 from gpu_lod.demo import panels
 from gpu_lod.images import atlas, load, save
 from gpu_lod.saliency import luma
@@ -226,6 +226,33 @@ def test_features(tmp_path: Path, picture: Path) -> None:
     assert drawing.labels()[5] == "saliency" and drawing.labels()[39] == "blue - yellow" and len(drawing.labels()) == 40
 
 
+def test_pictures_of_any_numbers(tmp_path: Path) -> None:
+    """JSON has none for what is no number, and a drawing no shade."""
+    values = np.random.default_rng(0).random((40, 50), dtype=np.float32)
+    values[3, 3], values[30, 20], values[9, 9] = math.inf, math.nan, 3e38
+    Image.fromarray(values).save(tmp_path / "any.tif")
+    done(tmp_path, "features", "any.tif")
+    assert np.isfinite(json.loads(done(tmp_path, "energy", "any.tif", "--json"))["shares"]).all()
+    found = json.loads(done(tmp_path, "cull", "any.tif", "--threshold", "0.5", "--box", "0,0,1,1", "--json"))
+    assert found["boxes"][0]["upper"] is None
+
+
+def test_energies_of_the_largest_numbers_have_shares() -> None:
+    level = torch.tensor([3e38, 1e38, 0, 0]).view(1, 4, 1, 1).expand(1, 4, 5, 5)
+    assert sheets.shares([level], 1.0)[0] == pytest.approx([0.75, 0.25, 0, 0])
+    assert int(sheets.energy([level], "large", 1.0).max()) > 200
+    level = level.where(level > 0, math.inf)
+    assert np.isfinite(sheets.shares([level], 1.0)).all()
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\udcffbytes"])
+def test_names_of_files_are_drawn_in_a_line(name: str, tmp_path: Path) -> None:
+    cat(tmp_path).rename(tmp_path / f"{name}.png")
+    for command in (["energy"], ["sites"], ["allocate", "--budget", "4", "--patch", "8"]):
+        done(tmp_path, *command, f"{name}.png", "-o", "drawn.png")
+    assert lettering.fitted(name, lettering.font(lettering.NAME), 1e4) in ("two lines", "?bytes")
+
+
 def test_nothing_is_printed_where_stdout_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then Python has none."""
     monkeypatch.setattr(sys, "stdout", None)
@@ -357,6 +384,15 @@ def test_errors_name_options(tmp_path: Path, picture: Path) -> None:
     )
 
 
+def test_files_are_no_options() -> None:
+    for text, expected in (
+        ("pass patch=14, or labels=.", "pass --patch 14, or --labels."),
+        ("device=3.png does not exist", None),
+        ("a/budget=3.png, and out/patch=.json", None),
+    ):
+        assert as_options(text) == (expected or text)
+
+
 def test_bad_options(tmp_path: Path, picture: Path) -> None:
     refused(
         tmp_path,
@@ -369,6 +405,11 @@ def test_bad_options(tmp_path: Path, picture: Path) -> None:
         ("mipmap cat.png --generator fast", 2, "'fast' is not one of 'auto'"),
         ("mipmap cat.png --levels 99", 2, "levels is 99"),
         ("hiz cat.png --device 99", 2, "there is no EGL device 99"),
+        ("laplacian cat.png --gain inf", 2, "--gain is inf"),
+        ("log-polar cat.png --e0 0.1", 2, "add --spacing cortical"),
+        ("report cat.png --markdown -o page.html", 2, "leave -o and --json out"),
+        ("calibrate --show --verbs mipmap", 2, "leave --verbs out"),
+        ("calibrate --show --reset", 2, "leave --show and --verbs out"),
     )
     assert not (tmp_path / "out").exists()
 
@@ -382,6 +423,7 @@ def test_calibrate_where_nothing_can_be_kept(tmp_path: Path) -> None:
     refused(
         tmp_path,
         ("calibrate --verbs mipmaps", 2, "there is no mipmaps to measure; expected collapse"),
+        ("calibrate --verbs=", 2, "expected collapse"),
         ("calibrate --minutes 0", 2, "--minutes"),
         ("calibrate --verbs mipmaps --json", 2, "expected collapse"),
         ("calibrate --minutes nan", 2, "--minutes"),

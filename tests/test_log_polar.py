@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -444,3 +445,14 @@ def test_samples_of_small_dtypes_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
         assert float((found.float() - whole.float()).abs().max()) <= (1 if dtype == torch.uint8 else 1e-3)
         monkeypatch.undo()
         monkeypatch.setattr(module, "bilinear", lambda *a: (rings.append(a[1].shape[1]), sampled(*a))[1])
+
+
+@pytest.mark.parametrize("spacing", ["log", "cortical"])
+def test_rings_beyond_all_numbers_read_the_edge(spacing: Any) -> None:
+    """Of bytes plain torch converts what is read alone, which is found by where that ends."""
+    image = noise(3, 300, 340, dtype=torch.uint8)
+    for border in ("clamp", "zero"):
+        how: dict[str, Any] = {"spacing": spacing, "r_max": 1e300, "border": border, "backend": "torch"}
+        found = lod.log_polar(image, (0.5, 0.5), 9, 12, **how)
+        other = lod.log_polar(image.float(), (0.5, 0.5), 9, 12, **how)
+        assert torch.equal(found.float(), other.round())

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "cut short": (json.dumps(data())[:-20], "no result file, or corrupt"),
     "NaN": (json.dumps(data(row(floor_ms=float("nan")))), "NaN is no number"),
     "infinite": (json.dumps(data()).replace("0.25", "1e999"), "1e999 is too large"),
+    "too many digits": (data(row(batch=10**400)), "is too large for a number"),
     "nested too deep": ("[" * 100_000, "no result file, or corrupt"),
     "a list": ([1, 2], "no `schema` and `rows`"),
     "another file": ({"name": "x"}, "no `schema` and `rows`"),
@@ -486,6 +488,17 @@ def test_the_command_prints_a_table_or_what_it_wrote(tmp_path: Path) -> None:
     assert done(tmp_path, "report", "gpu.json", "--markdown", env=NO_EGL) == text.markdown(gpu, tmp_path) + "\n"
     wrote = json.loads(done(tmp_path, "report", "gpu.json", "--json", env=NO_EGL))
     assert wrote == {"input": ["gpu.json"], "output": ["out/report.html"]}
+
+
+def test_tables_are_made_of_what_was_read(tmp_path: Path) -> None:
+    """A pipe is read once."""
+    file = saved(tmp_path, "file.json", data(row(), row(size=2048)))
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    writer = threading.Thread(target=pipe.write_text, args=(file.read_text(),))
+    writer.start()
+    printed = done(tmp_path, "report", "pipe.json", "--markdown", env=NO_EGL)
+    writer.join()
+    assert printed.replace("pipe.json", "file.json") == text.markdown(file, tmp_path) + "\n"
 
 
 def test_the_command_fails_in_one_line(tmp_path: Path) -> None:

@@ -70,6 +70,17 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
         os.close(reader)
 
 
+def test_a_link_to_a_pipe_is_written_to() -> None:
+    """As /dev/stdout is one: of a pipe without a name."""
+    reader, writer = os.pipe()
+    try:
+        whole_file.write(Path(f"/dev/fd/{writer}"), b"through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_the_long_name_of_a_file_is_enough(tmp_path: Path) -> None:
     whole_file.write(tmp_path / ("x" * 255), b"data")
     assert [path.name for path in tmp_path.iterdir()] == ["x" * 255]

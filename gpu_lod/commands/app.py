@@ -36,7 +36,8 @@ def as_options(text: str) -> str:
         value = next(filter(None, found.groups()[1:]), "")
         return f"{name} {value}".strip() if name.startswith("--") else found[0]
 
-    return re.sub(r"\b(?P<name>[a-z]\w*)=(?:'([^']*)'|\"([^\"]*)\")?", option, text)
+    # Not in the names of files.
+    return re.sub(r"(?<![\w/.-])(?P<name>[a-z]\w*)=(?:'([^']*)'|\"([^\"]*)\"|(\d[\d.]*\b))?(?!\.?[\w/-])", option, text)
 
 
 @app.callback()

@@ -58,8 +58,9 @@ def feature_grid(maps: torch.Tensor, columns: int = 6) -> torch.Tensor:
     for place, k in enumerate(shown):
         row, column = divmod(place, columns)
         left, top = 0.12 + column * (wide + 0.12), row * (high + title)
-        values = maps[k].float().cpu()
-        low, most = float(values.min()), float(values.max())
+        values = maps[k].double().cpu()  # in which no range is too wide for a number
+        finite = values[values.isfinite()]
+        low, most = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
         text = f"{k}  {names[k]}   {low:.2g} to {most:.2g}"
         size = min(8.0, 100 * wide / len(text))
         figure.text(left / across, 1 - (top + title - 0.07) / down, text, fontsize=size, color="#1f2937")
@@ -70,7 +71,8 @@ def feature_grid(maps: torch.Tensor, columns: int = 6) -> torch.Tensor:
             low = -most
         axes = figure.add_axes((left / across, 1 - (top + title + high) / down, wide / across, high / down))
         most = max(most, low + 1e-12)
-        axes.imshow(values.numpy(), cmap="gray", vmin=low, vmax=most, interpolation="antialiased", aspect="auto")
+        values = ((values - low) / (most - low)).clamp(0, 1)  # infinities, too
+        axes.imshow(values.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="antialiased", aspect="auto")
         axes.set_axis_off()
     canvas.draw()
     drawn = np.asarray(canvas.buffer_rgba())[..., :3]

@@ -20,7 +20,8 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
 
 
 def fitted(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """The text, shortened to a width in pixels."""
+    """The text in one line, shortened to a width in pixels. It may be the name of a file, which may be no text."""
+    text = " ".join(text.encode("utf-8", "replace").decode().split())
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "…") > width:

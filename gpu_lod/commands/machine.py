@@ -64,6 +64,13 @@ def calibrate(
     from gpu_lod.calibrate import Report
     from gpu_lod.calibrate import calibrate as measure
 
+    wanted = None if verbs is None else [verb.strip() for verb in verbs.split(",")]
+    if reset and (show or verbs is not None):
+        raise typer.BadParameter(
+            "all that was calibrated is removed; leave --show and --verbs out.", param_hint="'--reset'"
+        )
+    if show and verbs is not None:
+        raise typer.BadParameter("all times in force are printed; leave --verbs out.", param_hint="'--show'")
     if reset:
         removed = tables.forget()
         return printing.print_json([str(path) for path in removed]) if as_json else printing.show_removed(removed)
@@ -76,7 +83,6 @@ def calibrate(
     report, problem = Report(), None
     try:
         with printing.progress() as progress:
-            wanted = verbs.split(",") if verbs else None
             where = [tensors] if tensors else None
             measure(minutes, wanted, quick=quick, devices=where, progress=progress, report=report)
     except (KeyboardInterrupt, lod.GpuLodError) as error:  # what was measured is printed all the same
@@ -111,7 +117,9 @@ def report(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES...", help="Result files of the benchmarks.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("out/report.html"),
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page. (default: out/report.html)", show_default=False)
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's tables, and write no page.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -120,9 +128,12 @@ def report(
     from gpu_lod.report.files import load_all
 
     if markdown:
-        tables = [text.markdown(path, Path()) for path, _ in load_all(files)]
+        if output is not None or as_json:
+            raise typer.BadParameter("no page is written; leave -o and --json out.", param_hint="'--markdown'")
+        tables = [text.markdown(path, Path(), data) for path, data in load_all(files)]
         typer.echo("\n\n".join(tables))
         return
+    output = Path("out/report.html") if output is None else output
     options.check_not_read(output, "--output", *files)
     with printing.busy("report"):
         page.report(files, output)

@@ -396,4 +396,13 @@ def show_written(paths: list[Path]) -> None:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+    """JSON has no infinity and no NaN: null stands for them."""
+    typer.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,7 @@ import torch
 import typer
 
 import gpu_lod as lod
-from gpu_lod import images
+from gpu_lod import checks, images
 from gpu_lod.commands import options, printing
 from gpu_lod.commands.app import app
 from gpu_lod.commands.options import AsJson, Backend, Device, Output, Picture
@@ -104,6 +104,7 @@ def laplacian(
 ) -> None:
     """Write the Laplacian pyramid of a picture as an atlas: bands about grey, the last Gaussian level as it is."""
     path = options.output_path(image, "laplacian", output)
+    checks.number(gain, "--gain")
     back_path = path.with_name(f"{path.stem}.back{path.suffix}")
     if back:
         options.check_not_read(back_path, "--output", image)

@@ -27,7 +27,10 @@ def log_polar(
     ] = None,
     r_max: Annotated[float, typer.Option(help="Where they end, in units of the longer side.")] = 0.7,
     spacing: Annotated[Literal["log", "cortical"], typer.Option(help="How the rings are spaced.")] = "log",
-    e0: Annotated[float, typer.Option(help="Eccentricity of half magnification; only with cortical spacing.")] = 0.05,
+    e0: Annotated[
+        float | None,
+        typer.Option(help="Eccentricity of half magnification; only with cortical spacing. (default: 0.05)"),
+    ] = None,
     border: Annotated[Literal["clamp", "zero"], typer.Option(help="What is outside the picture.")] = "clamp",
     generator: Annotated[
         Literal["auto", "compute", "fragment"], typer.Option(help="A name implies the gl backend.")
@@ -46,10 +49,14 @@ def log_polar(
     back_path = path.with_name(f"{path.stem}.back{path.suffix}")
     if back:
         options.check_not_read(back_path, "--output", image)
+    if e0 is not None and spacing != "cortical":
+        raise typer.BadParameter("log rings have none; add --spacing cortical.", param_hint="'--e0'")
     points = options.point(fixation)
     with options.on(device), printing.busy("log-polar"):
         picture = images.load(image)
-        place: dict[str, Any] = {"r_min": r_min, "r_max": r_max, "spacing": spacing, "e0": e0}
+        place: dict[str, Any] = {
+            "r_min": r_min, "r_max": r_max, "spacing": spacing, "e0": 0.05 if e0 is None else e0
+        }  # fmt: skip
         how = {"backend": options.backend_for(backend, device)}
         arguments = {**place, **how, "border": border, "generator": generator}
         choice = lod.explain(lod.log_polar, picture, points, rings, wedges, **arguments)

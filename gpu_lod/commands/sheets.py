@@ -68,7 +68,7 @@ def shares(energies: Sequence[torch.Tensor], least: float) -> list[list[float]]:
     """How much of the energy of each level is that of each orientation; 0 where there is less than `least` a sample."""
     result = []
     for level in energies:
-        sums = level.double().nan_to_num().sum(dim=(0, 2, 3))
+        sums = level.float().nan_to_num().double().sum(dim=(0, 2, 3))  # no sum of numbers of fp32 is infinite there
         there = float(sums.sum()) > least * level[:, 0].numel()
         result.append((sums / sums.sum() if there else torch.zeros_like(sums)).tolist())
     return result
@@ -100,9 +100,9 @@ def energy(energies: Sequence[torch.Tensor], name: str, least: float) -> torch.T
         draw.text((left + 46, top), f"{180 * k // len(ORIENTATIONS)}\N{DEGREE SIGN}", INK, font(NAME, True))
     top += legend
     for level, (values, parts) in enumerate(zip(energies, shares(energies, least), strict=True)):
-        total = values.detach().float().cpu().nan_to_num().sum(0)
+        total = values.detach().float().cpu().nan_to_num().double().sum(0)
         white = max(float(np.percentile(total.amax(0).numpy(), _BRIGHTEST)), float(total.max()) * 1e-3, least)
-        bright = (total / white).clamp(0, 1).sqrt() if float(total.max()) > least else torch.zeros_like(total)
+        bright = ((total / white).clamp(0, 1).sqrt() if float(total.max()) > least else torch.zeros_like(total)).float()
         captions = [f"level {level}   {total.shape[-1]}{TIMES}{total.shape[-2]}"]
         captions += [f"{100 * part:.0f}% of the energy" for part in parts]
         strongest = torch.eye(len(ORIENTATIONS))[total.argmax(0)].permute(2, 0, 1) * bright.amax(0)

@@ -38,7 +38,7 @@ def load(path: Path) -> Data:
     if not text.strip():
         raise FileError(f"{path} is empty; expected a result file. {AGAIN}")
     try:
-        data = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        data = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is no result file, or corrupt: {error}. {AGAIN}") from None
     if not isinstance(data, dict) or "schema" not in data or "rows" not in data:
@@ -109,6 +109,13 @@ def write(text: str, path: Path) -> None:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number that can be measured")
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**63:
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def _finite(text: str) -> float:

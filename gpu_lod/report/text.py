@@ -133,7 +133,7 @@ def load_any(path: Path) -> Data:
     """Also the file of a run in which nothing could be measured, which the terminal should show."""
     import json
 
-    data: Data = json.loads(path.read_text())
+    data: Data = json.loads(path.read_text(encoding="utf-8"))
     return data if not data.get("rows") else load(path)
 
 
@@ -151,9 +151,13 @@ def in_readme(row: Row) -> bool:
     return is_call(row) and one
 
 
-def markdown(path: Path, folder: Path, *, every: bool = False) -> str:
-    """The table of one file, linked as seen from a folder: the README's, or every call."""
-    data = load_any(path)
+def markdown(path: Path, folder: Path, data: Data | None = None, *, every: bool = False) -> str:
+    """The table of one file, linked as seen from a folder: the README's, or every call.
+
+    Args:
+        data: what the file holds, if it was read: a pipe is read once.
+    """
+    data = load_any(path) if data is None else data
     kernels = has_kernels(data["rows"])
     calls = [row for row in data["rows"] if is_call(row)]
     clock = " of the wall clock, with a synchronise behind every call" if on_cuda(data) else ""
