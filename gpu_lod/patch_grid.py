@@ -18,8 +18,17 @@ def starts_of(n: int, patch: int) -> list[int]:
 
 
 def pooled(values: torch.Tensor, patch: int, pool: Pool = "mean") -> torch.Tensor:
-    """The mean or the largest value over each patch: [..., H, W] to [..., ceil(H / patch), ceil(W / patch)]."""
-    return along(along(values, -2, patch, pool), -1, patch, pool)
+    """The mean or the largest value over each patch: [B, H, W] or [B, C, H, W] to [..., ceil(H / patch),
+    ceil(W / patch)]. Patches of the same values have the very same one."""
+    if pool == "max":
+        return along(along(values, -2, patch, pool), -1, patch, pool)
+    rows, columns = (min(patch, n) for n in values.shape[-2:])
+    # By convolutions' pooling, which adds every window in one order: sums along a side take the last columns in another
+    # one than the others. And a side at a time: of so few values in a row sums are the more precise.
+    parts = [values] if values.shape[-1] % columns == 0 else [values, values[..., -columns:]]
+    found = torch.cat([F.avg_pool2d(part, (1, columns)) for part in parts], -1)
+    parts = [found] if found.shape[-2] % rows == 0 else [found, found[..., -rows:, :]]
+    return torch.cat([F.avg_pool2d(part, (rows, 1)) for part in parts], -2)
 
 
 def along(values: torch.Tensor, dim: int, patch: int, pool: Pool = "mean") -> torch.Tensor:

@@ -24,7 +24,7 @@ def test_convention_patches_at_the_edge_shift_inward(n: int, starts: list[int]) 
 
 
 @pytest.mark.parametrize("pool", ["mean", "max"])
-@pytest.mark.parametrize("shape", [(2, 3, 33, 47), (5, 9), (1, 28, 14), (1, 29, 13)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 33, 47), (1, 5, 9), (1, 28, 14), (1, 29, 13)], ids=str)
 def test_every_patch_is_pooled_by_itself(shape: tuple[int, ...], pool: Pool) -> None:
     values = torch.rand(shape, dtype=torch.float64) - 0.5
     height, width = shape[-2:]
@@ -101,3 +101,12 @@ def test_what_is_not_finite_stays_so() -> None:
         image = noise(1, 3, 64, 64)
         image[0, 1, 40, 20] = bad
         assert not bool(torch.isfinite(saliency_cells(image, 16)).all())
+
+
+@pytest.mark.parametrize("side", [14, 16])
+@pytest.mark.parametrize("width", [118, 111, 360])
+def test_patches_of_the_same_values_have_the_same_mean(side: int, width: int) -> None:
+    """Wherever they are: else an even map would have peaks."""
+    for value in (0.1, 0.5911534, 0.9690406):
+        found = pooled(torch.full((1, 130, width), value), side)
+        assert len(found.unique()) == 1 and float(found.mean()) == pytest.approx(value, rel=1e-6)
