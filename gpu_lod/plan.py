@@ -333,6 +333,7 @@ class Plan:
                     f"a tensor is {came}; it was planned for {home.dtype} {tuple(home.shape)} on {home.device}. Make "
                     "another plan for other shapes."
                 )
+            checks.ordinary(tensor, "a tensor")
             if checks.transformed(tensor):
                 raise UnsupportedError(
                     "a plan repeats work on memory of its own, and knows no forward mode, no torch.func.grad, jvp or "

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,7 +138,7 @@ class Recording:
         try:
             self._gl = gl
             watch = _WatchApart if "torch._dynamo" in sys.modules else _Watch
-            with holding(self.held), gl.recording(self._note), watch(self), _reads_seen():
+            with holding(self.held), gl.recording(self._note), watch(self), _reads_seen(), _Made(self):
                 yield
         finally:
             _here.recording = None
@@ -319,6 +320,30 @@ class _WatchApart(_Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")
+_NUMBERS = ("__index__", "__int__", "__float__", "__bool__", "__complex__")
+
+
+class _Made(TorchFunctionMode):
+    """Sees tensors that are made of Python's sequences of others, whose values torch reads past its dispatcher."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recording, name = self._recording, getattr(func, "__name__", "")
+        if recording.watching and name in (*_MAKERS, *_NUMBERS):
+            given = [*args, *(kwargs or {}).values()]
+            # Of a tensor the dispatcher sees the copy.
+            given = given if name in _NUMBERS else [one for one in given if not isinstance(one, torch.Tensor)]
+            tensors = (leaf for leaf in _pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))
+            if any(recording.varies(tensor.data_ptr()) for tensor in tensors):
+                recording.stop(f"it reads values on the host (by {name})")
+                recording.abandon()
+        return func(*args, **(kwargs or {}))
 
 
 def _on_host(source: torch.Tensor, how: Any) -> bool:

@@ -34,6 +34,7 @@ from gpu_lod.allocate.pyramid_top_k import _shares
 from gpu_lod.allocate.scale import HIGHEST, Summable
 from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
+from gpu_lod.allocate.voronoi import owners
 from gpu_lod.errors import InputError
 from gpu_lod.patch_grid import pooled
 
@@ -884,6 +885,26 @@ def test_fixations_are_peaks_and_are_not_looked_at_twice() -> None:
         assert all(math.dist(a, b) > 0.15 for a, b in zip(points.tolist(), points.tolist()[1:], strict=False))
 
 
+def test_of_equal_peaks_the_first_of_those_as_near_the_middle() -> None:
+    """To the last bit: a pair that mirrors each other about the middle has its first one looked at first."""
+    for n in range(2, 17):
+        for i in range(n // 2):
+            row = torch.zeros(1, 1, n)
+            row[0, 0, [i, n - 1 - i]] = 1
+            along, down = lod.allocate.find_fixations(row)[0, 0], lod.allocate.find_fixations(row.mT)[0, 0]
+            assert along[0] <= 0.5 and down[1] <= 0.5
+
+
+@pytest.mark.parametrize("n", [5, 10, 13])
+def test_what_is_as_far_as_the_radius_is_within(n: int) -> None:
+    """Wherever the peak is."""
+    for i in range(1, n - 1):
+        row = torch.zeros(1, 1, n)
+        row[0, 0, i - 1 : i + 2] = torch.tensor([1.0, 2.0, 1.0])
+        first, second = (lod.allocate.find_fixations(row, 2, radius=1 / n)[0, :, 0] * n).tolist()
+        assert int(first) == i and abs(int(second) - i) > 1
+
+
 def test_what_is_far_above_the_rest_is_looked_at_again_if_little_inhibited() -> None:
     relevance = torch.zeros(1, 16, 16)
     relevance[0, 4, 4], relevance[0, 12, 12] = 1.0, 0.6
@@ -995,6 +1016,18 @@ def test_cells_belong_to_the_nearest_peak() -> None:
     left = int((sites[:, 0] < 0.5).sum())
     assert left in (20, 21)
     assert sum(float(x) * 40 < 10 and 8 <= float(y) * 20 < 12 for x, y, _ in sites) >= 16
+
+
+def test_a_patch_between_two_peaks_is_the_higher_ones() -> None:
+    """Midway, however distances round."""
+    for n in range(3, 17, 2):
+        for flip in (False, True):
+            row = torch.zeros(1, 1, n)
+            row[0, 0, 0], row[0, 0, -1] = 2, 1.5
+            scene, _ = lod.allocate.Voronoi(3)._scene(None, row.flip(2) if flip else row, None, None, None)
+            points = torch.tensor([[[0.5 / n, 0.5], [1 - 0.5 / n, 0.5]]])
+            owner = owners(scene, points.flip(1) if flip else points)[0]
+            assert int(owner[n // 2]) == 0 and int((owner == 0).sum()) == n // 2 + 1
 
 
 def test_vortices_share_by_what_they_hold() -> None:

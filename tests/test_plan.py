@@ -687,6 +687,40 @@ def test_plans_are_not_copied(copying: Callable[[Any], Any]) -> None:
         copying(lod.plan(lod.mipmap, noise(1, 8, 8)))
 
 
+def on(image: torch.Tensor, place: Any) -> torch.Tensor:
+    return lod.log_polar(lod.mipmap(image, backend="gl"), place, 6, 8, backend="gl")
+
+
+MADE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "tuple": lambda image, x, y: on(image, (x, y)),
+    "parts": lambda image, x, y: on(image, tuple(torch.Tensor.view(y, 1).expand(2))),
+    "tensor": lambda image, x, y: on(image, torch.tensor([x, y])),
+    "as_tensor": lambda image, x, y: on(image, torch.as_tensor((x, y))),
+    "asarray": lambda image, x, y: on(image, torch.asarray([x, y])),
+    "new_tensor": lambda image, x, y: on(image, image.new_tensor([x, y])),
+    "Tensor": lambda image, x, y: on(image, torch.Tensor([x, y])),
+    "nested": lambda image, x, y: lod.gather_patches(image, [[x, y, 0.0]], 4, backend="gl"),
+    "index": lambda image, x, y: on(image, [(0.2, 0.3), (0.7, 0.6)][(x * 1.5).long()]),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_made_of_sequences_of_inputs_are_not_repeated(name: str, ctx: lod.Context) -> None:
+    """Torch reads their values past its dispatcher."""
+    image = noise(3, 16, 16)
+    plan = lod.plan(MADE[name], image, torch.tensor(0.2), torch.tensor(0.3))
+    for x, y in ((0.8, 0.6), (0.4, 0.9)):
+        given = image, torch.tensor(x), torch.tensor(y)
+        assert torch.equal(plan(*given), MADE[name](*given))
+    assert (not plan.replays and "host" in plan.reason) or name == "index"
+
+
+def test_a_sparse_tensor_is_refused(ctx: lod.Context) -> None:
+    plan = lod.plan(lambda x: lod.mipmap(x, backend="gl"), noise(3, 8, 8))
+    with pytest.raises(InputError, match="expected an ordinary dense tensor"):
+        plan(noise(3, 8, 8).to_sparse())
+
+
 def test_state_that_moves_on_in_gl_memory(ctx: lod.Context) -> None:
     def watching() -> Callable[[torch.Tensor], torch.Tensor]:
         before = ctx.empty(1, 3, 12, 9)

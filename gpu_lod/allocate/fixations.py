@@ -17,6 +17,9 @@ from gpu_lod.kernels import device as kernels
 COARSE = 16
 """Cells of the coarse pass along the longer side."""
 
+ALIKE = 1 + 2**-18
+"""Squares of distances that are this much apart are the same, but for rounding."""
+
 
 def asked(count: int, radius: float, inhibition: float) -> tuple[int, float, float]:
     """How many peaks, and which inhibition of return, checked."""
@@ -54,12 +57,12 @@ def find_fixations(
     Shape: relevance [B, Hg, Wg] gives [B, count, 2].
     Units: (x, y) in [0, 1], y down; the radius in units of the longer side.
     Convention: relevance is averaged to a coarse map of 16 cells along its longer side (fewer if it has fewer); -inf
-        counts as its least finite value. A peak is its highest cell, of equal ones the nearest to the middle and then
-        the first row by row, refined below a cell by the vertex of the parabola through the cell and its neighbours
-        along each side. Then relevance within the radius is inhibited (inhibition of return): multiplied by
-        1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak's cell is never
-        within the radius of the first peak while there are others (the vertex may be, by half a cell). With less of it,
-        what is far above the rest may be looked at again. No gradients.
+        counts as its least finite value. A peak is its highest cell, of equal ones the nearest to the middle (in parts
+        of the sides) and then the first row by row, refined below a cell by the vertex of the parabola through the cell
+        and its neighbours along each side. Then relevance within the radius is inhibited (inhibition of return):
+        multiplied by 1 - inhibition, after its least value was subtracted; so with an inhibition of 1 a second peak's
+        cell is never within the radius of the first peak while there are others (the vertex may be, by half a cell).
+        With less of it, what is far above the rest may be looked at again. No gradients.
 
     Raises:
         InputError: no map, NaN, a count not from 1 to 1024, a radius below 0, or an inhibition outside [0, 1].
@@ -80,12 +83,13 @@ def peaks_of(finite: torch.Tensor, count: int, *, radius: float = 0.15, inhibiti
     coarse = F.adaptive_avg_pool2d(finite[:, None].double(), size)[:, 0].to(finite.dtype)
     coarse = coarse - coarse.amin((1, 2), keepdim=True)
     longer = max(height, width)
+    reach = radius**2 * ALIKE
     y, x, central = (constant(coarse.device, part, size) for part in (_down, _across, _central))
     if coarse.dtype == torch.float32 and by_kernel.usable(coarse):
         found = by_kernel.attempt(
             coarse.device,
             lambda: choosing.peaks(
-                kernels.device_of(coarse), coarse, (y, x, central), count, (height, width), radius, inhibition
+                kernels.device_of(coarse), coarse, (y, x, central), count, (height, width), reach, inhibition
             ),
         )
         if found is not None:
@@ -105,7 +109,7 @@ def peaks_of(finite: torch.Tensor, count: int, *, radius: float = 0.15, inhibiti
             break
         dy = (y[None, :, None] - points[-1][:, 1, None, None]) * height / longer
         dx = (x[None, None, :] - points[-1][:, 0, None, None]) * width / longer
-        near = (dx**2 + dy**2 <= radius**2).flatten(1).scatter(1, index[:, None], True).view_as(free)
+        near = (dx**2 + dy**2 <= reach).flatten(1).scatter(1, index[:, None], True).view_as(free)
         coarse = torch.where(near, coarse * (1 - inhibition), coarse)
         free = free & ~near
     return torch.stack(points, dim=1)
@@ -123,7 +127,9 @@ def _across(size: tuple[int, int]) -> torch.Tensor:
 
 def _central(size: tuple[int, int]) -> torch.Tensor:
     """[rows, columns], the nearer to the middle, the higher."""
-    return -((_down(size)[:, None] - 0.5) ** 2 + (_across(size) - 0.5) ** 2)
+    # As far on each side, to the last bit.
+    y, x = ((2 * torch.arange(n, dtype=torch.float32, device="cpu") + 1 - n) / (2 * n) for n in size)
+    return -(y[:, None] ** 2 + x**2)
 
 
 def _vertices(values: torch.Tensor, index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from gpu_lod import by_kernel
 from gpu_lod.allocate.ordering import at_sites, ordered, scored
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import shared_out
-from gpu_lod.allocate.voronoi import distances
+from gpu_lod.allocate.voronoi import owners
 from gpu_lod.cortical_sites import GOLDEN_ANGLE, box_of, reach
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels import spirals
@@ -144,7 +144,7 @@ def _held(scene: Scene, points: torch.Tensor, most: int) -> tuple[torch.Tensor, 
         )
         if held is not None:
             return held
-    owner = distances(scene, points).argmin(1)
+    owner = owners(scene, points)
     zeros = torch.zeros(points.shape[:2], dtype=torch.float64, device=scene.device)
     weight = zeros.scatter_add(1, owner, amounts.flatten(1).double())
     room = zeros.scatter_add(1, owner, torch.ones_like(owner, dtype=torch.float64)) > 0

@@ -27,8 +27,9 @@ class PseudoLogPolar(Learned):
 
     A centre is an offset from the fixation. Along each side, an offset o becomes r o / (r + |o|) where r is the room
     between the fixation and the edge: about o near the fixation, never beyond the edge, and never the same for two
-    offsets. To begin with, a quarter of the centres is in the fovea, in a normal distribution of sigma 0.05 about the
-    fixation, and the others are spread evenly over the picture that is looked at in its middle.
+    offsets. A fixation nearer than 1/32 of a side to an edge is taken to be that far from it. To begin with, a quarter
+    of the centres is in the fovea, in a normal distribution of sigma 0.05 about the fixation, and the others are spread
+    evenly over the picture that is looked at in its middle.
 
     A token is read at its centre, at the level at which it is as large as what is assigned to it: half the log2 of the
     assigned patches, at least 0. Its score is the relevance assigned to it. `weights` are the assignment as each token

@@ -6,6 +6,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.fixations import ALIKE
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import best_of_each
 from gpu_lod.patch_grid import Pool
@@ -32,7 +33,13 @@ class Voronoi(Allocator):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         self.enough(scene.grid[0] * scene.grid[1])
         points = scene.fixations(min(self.peaks, scene.grid[0] * scene.grid[1]))
-        return best_of_each(scene, distances(scene, points).argmin(1), points.shape[1], self.budget)
+        return best_of_each(scene, owners(scene, points), points.shape[1], self.budget)
+
+
+def owners(scene: Scene, points: torch.Tensor) -> torch.Tensor:
+    """int64 [B, Hg Wg], which of points [B, S, 2] each level-0 patch is nearest to: of those as near, the first."""
+    away = distances(scene, points)
+    return (away <= away.amin(1, keepdim=True) * ALIKE).byte().argmax(1)
 
 
 def distances(scene: Scene, points: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.allocate.base import Allocator, register
+from gpu_lod.allocate.fixations import ALIKE
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import best_of_each
 from gpu_lod.allocate.voronoi import distances
@@ -41,7 +42,7 @@ class VortexField(Allocator):
         points = scene.fixations(self.vortices, radius=self.radius)
         away = distances(scene, points)
         amounts = scene.amounts().flatten(1)[:, None].double()
-        inside = (away <= self.radius**2) | (away == away.amin(-1, keepdim=True))
+        inside = (away <= self.radius**2 * ALIKE) | (away == away.amin(-1, keepdim=True))
         strength = (amounts * inside).sum(-1, keepdim=True)
         pull = strength / (away.double() + self.radius**2)
         return best_of_each(scene, pull.argmax(1), self.vortices, self.budget)

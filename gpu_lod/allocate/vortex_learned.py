@@ -24,10 +24,10 @@ class VortexLearned(Learned):
     """The K level-0 patches that learned vortices pull most, no patch twice.
 
     A vortex pulls a patch by strength / (distance^2 + radius^2), as in `VortexField`; a patch is worth its relevance
-    times the pull of all vortices together. Scores are the soft top-k of the logarithm of that, in [0, 1], with
-    gradients in the relevance and all parameters; over all patches they sum to K. Whole counts of patches have no
-    gradients: the count of a vortex is the sum of the soft top-k times the share that the vortex has in the pull
-    (`soft_counts`).
+    (over the mean, plus 1e-4, so that it has a logarithm) times the pull of all vortices together. Scores are the soft
+    top-k of the logarithm of that, in [0, 1], with gradients in the relevance and all parameters; over all patches they
+    sum to K. Whole counts of patches have no gradients: the count of a vortex is the sum of the soft top-k times the
+    share that the vortex has in the pull (`soft_counts`).
 
     Parameters: centres as the logits of (x, y), the logarithms of strengths, of radii and of the soft top-k's
     temperature. `repulsion` is the loss that keeps the vortices apart.

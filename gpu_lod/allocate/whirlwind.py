@@ -23,12 +23,12 @@ class Whirlwind(Allocator):
     """`Spiral` of kind "fibonacci", wound by relevance: the areal density of sites is, place by place, proportional to
     local relevance plus a floor.
 
-    Along each ray from the peak, the density (relevance between the centres of level-0 patches is bilinear) is
-    integrated over the area, N(r) = integral of density(s) s ds; site i stands at r = N^-1((i + 1/2) / c) along its own
-    ray, the first at the peak, with the c at which exactly the peak's share is inside its cell. So turns are close
-    where relevance is dense, in that direction alone, and far from each other where it is sparse; the radial law of a
-    disc would average relevance over all directions. Rays are tabled: each cell's 128, in 64 steps, and a site follows
-    the one nearest to it.
+    Along each ray from the peak, the density (relevance is bilinear between the centres of the grid's cells, the last
+    of which may reach over the picture) is integrated over the area, N(r) = integral of density(s) s ds; site i stands
+    at r = N^-1((i + 1/2) / c) along its own ray, the first at the peak, with the c at which exactly the peak's share is
+    inside its cell. So turns are close where relevance is dense, in that direction alone, and far from each other where
+    it is sparse; the radial law of a disc would average relevance over all directions. Rays are tabled: each cell's
+    128, in 64 steps, and a site follows the one nearest to it.
     Levels are those at which P samples span the distance of neighbours, the root of the area for each site; scores are
     the relevance of the level-0 patch that a site is in.
 

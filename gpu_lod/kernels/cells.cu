@@ -18,7 +18,10 @@ __device__ __forceinline__ float centre(int cell, double patch, double side) {
     return (float)(at / side);
 }
 
-// Squared, as torch computes it, which is not contracted: of two peaks as near, the first has the patch.
+// As voronoi.py has it.
+constexpr float ALIKE = 1.0f + 1.0f / 262144.0f;
+
+// Squared, as torch computes it, which is not contracted.
 __device__ __forceinline__ float distance(const Cells& p, const float* point, float x, float y) {
     float dx = __fmul_rn(x - point[0], p.part_x), dy = __fmul_rn(y - point[1], p.part_y);
     return __fadd_rn(__fmul_rn(dy, dy), __fmul_rn(dx, dx));
@@ -37,11 +40,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) cells(const Cells p) {
         int row = cell / p.columns;
         float x = centre(cell - row * p.columns, p.patch, p.width), y = centre(row, p.patch, p.height);
         float mine = distance(p, points + 2 * me, x, y);
-        bool nearest = true;
-        for (int other = 0; nearest && other < p.peaks; ++other) {
-            float theirs = distance(p, points + 2 * other, x, y);
-            nearest = other < me ? mine < theirs : mine <= theirs;
-        }
+        float least = mine;
+        for (int other = 0; other < p.peaks; ++other) least = fminf(least, distance(p, points + 2 * other, x, y));
+        float bound = __fmul_rn(least, ALIKE);  // of the peaks that are as near, the first has the patch
+        bool nearest = mine <= bound;
+        for (int other = 0; nearest && other < me; ++other) nearest = distance(p, points + 2 * other, x, y) > bound;
         if (nearest) weight += (double)amounts[cell], ++held;
     }
     weight = sum_of_block(weight, weights);

@@ -175,7 +175,7 @@ def peaks(
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     count: int,
     size: tuple[int, int],
-    radius: float,
+    reach: float,
     inhibition: float,
 ) -> torch.Tensor:
     """[B, count, 2] the highest cells of maps [B, h, w], fp32 and not negative: as `find_fixations` has it.
@@ -183,6 +183,7 @@ def peaks(
     Args:
         tables: [h] and [w], the cells' centres in parts of the sides, and [h, w], by which equal cells are ordered.
         size: (height, width), in proportion to the sides of what the map shows.
+        reach: the radius, squared.
 
     Raises:
         LimitError: a map of more cells than a block has threads.
@@ -202,7 +203,7 @@ def peaks(
         height=size[0],
         width=size[1],
         longer=max(size),
-        reach=radius**2,
+        reach=reach,
         keep=1 - inhibition,
         rows=rows,
         columns=columns,
