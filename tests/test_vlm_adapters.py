@@ -588,3 +588,34 @@ def test_an_adapter_of_ones_own() -> None:
         assert "transformers" not in sys.modules and "timm" not in sys.modules
         """
     )
+
+
+def test_blends_of_pictures_of_several_sizes() -> None:
+    """Whose weights are of grids of several sizes, and no encoder reads them."""
+    model, pictures = siglip(), [torch.rand(3, 84, 112), torch.rand(3, 112, 112)]
+    allocator = lod.allocate.SoftVortex(8)
+    with torch.no_grad():
+        found = lod.vlm.encode(model, pictures, allocator)
+        assert found.tokens.weights is None
+        for index, picture in enumerate(pictures):
+            alone = lod.vlm.encode(model, picture, allocator)
+            torch.testing.assert_close(found.hidden[index], alone.hidden)
+        assert lod.vlm.encode(model, pictures[:1] * 2, allocator).tokens.weights is not None
+    with pytest.raises(InputError, match="fixation"):
+        lod.vlm.encode(model, pictures, lod.allocate.FoveatedPyramid(8), fixation=5)
+
+
+def test_patches_that_are_written_as_two_sides() -> None:
+    made = [ViTModel(ViTConfig(**SMALL, image_size=NATIVE, patch_size=side)).eval() for side in (14, (14, 14))]
+    made[1].load_state_dict(made[0].state_dict())
+    with torch.no_grad():
+        image = torch.rand(3, NATIVE, NATIVE)
+        one, other = (lod.vlm.encode(model, image, lod.allocate.GridTopK(5)) for model in made)
+    assert torch.equal(one.hidden, other.hidden)
+    with pytest.raises(UnsupportedError, match="expected squares"):
+        lod.vlm.adapter_for(ViTModel(ViTConfig(**SMALL, image_size=NATIVE, patch_size=(14, 28))))
+
+
+def test_no_positions_have_no_rows() -> None:
+    found = lod.vlm.sample_position_table(torch.rand(16, 8), torch.zeros(2, 0, 2), (4, 4), (4, 4))
+    assert found.shape == (2, 0, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts import succeed
 
+from gpu_lod.allocate import GridTopK
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.token_set import TokenSet
 from gpu_lod.vlm import attention_received, sparse_vlm, vision_attention, vision_zip
+from gpu_lod.vlm.adapters import Adapter, adapter_for
 from gpu_lod.vlm.pruning import density_peaks
+
+attention_module = sys.modules["gpu_lod.vlm.attention"]
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -314,3 +319,51 @@ LOOKS = torch.rand(2, 3, 5, 9)
 def test_bad_input(call: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         call()
+
+
+def test_a_head_that_pools_by_attention_is_no_layer() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    model = transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**sizes, image_size=32, patch_size=8)).eval()
+    pixels = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        found = [vision_attention(model, pixels, layer) for layer in (-1, -2, 2, 1)]
+    assert torch.equal(found[0].hidden, found[2].hidden) and torch.equal(found[1].hidden, found[3].hidden)
+    with pytest.raises(InputError, match="has 3, from 0"):
+        vision_attention(model, pixels, 3)
+    with pytest.raises(InputError, match="layer is True"):
+        vision_attention(model, pixels, True)
+    with pytest.raises(InputError, match="model is None"):
+        vision_attention(None, pixels)  # type: ignore[arg-type]
+
+
+def test_attention_of_pictures_that_are_run_one_by_one() -> None:
+    class OneByOne(Adapter):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            self.inner = adapter_for(model)
+            self.patch, self.channels = self.inner.patch, self.inner.channels
+
+        def run(self, tokens: TokenSet, size: Any, layer: Any = None) -> Any:
+            return self.inner.run(tokens, size)
+
+    model, sizes = tower("Siglip"), [(32, 40), (40, 32)]
+    tokens = TokenSet.stack([GridTopK(10, 8)(torch.rand(3, *size)) for size in sizes])
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        expected = vision_attention(model, tokens, size=sizes)
+        patch.setattr(attention_module, "adapter_for", lambda model: OneByOne(model))
+        found = vision_attention(model, tokens, size=sizes)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("filled", [math.nan, -math.inf, math.inf])
+def test_what_padding_looks_at_counts_for_nothing(filled: float) -> None:
+    """A softmax of a row that is all masked is NaN."""
+    tokens, text = torch.randn(1, 12, 8), torch.randn(1, 5, 8)
+    looks, mask = torch.rand(1, 2, 5, 12).softmax(-1), torch.tensor([[True] * 3 + [False] * 2])
+    expected = sparse_vlm(tokens, text, looks, 4, 2, mask)
+    looks[..., 3:, :] = filled
+    found = sparse_vlm(tokens, text, looks, 4, 2, mask)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.tokens, expected.tokens)

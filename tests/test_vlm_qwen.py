@@ -391,3 +391,18 @@ def test_what_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model), "forward", lambda self, input_ids: None)
     with pytest.raises(UnsupportedError, match=r"pip install '\.\[vlm\]'"):
         lod.vlm.inputs_for(model, ids, encoded)
+
+
+@each_model
+def test_a_batch_without_pictures(make: Any) -> None:
+    model, ids = make(), torch.randint(WORDS, (2, 5))
+    with torch.no_grad():
+        found = lod.vlm.generate(model, ids, [], max_new_tokens=3, do_sample=False)
+        assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=3, do_sample=False))
+    with pytest.raises(InputError, match="expected integers"):
+        lod.vlm.inputs_for(model, ids[:0], [])
+    for name in ("attention_mask", "labels"):
+        with pytest.raises(InputError, match=f"{name} is"):
+            lod.vlm.inputs_for(model, ids, [], **{name: 5})
+    with pytest.raises(InputError, match="does not generate from token sets"):
+        lod.vlm.generate(torch.nn.Linear(2, 2), ids, [])

@@ -280,3 +280,14 @@ def test_a_scorer_learns_through_its_choice(tmp_path: Path) -> None:
     maps, asked, which = batch()
     right = which.gather(1, select(scorer(maps, queries[asked])).indices) == asked[:, None]
     assert float(right.float().mean()) > 0.9 and sum(losses[-5:]) < 0.5 * sum(losses[:5]), json.dumps(losses)
+
+
+def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path: Path) -> None:
+    module = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    kinds = torch.optim.lr_scheduler
+    trainer = Trainer(module, optimizer, tmp_path, {}, kinds.StepLR(optimizer, 1))
+    trainer.fit(lambda step: module(torch.ones(3)).sum(), 2)
+    with pytest.raises(CheckpointError, match="with the scheduler StepLR, not CosineAnnealingLR"):
+        Trainer(module, optimizer, tmp_path, {}, kinds.CosineAnnealingLR(optimizer, 5))
+    assert Trainer(module, optimizer, tmp_path, {}, kinds.StepLR(optimizer, 1)).step == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,15 +61,17 @@ def vision_attention(
             "pixel_values go without size, and tokens with size and nothing else; expected (H, W), or one a picture."
         )
     run: Callable[[], Any] | None = None if tokens is None else partial(adapter_for(model), tokens, size)
-    if "input_ids" in inspect.signature(model.forward).parameters:
+    if isinstance(model, nn.Module) and "input_ids" in inspect.signature(model.forward).parameters:
         model = _tower(model)
-    names = [name for name, part in model.named_modules() if hasattr(part, "k_proj")]
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {checks.shown(model)}; expected a vision tower of transformers.")
+    names = _layers(model)
     if not names or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(
             f"{type(model).__name__} is no transformers model whose attention has a k_proj. Pass CLIPVisionModel, "
             "SiglipVisionModel or one like them, or hand attention maps of your own to the pruners."
         )
-    if not isinstance(layer, int) or not -len(names) <= layer < len(names):
+    if not isinstance(layer, int) or isinstance(layer, bool) or not -len(names) <= layer < len(names):
         raise InputError(f"layer is {layer!r}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
     if run is None:
         _fit(model, pixel_values, inputs)
@@ -75,10 +79,17 @@ def vision_attention(
     part: Any = model.get_submodule(names[layer])
     tower: Any = model
     whole = model.get_submodule(names[layer].rpartition(".")[0])
-    found: dict[str, Any] = {}
+    found: dict[str, list[torch.Tensor | None]] = {"attention": [], "keys": [], "hidden": []}
 
     def keep(name: str) -> Any:
-        return lambda module, inputs, output: found.__setitem__(name, output)
+        """What it gives each time: an adapter may run pictures of several sizes one by one."""
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if name == "attention":
+                output = output[1] if isinstance(output, tuple) else None
+            found[name].append(output[0] if isinstance(output, tuple) else output)
+
+        return hook
 
     watched = {"attention": part, "keys": part.k_proj, "hidden": whole}
     hooks = []
@@ -91,14 +102,27 @@ def vision_attention(
         for hook in hooks:
             hook.remove()
         tower.set_attn_implementation(before)
-    weights = found["attention"][1] if isinstance(found["attention"], tuple) else None
-    if weights is None:
+    if any(one is None for one in found["attention"]):
         raise UnsupportedError(
             f'the attention of {type(model).__name__} returns no weights, with "eager" either. Hand attention maps of '
             "your own to the pruners."
         )
-    hidden = found["hidden"][0] if isinstance(found["hidden"], tuple) else found["hidden"]
-    return VisionAttention(weights, found["keys"], hidden)
+    return VisionAttention(*(_together([one for one in each if one is not None]) for each in found.values()))
+
+
+def _together(each: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(each) if len(each) > 1 else each[0]
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """The names of the attention of each layer: a head that pools by attention is none."""
+    names = [name for name, part in model.named_modules() if hasattr(part, "k_proj")]
+    kinds = [re.sub(r"(?<=\.)\d+(?=\.)", "#", name) for name in names]
+    layered = Counter(kind for kind in kinds if "#" in kind)
+    if not layered:
+        return names
+    kind, _ = layered.most_common(1)[0]
+    return [name for name, its in zip(names, kinds, strict=True) if its == kind]
 
 
 def _tower(model: Any) -> nn.Module:

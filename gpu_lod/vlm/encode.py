@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpu_lod import checks
@@ -37,7 +39,8 @@ def encode(
     coarser or overlapping patches: what they are worth to it is to be measured.
 
     Shape: image [B, C, H, W] or [C, H, W], or a mean `Pyramid` of one; or a list of pictures [C, H, W] of any sizes,
-        which are one batch for the encoder, for each has K tokens. The result: `Encoded`.
+        which are one batch for the encoder, for each has K tokens. The result: `Encoded`. Of pictures of several sizes
+        tokens that are blends have no weights.
 
     Args:
         model: an encoder, or a model that holds one, of a class that `adapters()` lists, in eval mode; or an `Adapter`.
@@ -100,7 +103,10 @@ def encode(
         _one_each(labels, "labels", count),
     ]
     found = [tokens_of(picture, inputs) for picture, *inputs in zip(image, *each, strict=True)]
-    return adapter(TokenSet.stack([tokens for tokens, _ in found]), [size for _, size in found], layer)
+    sets = [tokens for tokens, _ in found]
+    if len({one.weights.shape for one in sets if one.weights is not None}) > 1:  # of grids of several sizes
+        sets = [replace(one, weights=None) for one in sets]
+    return adapter(TokenSet.stack(sets), [size for _, size in found], layer)
 
 
 def _of_lengths(allocator: Any) -> str:
@@ -120,7 +126,9 @@ def _one_each(values: Any, name: str, count: int) -> Any:
 
 def _shared(value: Any) -> bool:
     """Whether it is a row of numbers, and not one a picture."""
-    return value is None or not any(isinstance(one, (list, tuple)) or getattr(one, "ndim", 0) for one in value)
+    if not isinstance(value, (Sequence, torch.Tensor, np.ndarray)) or getattr(value, "ndim", 1) == 0:
+        return True
+    return not any(isinstance(one, (list, tuple)) or getattr(one, "ndim", 0) for one in value)
 
 
 def normalisation(

@@ -40,7 +40,7 @@ def inputs_for(
 
     Returns:
         input_ids and attention_mask [B, L'], and mm_encoder_outputs: the features, with deepstack features for
-        Qwen3-VL; position_ids [3, B, L'] for Qwen; labels, if there are any.
+        Qwen3-VL, if there are pictures; position_ids [3, B, L'] for Qwen; labels, if there are any.
 
     Raises:
         InputError: a model or features of another family, or not one run for each picture.
@@ -71,11 +71,9 @@ def inputs_for(
             f"the prompt has {ids.shape[1]} tokens with {sum(len(one.merged) for one in pictures)} of pictures, and "
             f"the model positions for {most}. Use a smaller budget."
         )
-    found = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "mm_encoder_outputs": {"image": _output(model, pictures)},
-    }
+    found: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if pictures:
+        found["mm_encoder_outputs"] = {"image": _output(model, pictures)}
     if isinstance(adapter, (Qwen25, Qwen3)):
         found["position_ids"] = _mrope(pictures, ids == image, mask, adapter.patch, rounded)
     if labels is not None:
@@ -97,7 +95,8 @@ def generate(
     """
     if own := {"position_ids", "labels", "mm_encoder_outputs", "pixel_values", "inputs_embeds"} & set(options):
         raise InputError(f"{', '.join(sorted(own))} is given, which is made of the encoded tokens here. Leave it out.")
-    found: torch.Tensor = model.generate(**inputs_for(model, input_ids, encoded, attention_mask, rounded), **options)
+    inputs = inputs_for(model, input_ids, encoded, attention_mask, rounded)
+    found: torch.Tensor = model.generate(**inputs, **options)
     return found
 
 
@@ -150,9 +149,10 @@ def _with_runs(
 ) -> list[_Row]:
     """Each row with as many image tokens in the place of its runs as there are of their pictures."""
     input_ids = checks.dense(input_ids, "input_ids")
-    if input_ids.ndim != 2 or input_ids.is_floating_point():
+    if input_ids.ndim != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise InputError(f"input_ids are {input_ids.dtype} {tuple(input_ids.shape)}; expected integers [B, L].")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = torch.ones_like(input_ids) if attention_mask is None else checks.dense(attention_mask, "attention_mask")
+    labels = None if labels is None else checks.dense(labels, "labels")
     for name, values in (("attention_mask", mask), ("labels", input_ids if labels is None else labels)):
         if values.shape != input_ids.shape:
             raise InputError(f"{name} is {tuple(values.shape)}; expected {tuple(input_ids.shape)}, as input_ids.")

@@ -251,6 +251,8 @@ class Glances(nn.Module):
 
 
 def _scene(allocator: Allocator, image: Any, relevance: Any, query: Any, labels: Any) -> tuple[Scene, bool]:
+    if not isinstance(allocator, Allocator):
+        raise InputError(f"allocator is {type(allocator).__name__}; expected one of gpu_lod.allocate.")
     if allocator.blends:
         raise InputError(
             f"{type(allocator).__name__} blends patches, and glances take whole ones. Use an allocator of sites."

@@ -91,6 +91,8 @@ def _given(
     there = tokens.shape[1]
     remove = checks.integer(remove, "remove", at_least=0)
     protected = checks.integer(protected, "protected", at_least=0)
+    if protected > there:
+        raise InputError(f"{protected} tokens are protected, and there are {there}. Protect fewer.")
     most = max(there - protected - 1, 0)
     if remove > most:
         raise InputError(

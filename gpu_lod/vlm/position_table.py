@@ -84,7 +84,7 @@ def sample_position_table(
     index = (rows[:, :, None] * grid[1] + columns[:, None, :]).flatten(1)
     weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)
     values = F.embedding_bag(index, table.float(), per_sample_weights=weights, mode="sum")
-    return values.view(*positions.shape[:-1], -1).to(table.dtype)
+    return values.view(*positions.shape[:-1], table.shape[1]).to(table.dtype)
 
 
 def _sides(value: Any, name: str) -> tuple[int, int]:

@@ -111,6 +111,7 @@ def sparse_vlm(
     tokens, text, words, looks = _asked(tokens, text, attention, mask)
     if not words.any(1).all():
         raise InputError(f"mask {tuple(words.shape)} has rows that are all 0; expected a word in each row.")
+    looks = looks.masked_fill(~words[..., None], 0.0)  # of padding a softmax may have made NaN
     checks.no_nan(looks, "attention")
     batch, there, _ = tokens.shape
     kept, recycled = _counts(kept, recycled, there)
@@ -121,7 +122,7 @@ def sparse_vlm(
     mean = relevant.sum(1, keepdim=True) / words.sum(1, keepdim=True)
     # Rounding may put the mean of equal ones above all of them.
     raters = (words & (relevant >= mean.minimum(relevant.amax(1, keepdim=True)))).float()
-    scores = (looks * raters[..., None]).sum(1) / raters.sum(1, keepdim=True)
+    scores = looks.where(raters[..., None] > 0, 0.0).sum(1) / raters.sum(1, keepdim=True)
     _, rank = ordered(scores, there)
     rest = there - kept
     pool = rank[:, kept : kept + max(recycled, round(share * rest))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -325,7 +326,7 @@ def scattered(
 
 
 def _filling(fill: Any) -> float:
-    return fill if isinstance(fill, float) and fill == -math.inf else checks.number(fill, "fill")
+    return -math.inf if isinstance(fill, (float, np.floating)) and fill == -math.inf else checks.number(fill, "fill")
 
 
 def _salient(image: torch.Tensor, patch: int) -> torch.Tensor:

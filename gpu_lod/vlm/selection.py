@@ -44,7 +44,7 @@ def _same(index: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
 def places_in(index: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """The same, which has to be of places among features [B, N, D]."""
     # On a GPU nobody waits to know; there torch's kernel finds out.
-    _fit(index, features, int(checks.values(index).max()) + 1 if checks.on_host(index) else 1)
+    _fit(index, features, int(checks.values(index).max()) + 1 if checks.on_host(index) and index.numel() else 1)
     return index
 
 

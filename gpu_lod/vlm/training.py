@@ -167,6 +167,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "kind": type(self.optimizer).__name__,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "schedule": type(self.scheduler).__name__,
             "random": _random_state(),
         }
         unfinished = self.path.with_suffix(".unfinished")
@@ -206,6 +207,9 @@ class Trainer:
         if (scheduler is None) != (self.scheduler is None):
             which = "no scheduler" if scheduler is None else "a scheduler"
             raise CheckpointError(f"{self.path} is of a run with {which}, unlike this one. {way_out}")
+        schedule, mine = state.get("schedule"), type(self.scheduler).__name__  # older ones do not say
+        if schedule not in (None, mine):
+            raise CheckpointError(f"{self.path} is of a run with the scheduler {schedule}, not {mine}. {way_out}")
         if kind != type(self.optimizer).__name__:
             mine = type(self.optimizer).__name__
             raise CheckpointError(f"{self.path} is of a run with the optimizer {kind}, not {mine}. {way_out}")

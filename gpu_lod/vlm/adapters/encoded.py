@@ -77,6 +77,8 @@ class Encoded:
         Raises:
             InputError: other tokens than these, or none in a batch.
         """
+        if not isinstance(by, Merged):
+            raise InputError(f"by is {type(by).__name__}; expected what bipartite_merge and its like return.")
         sites, scores = self.tokens.sites, self.tokens.scores
         if sites.ndim != 3 or by.owner.shape != scores.shape:
             raise InputError(

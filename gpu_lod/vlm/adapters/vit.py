@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_lod.errors import UnsupportedError
 from gpu_lod.token_set import TokenSet
 from gpu_lod.vlm.adapters.base import register_adapter
 from gpu_lod.vlm.adapters.encoded import Size
@@ -28,7 +29,11 @@ class Vit(Staged):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.patch = self.model.config.patch_size
+        patch = self.model.config.patch_size
+        rows, columns = (patch, patch) if isinstance(patch, int) else patch
+        if rows != columns:
+            raise UnsupportedError(f"patches are {rows} x {columns}; expected squares, as allocators read them.")
+        self.patch = rows
         self.channels = self.model.config.num_channels
 
     def start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor]:
