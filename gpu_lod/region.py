@@ -147,33 +147,65 @@ def _box_values(boxes: torch.Tensor) -> None:
         raise InputError("a box has x1 < x0 or y1 < y0; expected (x0, y0, x1, y1) with x0 <= x1 and y0 <= y1.")
 
 
+_ALONE = 2**16
+"""Texels from which one of the first levels is read where it is, and not copied into a row with the others."""
+
+
 def reference(levels: list[torch.Tensor], boxes: torch.Tensor, reduce: Bound = "max") -> torch.Tensor:
     """The bounds in plain torch: [B, C, N] from levels [B, C, h, w] and fp32 boxes [B, N, 4]."""
     top = levels[0]
-    height, width = top.shape[-2:]
-    size = torch.tensor([width, height], device=top.device)
-    first = (boxes[..., :2] * size.float()).floor().clamp(0, 2**30).long()
-    last = torch.minimum((boxes[..., 2:] * size.float()).ceil().clamp(-1, 2**30).long() - 1, size - 1)
+    batch, channels, height, width = top.shape
+    size = torch.tensor([width, height], dtype=torch.float32, device=top.device)
+    first = (boxes[..., :2] * size).floor().clamp(min=0)
+    last = torch.minimum((boxes[..., 2:] * size).ceil() - 1, size - 1)
     empty = (last < first).any(dim=-1)
     first = torch.minimum(first, size - 1)
     last = torch.maximum(last, first)
-    # The finest level at which both sides span at most two canonical ancestors.
-    a, b, level = first.clone(), last.clone(), torch.zeros_like(first[..., 0])
-    for _ in range(1, len(levels)):
-        wide = (b - a > 1).any(dim=-1)
-        level = level + wide
-        n = (size >> level[..., None]).clamp(min=1)
-        a = torch.minimum(first >> level[..., None], n - 1)
-        b = torch.minimum(last >> level[..., None], n - 1)
-    # All levels in one row a plane, so that one gather serves every box.
-    flat = torch.cat([x.flatten(2) for x in levels], dim=2)
-    starts = torch.tensor([0, *(x.shape[-2] * x.shape[-1] for x in levels)], device=top.device).cumsum(0)
-    row = (size[0] >> level).clamp(min=1)
-    corners = [starts[level] + y * row + x for y in (a[..., 1], b[..., 1]) for x in (a[..., 0], b[..., 0])]
-    index = torch.stack(corners, dim=-1).flatten(1)[:, None].expand(-1, flat.shape[1], -1)
-    values = flat.gather(2, index).unflatten(2, (-1, 4))
-    result = values.amax(dim=-1) if reduce == "max" else values.amin(dim=-1)
+    level, corners = _corners(levels, first.int(), last.int())
+    plane = torch.arange(batch * channels, dtype=_index(top), device=top.device).view(batch, channels, 1)
+    alone = sum(x.numel() >= _ALONE for x in levels[:2])
+    runs = [levels[number : number + 1] for number in range(alone)]
+    runs += [levels[alone:]] if alone < len(levels) else []
+    result = None
+    for number, run in enumerate(runs):
+        row = torch.cat([x.flatten(2) for x in run], dim=2) if len(run) > 1 else run[0].flatten(2)
+        index = corners[:, :, None] + plane * row.shape[2]
+        if len(run) > 1:
+            sizes = [0] * (number + 1) + [x.shape[2] * x.shape[3] for x in run[:-1]]
+            starts = torch.tensor(sizes, dtype=torch.int32, device=top.device).cumsum(0, dtype=torch.int32)
+            index = index + starts[level.long()][:, None]
+        here = (level >= number if run is runs[-1] else level == number)[:, None]
+        index = index if len(runs) == 1 else torch.where(here, index, 0)
+        found = row.reshape(-1).index_select(0, index.flatten()).view(index.shape)
+        found = found.amax(0) if reduce == "max" else found.amin(0)
+        result = found if result is None else torch.where(here, found, result)
+    assert result is not None
     return result.masked_fill(empty[:, None], identity(top.dtype, reduce))
+
+
+def _corners(levels: list[torch.Tensor], first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The finest level at which the canonical ancestors of texels `first` to `last` [B, N, 2] span at most two a side,
+    [B, N], and the places of the four outermost in it, [4, B, N]."""
+    sides = torch.tensor([(x.shape[3], x.shape[2]) for x in levels], dtype=torch.int32, device=first.device)
+
+    def ancestors(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        here = sides[level.long()]
+        a, b = (torch.minimum(texel >> level[..., None], here - 1) for texel in (first, last))
+        return a, b, here[..., 0]
+
+    # Of 2^(e - 1) to 2^e texels it is e - 2, e - 1 or e: two more than below would stay at least three ancestors.
+    level = ((last - first).amax(dim=-1).float().frexp().exponent - 2).clamp(min=0)
+    for _ in range(2):
+        a, b, _ = ancestors(level)
+        level = level + (b - a > 1).any(dim=-1)
+    a, b, columns = ancestors(level)
+    rows = [at * columns for at in (a[..., 1], b[..., 1])]
+    return level, torch.stack([row + at for row in rows for at in (a[..., 0], b[..., 0])])
+
+
+def _index(top: torch.Tensor) -> torch.dtype:
+    """What numbers all texels of a chain."""
+    return torch.int32 if top.numel() < 2**30 else torch.int64
 
 
 def identity(dtype: torch.dtype, reduce: Bound) -> float:
