@@ -15,6 +15,7 @@ from rows import Row
 from timer import Race, able, race
 
 import gpu_lod as lod
+from gpu_lod import region
 
 
 def _max_pool(x: torch.Tensor, h: int, w: int) -> torch.Tensor:
@@ -105,6 +106,20 @@ COMPARED = {
 }
 
 
+IN_ONE_ROW = "torch gather, levels in one row"
+
+
+def in_one_row(hz: lod.Pyramid, boxes: torch.Tensor, verb: Callable[..., object]) -> Callable[[], object]:
+    """The bounds in plain torch where all levels were laid out one after the other beforehand, as shaders have their
+    texture. Nothing is checked."""
+    levels = list(hz.levels)
+    row, reduce = region.in_one_row(levels), hz.reduce
+    expected = verb(hz, boxes, backend="torch")
+    call = partial(region.reference, levels, boxes, reduce, row)
+    assert torch.equal(call(), expected)
+    return call
+
+
 def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 1024) -> Iterator[Row]:
     """Of a pyramid that is there: a sparse map in which culling has something to prune."""
     relevance = picture(side, side, channels=1).to(device) ** 8
@@ -143,6 +158,8 @@ def readers(seconds: float, device: str = "cpu", race: Race = race, side: int = 
             "gl": partial(bounds, "gl"),
             "torch gather": partial(bounds, "torch"),
         }
+        if not note:
+            sides[IN_ONE_ROW] = in_one_row(source(), boxes, verb)
         yield Row(
             verb.__name__, "end to end", side, side, 1, 1, "float32", "warm", boxes.nbytes * 2,
             race(sides, seconds=seconds), note=f"4096 boxes{note}",
@@ -173,6 +190,8 @@ def batches(seconds: float, device: str = "cpu", race: Race = race, batch: int =
             SEPARATE: separately,
             "torch one call": partial(verb, whole, what, "torch"),
         }
+        if verb is not lod.cull:
+            sides[IN_ONE_ROW] = in_one_row(whole, boxes, verb)  # type: ignore[arg-type]
         if verb is lod.cull:
             sides["torch one comparison"] = lambda: relevance >= threshold
             sides["torch comparison and nonzero"] = lambda: (relevance >= threshold).nonzero()

@@ -137,21 +137,59 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 def reference(levels: list[torch.Tensor], thresholds: torch.Tensor) -> Parts:
-    """The descent in plain torch, a level at a time: mask, indices, pruned and tested, as in `Culled`, batched."""
+    """The descent in plain torch, a level at a time: mask, indices, pruned and tested, as in `Culled`, batched.
+
+    In a max pyramid what reaches the threshold has ancestors that do, so nodes are tested whose parents do.
+    """
     limit = thresholds[:, None, None, None]
     pruned, tested = [], 0
-    alive: torch.Tensor | None = None  # nodes to test at this level
-    for level in range(len(levels) - 1, 0, -1):
-        alive = torch.ones_like(levels[level], dtype=torch.bool) if alive is None else alive
-        tested += int(alive.count_nonzero())  # a sum would make them int64 first
-        below = _below(levels[level], limit).logical_and_(alive)
-        pruned.append((level, below.nonzero()))
-        alive = _children(alive.gt_(below), *levels[level - 1].shape[-2:])
-    mask = _below(levels[0], limit).logical_not_() if levels[0].dtype == torch.uint8 else levels[0] >= limit
-    alive = torch.ones_like(mask) if alive is None else alive
-    tested += int(alive.count_nonzero())
-    pruned.append((0, alive.gt_(mask).nonzero()))
-    return mask, mask.nonzero(), _joined(pruned), tested
+    above: torch.Tensor | None = None  # which nodes of the level above are below the threshold
+    for level in range(len(levels) - 1, -1, -1):
+        values = levels[level]
+        if level:
+            below = _below(values, limit)
+        else:
+            mask = _below(values, limit).logical_not_() if values.dtype == torch.uint8 else values >= limit
+            below = mask.logical_not()
+        lost, dropped = (below, 0) if above is None else _but_for(below, above)
+        tested += values.numel() - dropped
+        pruned.append((level, _places(lost)))
+        above = below
+    return mask, _places(mask), _joined(pruned), tested
+
+
+def _but_for(below: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What is below the threshold and has a parent that is not, and how many have one that is."""
+    height, width = below.shape[-2:]
+    if (height, width) == (2 * above.shape[-2], 2 * above.shape[-1]):
+        parents = above.view(torch.uint8).to(torch.int16).mul_(257).view(torch.bool)  # two bytes a number
+        pairs = below.unflatten(-2, (-1, 2)).gt(parents[..., None, :])
+        return pairs.view(below.shape), 4 * int(above.count_nonzero())
+    parents = _children(above, height, width)
+    return below.gt(parents), int(parents.count_nonzero())
+
+
+_WORDS = 2**12
+"""Texels from which a CPU looks for the few that are True eight at a time."""
+
+
+def _places(mask: torch.Tensor) -> torch.Tensor:
+    """`mask.nonzero()` of [B, C, h, w]."""
+    texels = mask.view(-1)
+    if mask.device.type != "cpu" or len(texels) < _WORDS or len(texels) % 8:
+        return mask.nonzero()
+    some = texels.view(torch.int64).nonzero()[:, 0]
+    if len(some) > len(texels) // 96:
+        return mask.nonzero()
+    within = texels.view(-1, 8)[some].view(-1).nonzero()[:, 0]
+    place = some[within >> 3] * 8 + (within & 7)
+    columns = []
+    for n in mask.shape[:0:-1]:
+        # A division of 64 bits takes as long as all the rest.
+        bits = n.bit_length() - 1 if n & (n - 1) == 0 else None
+        columns.append(place % n if bits is None else place & (n - 1))
+        place = place // n if bits is None else place >> bits
+    return torch.stack([place, *columns[::-1]], dim=1)
 
 
 def _below(level: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

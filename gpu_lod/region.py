@@ -151,8 +151,14 @@ _ALONE = 2**16
 """Texels from which one of the first levels is read where it is, and not copied into a row with the others."""
 
 
-def reference(levels: list[torch.Tensor], boxes: torch.Tensor, reduce: Bound = "max") -> torch.Tensor:
-    """The bounds in plain torch: [B, C, N] from levels [B, C, h, w] and fp32 boxes [B, N, 4]."""
+def reference(
+    levels: list[torch.Tensor], boxes: torch.Tensor, reduce: Bound = "max", row: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The bounds in plain torch: [B, C, N] from levels [B, C, h, w] and fp32 boxes [B, N, 4].
+
+    Args:
+        row: all levels of a plane one after the other, [B, C, texels], where they lie so already.
+    """
     top = levels[0]
     batch, channels, height, width = top.shape
     size = torch.tensor([width, height], dtype=torch.float32, device=top.device)
@@ -163,24 +169,31 @@ def reference(levels: list[torch.Tensor], boxes: torch.Tensor, reduce: Bound = "
     last = torch.maximum(last, first)
     level, corners = _corners(levels, first.int(), last.int())
     plane = torch.arange(batch * channels, dtype=_index(top), device=top.device).view(batch, channels, 1)
-    alone = sum(x.numel() >= _ALONE for x in levels[:2])
+    alone = 0 if row is not None else sum(x.numel() >= _ALONE for x in levels[:2])
     runs = [levels[number : number + 1] for number in range(alone)]
     runs += [levels[alone:]] if alone < len(levels) else []
     result = None
     for number, run in enumerate(runs):
-        row = torch.cat([x.flatten(2) for x in run], dim=2) if len(run) > 1 else run[0].flatten(2)
-        index = corners[:, :, None] + plane * row.shape[2]
+        texels = row
+        if texels is None:
+            texels = run[0].flatten(2) if len(run) == 1 else in_one_row(run)
+        index = corners[:, :, None] + plane * texels.shape[2]
         if len(run) > 1:
             sizes = [0] * (number + 1) + [x.shape[2] * x.shape[3] for x in run[:-1]]
             starts = torch.tensor(sizes, dtype=torch.int32, device=top.device).cumsum(0, dtype=torch.int32)
             index = index + starts[level.long()][:, None]
         here = (level >= number if run is runs[-1] else level == number)[:, None]
         index = index if len(runs) == 1 else torch.where(here, index, 0)
-        found = row.reshape(-1).index_select(0, index.flatten()).view(index.shape)
+        found = texels.reshape(-1).index_select(0, index.flatten()).view(index.shape)
         found = found.amax(0) if reduce == "max" else found.amin(0)
         result = found if result is None else torch.where(here, found, result)
     assert result is not None
     return result.masked_fill(empty[:, None], identity(top.dtype, reduce))
+
+
+def in_one_row(levels: list[torch.Tensor]) -> torch.Tensor:
+    """Levels one after the other, [B, C, texels]."""
+    return torch.cat([x.flatten(2) for x in levels], dim=2)
 
 
 def _corners(levels: list[torch.Tensor], first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
