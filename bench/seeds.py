@@ -42,7 +42,7 @@ DATA = HERE.parent / "gpu_lod" / "data"
 OWN = {
     "torch polyphase", "torch sums", "torch rows then columns", "torch rows as channels", "torch descent",
     "torch strided sums", "torch one call", "torch two levels a ring, split over threads",
-    "torch coarse to fine, boxes", "torch sites of a level together",
+    "torch coarse to fine, boxes", "torch sites of a level together", "torch gather",
 }  # fmt: skip
 """Sides of rows that are the verb with backend="torch": what `auto` would take, be it the fastest torch way or not."""
 
@@ -56,6 +56,8 @@ SINCE = {
 """Verbs that a way became much faster of, and the day: earlier results say nothing of what it is now."""
 SINCE_ON_CUDA = {"oriented_energy": "2026-11-27", "feature_maps": "2026-11-27"}
 """The same of CUDA tensors alone."""
+SINCE_WITHOUT_TEXTURE = {"region_max": "2026-11-30"}
+"""The same of what is no texture yet, where plain torch came to be the faster."""
 
 
 def results() -> list[Path]:
@@ -94,6 +96,14 @@ def table(data: dict[str, Any]) -> Table:
         for entry in _entries(row, data["date"], cuda, "cold"):
             entries.setdefault(entry.question, entry)
     return Table(machine, ()).merged(entries.values())
+
+
+def _counts(entry: Entry, cuda: bool) -> bool:
+    """Whether it says what the verb is now."""
+    since = [_since(entry.question.verb, cuda)]
+    if entry.question.state == dispatch.NO_TEXTURE:
+        since.append(SINCE_WITHOUT_TEXTURE.get(entry.question.verb, ""))
+    return entry.date >= max(since)
 
 
 def _since(verb: str, cuda: bool) -> str:
@@ -212,11 +222,7 @@ def merged(calibrations: Iterable[Table], results: Iterable[Table]) -> list[Tabl
     """A table a machine."""
     found: dict[Machine, list[Entry]] = {}
     for known in (*calibrations, *results):
-        fresh = [
-            entry
-            for entry in known.entries
-            if entry.date >= _since(entry.question.verb, known.machine.tensors == "cuda")
-        ]
+        fresh = [entry for entry in known.entries if _counts(entry, known.machine.tensors == "cuda")]
         found.setdefault(known.machine, []).extend(fresh)
     by_date = attrgetter("date")  # results stay behind calibrations of the same day
     return [Table(machine, ()).merged(sorted(entries, key=by_date)) for machine, entries in found.items()]

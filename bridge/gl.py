@@ -159,6 +159,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "IsEnabled": (c_ubyte, _u),
     "IsEnabledi": (c_ubyte, _u, _u),
     "IsTexture": (c_ubyte, _u),
+    "IsBuffer": (c_ubyte, _u),
     "MapBufferRange": (_p, _u, c_ssize_t, c_ssize_t, _u),
     "MemoryBarrier": (None, _u),
     "PauseTransformFeedback": (None,),

@@ -6,6 +6,7 @@ backward on threads of its own. Verbs run inside `with context.active():`. Nothi
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -237,7 +238,8 @@ class Context(Sharing):
         that nobody asked glGetError for are dropped, and queries in progress count what a verb draws. Call none between
         glBeginConditionalRender and its end, which OpenGL does not tell of: nothing would be computed. Closing frees
         what gpu_lod made in it and leaves the context itself alone: close before the context goes, for another one may
-        get its handle.
+        get its handle. Results lie in the context's own buffers and end with it: `clone()` what is to outlive it, and
+        neither read nor write to any other after that.
 
         Args:
             source: a moderngl context, which is the one that is current, or None for whatever is current on this
@@ -285,6 +287,7 @@ class Context(Sharing):
         self = object.__new__(cls)
         self._mgl = mgl
         self.is_default = False
+        self._mark: tuple[int, bytes] | None = None
         self._start_turns(own, device)
         self.extensions = frozenset(mgl.extensions)
         self._start_sharing(GL(load), self.extensions)
@@ -301,17 +304,26 @@ class Context(Sharing):
     def close(self) -> None:
         """Free everything that is not in use by tensors; later use raises `ContextClosedError`. Idempotent.
 
-        Tensors stay valid. The GL context itself goes when a context is opened or closed after the last of them died.
+        Tensors stay valid, those of an adopted context until the program ends that. The GL context itself goes when a
+        context is opened or closed after the last of them died.
         """
         if self._closed or self._pid != os.getpid() or sys.is_finalizing():  # the process frees everything
             return
-        # The context's lock before the registry's, as for a thread that has pinned the context and opens another one.
-        with Shield(), self.active(), _registry_lock:
-            self._mark_closed()
-            _lingering.append(self)  # first: whatever fails below is tried again then
-            self.programs.clear()
-            self.constants.clear()
-            self._trim()
+        try:
+            # The context's lock before the registry's, as for a thread that has pinned the context and opens another.
+            with Shield(), self.active(), _registry_lock:
+                self._mark_closed()
+                _lingering.append(self)  # first: whatever fails below is tried again then
+                self.programs.clear()
+                self.constants.clear()
+                self._trim()
+                if self.device is None and self._leased():
+                    self._leave_mark()
+        except GLUnavailableError:  # current on a thread that was killed, it is nobody's any more
+            with Shield(), _registry_lock:
+                if not self._closed:
+                    self._mark_closed()
+                    _lingering.append(self)
         _reap()
         self._give_back()
 
@@ -347,6 +359,28 @@ class Context(Sharing):
         if self.software:
             give_back()
 
+    def _leave_mark(self) -> None:
+        """By which a context that is not ours is known again: another one may get its handle."""
+        value = os.urandom(16)
+        self._mark = self.gl.gen("Buffers"), value
+        self.gl.BindBuffer(G.COPY_WRITE_BUFFER, self._mark[0])
+        self.gl.BufferData(G.COPY_WRITE_BUFFER, len(value), value, G.STREAM_DRAW)
+
+    def _has_mark(self) -> bool:
+        """Whether what is current is the context that the mark was left in."""
+        assert self._mark is not None
+        glo, value = self._mark
+        if not self.gl.IsBuffer(glo):
+            return False
+        found = ctypes.create_string_buffer(len(value))
+        before = self.gl.integer(G.COPY_READ_BUFFER_BINDING)
+        self.gl.clear_errors()
+        self.gl.BindBuffer(G.COPY_READ_BUFFER, glo)
+        self.gl.GetBufferSubData(G.COPY_READ_BUFFER, 0, len(value), found)  # of a smaller or mapped one an error
+        self.gl.BindBuffer(G.COPY_READ_BUFFER, before)
+        self.gl.clear_errors()
+        return found.raw == value
+
     def _mark_closed(self) -> None:
         self._closed = True
         if self.device is None:
@@ -364,9 +398,13 @@ class Context(Sharing):
                 return False
             if self.device is not None:
                 egl.switch(here, self._own)
+            elif self._mark is not None and not self._has_mark():
+                return True  # the context has gone, and what was in it
             try:
                 self._trim()
                 done = not self._leased()
+                if done and self._mark is not None:
+                    self.gl.delete("Buffers", self._mark[0])
                 if done and self.device is not None:
                     self._mgl.release()
             finally:

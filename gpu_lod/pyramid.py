@@ -205,6 +205,7 @@ class Pyramid:
             found = planes_of(ctx, self.levels[level])
             if found.owner is self.levels[level] or isinstance(found.owner, Borrowed):
                 return found  # the level may have other memory by the next call (`share_memory_`, as queues do it)
+            self._forget_closed()
             self._cache[key] = (ctx, found)
         planes: Planes = self._cache[key][1]
         planes.buffer.take()
@@ -334,8 +335,15 @@ class Pyramid:
         tensors_to_textures(ctx, self.levels, result)
         return result
 
+    def _forget_closed(self) -> None:
+        """What was made in contexts that are closed: nobody can use it any more."""
+        for key, (ctx, _) in tuple(self._cache.items()):  # other threads may add to it meanwhile
+            if getattr(ctx, "closed", False):
+                self._cache.pop(key, None)
+
     def _keep_textures(self, ctx: Context, textures: list[tuple[int, Sampled]]) -> None:
         """Textures of the levels, which a generator may have made on the way."""
+        self._forget_closed()
         key = textures[0][1].key
         self._cache["textures", id(ctx), key.storage, key.buffered] = (ctx, textures)
 

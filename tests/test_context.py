@@ -434,6 +434,70 @@ def test_a_feature_texture_outlives_the_context_that_was_adopted() -> None:
     """)
 
 
+def test_what_lingers_is_not_deleted_in_another_context_of_the_same_handle() -> None:
+    succeed("""
+        import gc
+        import moderngl, torch, gpu_lod as lod
+        from gpu_lod import context
+        from gpu_lod.bridge import egl
+
+        first = moderngl.create_context(standalone=True, backend="egl", require=430)
+        adopted = lod.Context.adopt(first)
+        with adopted:
+            results = [adopted.empty(64) for _ in range(8)]
+        adopted.close()
+        assert context._lingering == [adopted]
+        first.release()
+        second = moderngl.create_context(standalone=True, backend="egl", require=430)
+        with second:
+            adopted._own = egl.current()  # as if it had the handle of the first
+            buffers = [second.buffer(bytes([i]) * 64) for i in range(20)]
+            del results
+            gc.collect()
+            lod.Context.adopt(second).close()
+            assert context._lingering == []
+            assert all(buffer.read() == bytes([i]) * 64 for i, buffer in enumerate(buffers))
+    """)
+
+
+def test_a_pyramid_keeps_nothing_of_contexts_that_are_closed() -> None:
+    succeed("""
+        import torch, gpu_lod as lod
+
+        pyramid = lod.mipmap(torch.rand(3, 32, 32), backend="torch")
+        expected = lod.log_polar(pyramid, (0.5, 0.5), 4, 4, backend="torch")
+        for _ in range(3):
+            found = lod.log_polar(pyramid.upload(), (0.5, 0.5), 4, 4, backend="gl")
+            assert torch.allclose(found, expected, atol=1e-2)
+            assert len(pyramid._cache) == 1
+            lod.Context().close()
+    """)
+
+
+def test_closing_is_a_way_back_from_a_thread_that_died_with_the_context() -> None:
+    succeed("""
+        import threading
+        import torch, gpu_lod as lod
+        from gpu_lod.bridge import egl
+        from gpu_lod.errors import GLUnavailableError
+
+        ctx, image = lod.Context(), torch.rand(3, 16, 16)
+        lod.mipmap(image, backend="gl")
+        thread = threading.Thread(target=lambda: egl.switch(egl.current(), ctx._own))
+        thread.start()
+        thread.join()
+        try:
+            lod.mipmap(image, backend="gl")
+        except GLUnavailableError as error:
+            assert "make a new one" in str(error)
+        else:
+            raise SystemExit("the thread gave the context back")
+        ctx.close()
+        assert ctx.closed and lod.Context() is not ctx
+        assert torch.allclose(lod.mipmap(image, backend="gl")[2], lod.mipmap(image, backend="torch")[2], atol=1e-5)
+    """)
+
+
 def test_a_pyramid_alive_at_interpreter_exit() -> None:
     out = succeed("""
         import torch, gpu_lod as lod
