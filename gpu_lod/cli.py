@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 from gpu_lod.errors import GpuLodError, InputError
@@ -19,6 +20,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # tables have signs that not every encoding has
+    logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it tells is in the error, in one line
     # Taken out here, so that it may stand before or behind the command.
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]

@@ -25,8 +25,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "WEBP": {"lossless": True, "exact": True},  # exact: colours under transparent pixels are kept
 }
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_SAMPLE_FORMAT = 339
-"""The TIFF tag: 1, or none, for unsigned integers, 2 for signed ones."""
+_SAMPLE_FORMAT, _PHOTOMETRIC, _BITS = 339, 262, 258
+"""TIFF tags: 1, or none, for unsigned integers, 2 for signed ones; 0 where the least value is white; bits a sample."""
 _LARGEST_SIDE = {"JPEG": 65500, "WEBP": 16383}
 
 PathLike = str | os.PathLike[str]
@@ -37,9 +37,9 @@ def load(path: PathLike) -> torch.Tensor:
 
     Shape: [C, H, W], C = 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA).
     Units: uint8 as stored; 16-bit grey becomes float32 in [0, 1], and 32-bit TIFF float32 as stored. Pillow reads
-        16-bit colour as 8-bit.
-    Convention: turned upright as EXIF says; palettes become RGB or RGBA; CMYK becomes RGB; alpha is kept, not applied.
-        Of several frames or pages, the first.
+        16-bit colour, and grey with alpha, as 8-bit.
+    Convention: turned upright as EXIF says; palettes become RGB or RGBA; CMYK becomes RGB; alpha is kept, not applied,
+        but for a colour of a PNG that is not of 8 bits that stands for it. Of several frames or pages, the first.
 
     Raises:
         FileError: missing, a directory, unreadable, no picture, truncated, or so large that it looks like an attack.
@@ -68,13 +68,28 @@ def load(path: PathLike) -> torch.Tensor:
             raise FileError(f"{path} is not a PNG, JPEG, TIFF or WebP picture.") from None
         try:
             picture.load()
-            unsigned = getattr(picture, "tag_v2", {}).get(_SAMPLE_FORMAT) in ((1,), 1, None)
-            values = _values(ImageOps.exif_transpose(picture), picture.format, unsigned)
+            tags = getattr(picture, "tag_v2", {})
+            unsigned = tags.get(_SAMPLE_FORMAT) in ((1,), 1, None)
+            if not unsigned and picture.mode == "L":
+                raise ValueError("it holds signed bytes, which Pillow takes for others")
+            values = _values(upright(picture), picture.format, unsigned)
+            if picture.mode.startswith("I;16") and picture.format == "TIFF":  # which Pillow leaves as they are
+                bits = tags.get(_BITS, 16)
+                values = values * np.float32(65535 / (2 ** (bits[0] if isinstance(bits, tuple) else bits) - 1))
+                values = 1 - values if tags.get(_PHOTOMETRIC) == 0 else values
         except Exception as error:  # so do its decoders
             raise FileError(f"{path} is truncated, damaged or of an unknown kind: {_reason(error)}.") from None
     if values.ndim == 2:
         values = values[..., None]
     return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))
+
+
+def upright(picture: Image.Image) -> Image.Image:
+    """As EXIF says, if that can be read."""
+    try:
+        return ImageOps.exif_transpose(picture)
+    except Exception:  # of what is no EXIF its parser raises many kinds
+        return picture
 
 
 def _values(picture: Image.Image, source: str | None, unsigned: bool) -> np.ndarray[Any, Any]:
@@ -101,8 +116,8 @@ def save(tensor: torch.Tensor, path: PathLike) -> None:
 
     Shape: [C, H, W], C = 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA).
     Units: uint8 0..255, or floating point in [0, 1], clamped, NaN as 0. One channel of floating point becomes a
-        16-bit PNG, or a 32-bit TIFF that keeps every value; otherwise 8 bits are written. All but JPEG are lossless;
-        WebP has no grey, so grey comes back as RGB.
+        16-bit PNG, or a 32-bit TIFF that keeps every value that fp32 holds; otherwise 8 bits are written. All but JPEG
+        are lossless; WebP has no grey, so grey comes back as RGB, and no alpha that is opaque all over.
 
     Raises:
         InputError: not such a tensor.

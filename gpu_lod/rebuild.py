@@ -65,6 +65,8 @@ def rebuild(tokens: TokenSet, size: tuple[int, int], fill: float | Sequence[floa
         channels = patches.shape[2]
         several = not isinstance(fill, (int, float)) and getattr(fill, "ndim", isinstance(fill, Sequence)) > 0
         rest = checks.numbers(fill, "fill", channels) if several else [checks.number(fill, "fill")] * channels
+    if rest is not None and patches.dtype == torch.uint8 and not all(-0.5 <= one < 255.5 for one in rest):
+        raise InputError(f"fill is {fill}; expected 0 to 255, for these patches are uint8.")
     found = paint(patches, sites, size, rest)
     return found if batched else Rebuilt(found.image[0], found.covered[0])
 

@@ -82,7 +82,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
             for key, value in about.items()
         }
         # Names of files need not be UTF-8, which metadata is: as in JSON, what is not is escaped.
-        metadata = {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
+        metadata = {_escaped(key): _escaped(value) for key, value in metadata.items()}
         # Copies, for tensors that share memory are refused.
         data = save(
             {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, metadata
@@ -117,13 +117,17 @@ def read_sites(path: Path) -> tuple[TokenSet, dict[str, Any]]:
         about = {key: _said(value) for key, value in metadata.items()}
     else:
         raise FileError(f"{path}: unknown extension {path.suffix!r}; sites are read from .json or .safetensors.")
-    if missing := [name for name in ("sites", "scores", "patch") if name not in (*found, *about)]:
+    there = {"sites": found, "scores": found, "patch": about}
+    if missing := [name for name, where in there.items() if name not in where]:
         raise FileError(f"{path} holds no {' and no '.join(missing)}; expected a file of sites, as --sites writes it.")
     patch = about.pop("patch")
     try:
         if suffix == ".json":
             found = {"sites": torch.tensor(found["sites"]), "scores": torch.tensor(_unbounded(found["scores"]))}
             found = {name: values.float() for name, values in found.items()}
+        for name in ("sites", "scores", "weights"):
+            if name in found and (not found[name].is_floating_point() or found[name].itemsize < 2):
+                raise InputError(f"its {name} are {found[name].dtype}; expected floating point of 16 bits or more.")
         tokens = TokenSet(
             found["sites"], found["scores"], found.get("patches"), patch, found.get("weights"), found.get("features")
         )
@@ -148,7 +152,7 @@ def _said(value: str) -> Any:
     """Metadata of safetensors, which are strings: JSON, or the string itself."""
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -163,6 +167,10 @@ def _safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except SafetensorError as error:
         raise FileError(f"{path} is no safetensors file that can be read: {error}.") from None
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _json(value: Any, indent: int | None = None) -> str:
@@ -184,7 +192,8 @@ def _finite(value: Any) -> Any:
 
 
 def read_labels(path: Path) -> torch.Tensor:
-    """A label map, int64 [H, W]: a .npy of integers, or a picture of one integer a pixel (palettes give their indices).
+    """A label map, int64 [H, W]: a .npy of integers, or a picture of one integer a pixel (palettes give their indices),
+    turned upright as EXIF says.
 
     Raises:
         FileError: missing, unreadable, or no such map.
@@ -196,11 +205,13 @@ def read_labels(path: Path) -> torch.Tensor:
         with _package("pillow", "pictures of labels"):
             from PIL import Image
 
+            from gpu_lod.images import upright
+
         _look(path)
         try:
             with Image.open(path) as picture:
                 picture.load()
-                mode, values = picture.mode, np.array(picture)
+                mode, values = picture.mode, np.array(upright(picture))
         except Exception as error:  # Pillow raises many kinds
             raise FileError(f"{path} is no picture that can be read: {' '.join(str(error).split())}") from None
         if mode not in _LABEL_MODES:
@@ -225,12 +236,18 @@ def read_query(path: Path) -> torch.Tensor:
         values = _numpy(path)
         if values.dtype.kind not in "fiu":
             raise FileError(f"{path} holds {values.dtype} {values.shape}; expected a query: numbers of shape (D,).")
-        query = torch.from_numpy(values.astype(np.float32))
+        with np.errstate(over="ignore"):  # which is told where it is used
+            query = torch.from_numpy(values.astype(np.float32))
     elif suffix == ".safetensors":
         tensors, _ = _safetensors(path)
         if len(tensors) != 1 and "query" not in tensors:
             raise FileError(f"{path} holds {', '.join(sorted(tensors)) or 'nothing'}; expected a tensor named query.")
-        query = tensors.get("query", next(iter(tensors.values()))).float()
+        query = tensors.get("query", next(iter(tensors.values())))
+        if query.is_complex() or query.dtype == torch.bool:
+            raise FileError(
+                f"{path} holds {query.dtype} {tuple(query.shape)}; expected a query: numbers of shape (D,)."
+            )
+        query = query.float()
     else:
         raise FileError(f"{path}: unknown extension {path.suffix!r}; a query is a .npy or .safetensors file.")
     if query.ndim == 2 and query.shape[0] == 1:

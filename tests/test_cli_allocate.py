@@ -674,3 +674,53 @@ def test_safetensors_that_is_missing_names_the_extra(tmp_path: Path, picture: Pa
     assert result.returncode == 1
     assert result.stderr.startswith("gpu-lod: files of .safetensors need safetensors (")
     assert result.stderr.endswith("; in the checkout: pip install '.[cli]'\n") and result.stderr.count("\n") == 1
+
+
+SITES, SCORES = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 1.5]]), torch.tensor([1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "hint"),
+    [
+        ({"sites": SITES, "scores": SCORES, "patch": torch.tensor(14)}, {}, "holds no patch"),
+        ({"sites": SITES.to(torch.float8_e4m3fn), "scores": SCORES}, {"patch": "14"}, "its sites are torch.float8"),
+        ({"sites": SITES, "scores": SCORES > 0.7}, {"patch": "14"}, "its scores are torch.bool"),
+        ({"sites": SITES, "scores": SCORES, "weights": torch.zeros(2, 4).int()}, {"patch": "14"}, "its weights are"),
+    ],
+)
+def test_safetensors_of_other_kinds_are_no_sites(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], hint: str
+) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path := tmp_path / "sites.safetensors", metadata)
+    with pytest.raises(FileError, match=hint):
+        token_files.read_sites(path)
+
+
+def test_metadata_of_any_text(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    deep = "[" * 200_000
+    save_file({"sites": SITES, "scores": SCORES}, path := tmp_path / "sites.safetensors", {"patch": "14", "x": deep})
+    tokens, about = token_files.read_sites(path)
+    assert torch.equal(tokens.sites, SITES) and about == {"x": deep}
+    token_files.write_sites(path, tokens, {"\udcff": 1})
+    assert token_files.read_sites(path)[1] == {"\\udcff": 1}
+
+
+@pytest.mark.parametrize("values", [torch.ones(4, dtype=torch.complex64), torch.ones(4) > 0])
+def test_queries_are_numbers(tmp_path: Path, values: torch.Tensor) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"query": values}, path := tmp_path / "query.safetensors")
+    with pytest.raises(FileError, match="expected a query"):
+        token_files.read_query(path)
+
+
+def test_labels_are_turned_upright(tmp_path: Path) -> None:
+    labels, exif = np.arange(12, dtype=np.uint8).reshape(3, 4), Image.Exif()
+    exif[274] = 3
+    for extension in ("png", "tif"):
+        Image.fromarray(labels[::-1, ::-1].copy()).save(path := tmp_path / f"labels.{extension}", exif=exif)
+        assert token_files.read_labels(path).numpy().tolist() == labels.tolist()

@@ -251,3 +251,52 @@ def test_convention_atlas() -> None:
 def test_an_atlas_of_thin_levels_grows_below_level_0() -> None:
     levels = [torch.ones(1, 1, n) for n in (8, 4, 2, 1)]
     assert atlas(levels).shape == (1, 3, 12)
+
+
+def tiff(bits: int, photometric: int, sample: int, data: bytes, order: str = "<") -> bytes:
+    """A grey one of 2 x 1, of kinds that Pillow does not write."""
+    tags = [
+        (256, 2),
+        (257, 1),
+        (258, bits),
+        (259, 1),
+        (262, photometric),
+        (273, 0),
+        (277, 1),
+        (278, 1),
+        (279, len(data)),
+    ]
+    tags += [(339, sample)]
+    at = 8 + 2 + 12 * len(tags) + 4
+    entries = b"".join(struct.pack(order + "HHII", tag, 4, 1, at if tag == 273 else value) for tag, value in tags)
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, len(tags))
+    return head + entries + bytes(4) + data
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (tiff(16, 1, 1, struct.pack("<HH", 700, 60000)), (700 / 65535, 60000 / 65535)),
+        (tiff(16, 0, 1, struct.pack("<HH", 700, 60000)), (1 - 700 / 65535, 1 - 60000 / 65535)),
+        (tiff(12, 1, 1, bytes([0xFF, 0xF8, 0x00])), (1.0, 0x800 / 4095)),
+    ],
+)
+def test_grey_of_more_than_8_bits_is_as_bright_as_it_says(
+    tmp_path: Path, data: bytes, expected: tuple[float, float]
+) -> None:
+    (tmp_path / "grey.tif").write_bytes(data)
+    assert load(tmp_path / "grey.tif").flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_signed_bytes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "grey.tif").write_bytes(tiff(8, 1, 2, struct.pack("<bb", -3, 100)))
+    with pytest.raises(FileError, match="signed bytes"):
+        load(tmp_path / "grey.tif")
+
+
+@pytest.mark.parametrize("extension", ["png", "webp"])
+def test_a_picture_whose_exif_is_none_lies_as_it_is(tmp_path: Path, extension: str) -> None:
+    values = torch.randint(256, (3, 5, 7), dtype=torch.uint8)
+    picture = Image.fromarray(values.permute(1, 2, 0).numpy())
+    picture.save(path := tmp_path / f"junk.{extension}", exif=b"Exif\0\0garbage", lossless=True)
+    assert torch.equal(load(path), values)

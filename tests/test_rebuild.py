@@ -217,3 +217,12 @@ def test_a_rebuilt_picture_is_saved_and_loaded() -> None:
     loaded = torch.load(file, weights_only=True)
     assert type(loaded) is type(found) and torch.equal(loaded.image, found.image)
     assert torch.equal(loaded.coverage, found.coverage)
+
+
+def test_a_fill_that_bytes_do_not_hold_is_refused() -> None:
+    """It would come out as another one."""
+    tokens = lod.allocate.GridTopK(1, 8)(torch.zeros(3, 32, 32, dtype=torch.uint8))
+    for fill in (256, -5, 255.6, (3, -1, 7)):
+        with pytest.raises(InputError, match="expected 0 to 255"):
+            lod.rebuild(tokens, (32, 32), fill)
+    assert int(lod.rebuild(tokens, (32, 32), 255.4).image.max()) == 255
