@@ -78,6 +78,9 @@ class Context(Sharing):
         ForkedContextError: OpenGL was opened before this process forked.
     """
 
+    _mark: tuple[int, bytes] | None = None
+    """Of an adopted context that was closed: a buffer, and what it holds."""
+
     def __deepcopy__(self, memo: object) -> Context:
         """Itself: what a copy of a module holds works on the same device."""
         return self
@@ -287,7 +290,6 @@ class Context(Sharing):
         self = object.__new__(cls)
         self._mgl = mgl
         self.is_default = False
-        self._mark: tuple[int, bytes] | None = None
         self._start_turns(own, device)
         self.extensions = frozenset(mgl.extensions)
         self._start_sharing(GL(load), self.extensions)
