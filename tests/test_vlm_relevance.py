@@ -143,6 +143,7 @@ def test_units_of_the_maps_do_not_matter_to_two_heads() -> None:
         (torch.rand(2, 40, 28, 28), torch.ones(2, 8, dtype=torch.long), None, "floats"),
         (torch.rand(2, 39, 28, 28), torch.rand(8), None, "40 channels"),
         (torch.rand(40, 28), torch.rand(8), None, r"\[B, 40, H, W\]"),
+        (torch.ones(1, 40, 28, 28, dtype=torch.uint8), torch.rand(8), None, "maps are torch.uint8"),
         (torch.rand(2, 40, 28, 28), torch.rand(8), torch.rand(2, 40), "gestalt_width="),
     ],
 )
@@ -191,6 +192,7 @@ def test_query_similarity() -> None:
         (torch.rand(2, 3, 4, 1, 6), torch.rand(6), None, "grid="),
         (torch.rand(6), torch.rand(6), None, "grid="),
         (torch.rand(12, 6), torch.rand(6), (3, 5), "Leave class tokens out"),
+        (torch.rand(2, 4, 3, 6), torch.rand(6), (3, 4), "expected the same"),
         (torch.rand(2, 12, 6), torch.rand(5), (3, 4), r"query is .* expected floats \[2, 6\]"),
     ],
 )

@@ -81,6 +81,8 @@ def rotary_embedding(
     checks.choice(layout, "layout", ("half", "interleaved"))
     positions = checks.real(positions, "positions")
     axes = positions.shape[-1] if positions.ndim else 0
+    if not axes:
+        raise InputError(f"positions are {tuple(positions.shape)}; expected [..., A] of one axis or more.")
     each = list(frequencies) if isinstance(frequencies, Sequence) else [frequencies] * max(axes, 1)
     each = [checks.real(one, "frequencies") for one in each]
     if len(each) != axes:

@@ -132,7 +132,11 @@ class ContextualizedRelevance(nn.Module):
                 f"source has shape {tuple(source.shape)}; expected the {COUNT} channels of feature_maps, "
                 f"[B, {COUNT}, H, W], or an image [B, C, H, W] of 1 to 4 channels."
             )
-        return source if source.shape[1] == COUNT else feature_maps(source)
+        if source.shape[1] != COUNT:
+            return feature_maps(source)
+        if not source.is_floating_point():
+            raise InputError(f"the maps are {source.dtype}; expected floating point, as feature_maps() gives it.")
+        return source
 
 
 def _row(values: torch.Tensor, name: str, batch: int, width: int) -> torch.Tensor:
@@ -187,6 +191,8 @@ def _in_cells(
                 f"{rows} x {columns} grid. Leave class tokens out."
             )
         features = features.unflatten(1, (rows, columns))
+    if grid is not None and features.ndim == 4 and tuple(features.shape[1:3]) != checks.size(grid):
+        raise InputError(f"features are {tuple(features.shape)} and grid is {grid}; expected the same. Leave grid out.")
     if features.ndim not in (3, 4) or not features.is_floating_point():
         raise InputError(
             f"features are {features.dtype} {tuple(features.shape)}; expected floats [B, Hg, Wg, D], or [B, Hg Wg, D] "
