@@ -223,7 +223,7 @@ SITES, EDGE = torch.rand(2, 4, 3), torch.ones(1, 2)
         (lambda: lod.vlm.mrope_positions(SITES, (56, 56), 14, rounded=1), "rounded is 1"),
         (lambda: lod.vlm.mrope_extent((56, 56), 0), "patch is 0"),
         (lambda: lod.vlm.mrope_extent((56, 56), None), "patch is None"),
-        (lambda: lod.vlm.rotary_embedding(torch.zeros(3, 0), []), "one axis or more"),
+        (lambda: lod.vlm.rotary_embedding(torch.zeros(3, 0), []), "0 axes"),
         (lambda: lod.vlm.sample_position_table(None, torch.rand(1, 2), (4, 4), (4, 4)), "table is NoneType"),
         (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), 0.5, (4, 4), (4, 4)), "positions is float"),
         (lambda: lod.vlm.sample_position_table(torch.rand(16, 2), torch.rand(1, 2), 4, (4, 4)), "grid is 4; .*rows"),

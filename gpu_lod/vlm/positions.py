@@ -82,7 +82,7 @@ def rotary_embedding(
     positions = checks.real(positions, "positions")
     axes = positions.shape[-1] if positions.ndim else 0
     if not axes:
-        raise InputError(f"positions are {tuple(positions.shape)}; expected [..., A] of one axis or more.")
+        raise InputError(f"positions are {tuple(positions.shape)}, 0 axes; expected [..., A], one or more.")
     each = list(frequencies) if isinstance(frequencies, Sequence) else [frequencies] * max(axes, 1)
     each = [checks.real(one, "frequencies") for one in each]
     if len(each) != axes:
