@@ -33,17 +33,18 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        sys.exit(_report(error))
+        command = next((argument for argument in arguments if not argument.startswith("-")), "")
+        sys.exit(_report(error, command))
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, command: str) -> int:
     """Say it in one line; returns the exit code."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _EXTRA:
         text = "the command line needs extra packages; in the checkout: pip install '.[cli]'"
     elif isinstance(error, GpuLodError):
         from gpu_lod.commands import as_options
 
-        text = as_options(str(error))
+        text = as_options(str(error), command)
     elif isinstance(error, OSError) and error.filename is None and error.strerror:
         text = f"the output cannot be written: {error.strerror}."
     else:

@@ -390,7 +390,10 @@ def test_files_are_no_options() -> None:
         ("device=3.png does not exist", None),
         ("a/budget=3.png, and out/patch=.json", None),
     ):
-        assert as_options(text) == (expected or text)
+        assert as_options(text, "allocate") == (expected or text)
+    assert as_options("Use backend='torch'.", "foveate") == "Use --backend torch."
+    for command in ("demo", "", "none"):
+        assert as_options("Use backend='torch'.", command) == "Use backend='torch'."
 
 
 def test_bad_options(tmp_path: Path, picture: Path) -> None:

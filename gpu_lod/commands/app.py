@@ -26,10 +26,10 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def as_options(text: str) -> str:
-    """Errors name the way out by arguments of Python; here they are options, where there is such a one."""
-    commands = getattr(get_command(app), "commands", {})
-    options = {p.name: max(p.opts, key=len) for command in commands.values() for p in command.params}
+def as_options(text: str, command: str) -> str:
+    """Errors name the way out by arguments of Python; here they are options, where the command has such a one."""
+    known = getattr(get_command(app), "commands", {}).get(command)
+    options = {p.name: max(p.opts, key=len) for p in ([] if known is None else known.params)}
 
     def option(found: re.Match[str]) -> str:
         name = options.get(found["name"], "")

@@ -142,7 +142,9 @@ def allocate(
         results: list[allocation.Allocation | allocation.Skipped]
         if every:
             results = [
-                replace(result, reason=as_options(result.reason)) if isinstance(result, allocation.Skipped) else result
+                replace(result, reason=as_options(result.reason, "allocate"))
+                if isinstance(result, allocation.Skipped)
+                else result
                 for result in allocation.run_all(picture, budget, patch, inputs, say)
             ]
         else:
