@@ -151,14 +151,14 @@ def reference(levels: list[torch.Tensor], thresholds: torch.Tensor) -> Parts:
         else:
             mask = _below(values, limit).logical_not_() if values.dtype == torch.uint8 else values >= limit
             below = mask.logical_not()
-        lost, dropped = (below, 0) if above is None else _but_for(below, above)
+        lost, dropped = (below, 0) if above is None else _first_below(below, above)
         tested += values.numel() - dropped
         pruned.append((level, _places(lost)))
         above = below
     return mask, _places(mask), _joined(pruned), tested
 
 
-def _but_for(below: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _first_below(below: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What is below the threshold and has a parent that is not, and how many have one that is."""
     height, width = below.shape[-2:]
     if (height, width) == (2 * above.shape[-2], 2 * above.shape[-1]):

@@ -180,7 +180,7 @@ def reference(
         index = corners[:, :, None] + plane * texels.shape[2]
         if len(run) > 1:
             sizes = [0] * (number + 1) + [x.shape[2] * x.shape[3] for x in run[:-1]]
-            starts = torch.tensor(sizes, dtype=torch.int32, device=top.device).cumsum(0, dtype=torch.int32)
+            starts = torch.tensor(sizes, dtype=plane.dtype, device=top.device).cumsum(0, dtype=plane.dtype)
             index = index + starts[level.long()][:, None]
         here = (level >= number if run is runs[-1] else level == number)[:, None]
         index = index if len(runs) == 1 else torch.where(here, index, 0)
@@ -199,7 +199,7 @@ def in_one_row(levels: list[torch.Tensor]) -> torch.Tensor:
 def _corners(levels: list[torch.Tensor], first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The finest level at which the canonical ancestors of texels `first` to `last` [B, N, 2] span at most two a side,
     [B, N], and the places of the four outermost in it, [4, B, N]."""
-    sides = torch.tensor([(x.shape[3], x.shape[2]) for x in levels], dtype=torch.int32, device=first.device)
+    sides = torch.tensor([(x.shape[3], x.shape[2]) for x in levels], dtype=_index(levels[0]), device=first.device)
 
     def ancestors(level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         here = sides[level.long()]

@@ -175,19 +175,19 @@ def _escaped(text: str) -> str:
 
 def _json(value: Any, indent: int | None = None) -> str:
     try:
-        return json.dumps(_finite(value), indent=indent, allow_nan=False)
+        return json.dumps(finite(value), indent=indent, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"about holds what JSON does not ({error}). Give strings, numbers, None, and lists and dicts of them."
         ) from None
 
 
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that are not finite."""
+def finite(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON does not hold."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -245,18 +245,6 @@ def test_relevance_decides_without_attention() -> None:
     assert not Glances(64, 32, threshold=1)(None, torch.ones(1, 40, 40)).bought.any()
 
 
-class Watched(GridTopK):
-    """Remembers what it chose from."""
-
-    def __init__(self, budget: int) -> None:
-        super().__init__(budget)
-        self.seen: list[Scene] = []
-
-    def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-        self.seen.append(scene)
-        return super().choose(scene)
-
-
 @pytest.mark.parametrize("given", ["image", "pyramid", "relevance"])
 def test_only_who_buys_is_looked_at_again(photo: torch.Tensor, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     image = torch.stack([photo[:, y : y + 140, 100:240] for y in (0, 100, 200, 300)])
@@ -264,7 +252,7 @@ def test_only_who_buys_is_looked_at_again(photo: torch.Tensor, given: str, monke
     source = lod.mipmap(image) if given == "pyramid" else None if given == "relevance" else image
     attention = torch.ones(4, 20)
     attention[0, 1:], attention[2, 1:] = 0, 0
-    watch = Watched(30)
+    watch = Watch(30)
     some, every = (Glances(40, watch, threshold=t)(source, relevance, attention) for t in (0.5, -1))
     assert some.bought.tolist() == [False, True, False, True] and bool(every.bought.all())
     assert [scene.batch for scene in watch.seen] == [2, 4]

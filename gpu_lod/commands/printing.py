@@ -24,6 +24,7 @@ from gpu_lod.bridge import devices
 from gpu_lod.context import Context, context_for
 from gpu_lod.errors import GpuLodError, InputError
 from gpu_lod.tables import Table, Timed
+from gpu_lod.token_files import finite
 
 if TYPE_CHECKING:
     import torch
@@ -396,13 +397,4 @@ def show_written(paths: list[Path]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """JSON has no infinity and no NaN: null stands for them."""
-    typer.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(json.dumps(finite(value), indent=2, allow_nan=False))

@@ -55,16 +55,16 @@ def vision_attention(
         InputError: a layer that is not there, pixels or tokens that do not fit the model, or an input that is missing.
         UnsupportedError: a model without such attention, or one that reads text too and has no `vision_model`.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {checks.shown(model)}; expected a vision tower of transformers.")
     tokens = pixel_values if isinstance(pixel_values, TokenSet) else None
     if (tokens is None) is not (size is None) or (tokens is not None and inputs):
         raise InputError(
             "pixel_values go without size, and tokens with size and nothing else; expected (H, W), or one a picture."
         )
     run: Callable[[], Any] | None = None if tokens is None else partial(adapter_for(model), tokens, size)
-    if isinstance(model, nn.Module) and "input_ids" in inspect.signature(model.forward).parameters:
+    if "input_ids" in inspect.signature(model.forward).parameters:
         model = _tower(model)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {checks.shown(model)}; expected a vision tower of transformers.")
     names = _layers(model)
     if not names or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(
