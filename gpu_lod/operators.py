@@ -176,7 +176,7 @@ class Operator:
         """What stands in a graph for a call of the verb."""
         if forward_ad._current_level >= 0:  # torch would drop the tangent
             raise UnsupportedError("compiled verbs have no forward-mode gradients. Call the function uncompiled.")
-        if _transformed():
+        if transformed():
             raise UnsupportedError("compiled verbs know no torch.func. Call the function uncompiled.")
         flat = self.arguments(*args, **kwargs)
         if not self.differentiable:
@@ -315,13 +315,13 @@ class Operator:
         return tuple(_pytree.tree_unflatten([next(found) if want else None for want in asked], ctx.spec))
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether this is inside of torch.func.vmap, grad and their like."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 # torch.compiler.assume_constant_result, which would import the compiler at once.
-_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -185,6 +185,24 @@ def test_half_precision_tables() -> None:
     )
 
 
+def test_transforms_pass() -> None:
+    """Through tables that are trained as well, of which torch's embedding_bag has no second derivative."""
+    table, at = torch.nn.Parameter(torch.randn(16, 3)), torch.rand(2, 5, 2) * 3
+
+    def total(at: torch.Tensor, table: torch.Tensor = table) -> torch.Tensor:
+        return lod.vlm.sample_position_table(table, at, (4, 4), (4, 4)).square().sum()
+
+    asked = at.clone().requires_grad_()
+    expected = torch.autograd.grad(total(asked), [asked, table])
+    found = torch.func.grad(total, (0, 1))(at, table)
+    assert torch.allclose(torch.func.grad(total)(at), expected[0], atol=1e-4)
+    assert all(torch.allclose(mine, theirs, atol=1e-4) for mine, theirs in zip(found, expected, strict=True))
+    each = torch.func.vmap(total)(at)
+    assert torch.allclose(each.sum(), total(at), rtol=1e-5)
+    slope = torch.func.jvp(total, (at,), (torch.ones_like(at),))[1]
+    assert torch.allclose(slope, expected[0].sum(), rtol=1e-4)
+
+
 def test_starts_of_each_picture() -> None:
     found = lod.vlm.mrope_positions(SITES, (56, 56), 14, start=torch.tensor([3, 50]))
     for i, start in enumerate((3, 50)):

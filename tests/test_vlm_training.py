@@ -159,6 +159,19 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be made a folder"):
         little(tmp_path / "file")
+    module, optimizer = trainer.module, trainer.optimizer
+    with pytest.raises(InputError, match="module is a Adam; expected a torch Module"):
+        Trainer(optimizer, module, tmp_path, {})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="optimizer is a generator"):
+        Trainer(module, module.parameters(), tmp_path, {})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="scheduler is a float"):
+        little(tmp_path, scheduler=0.1)
+    with pytest.raises(InputError, match="log is 'yes'"):
+        little(tmp_path, log="yes")
+    with pytest.raises(InputError, match="folder is 3"):
+        little(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="loss is tensor"):
+        trainer.fit(weight.sum(), 4)
 
 
 def test_gradients_that_are_not_finite_reach_nothing(tmp_path: Path) -> None:

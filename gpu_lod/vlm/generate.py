@@ -53,6 +53,7 @@ def inputs_for(
             f"{name} does not generate from token sets; expected one of {', '.join(_GENERATE)}. For another, encode "
             "with its vision tower, project the features as it does, and put them into inputs_embeds."
         )
+    checks.flag(rounded, "rounded")
     adapter = adapter_for(model)
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         raise UnsupportedError(

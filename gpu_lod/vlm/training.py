@@ -44,7 +44,7 @@ class Trainer:
     Raises:
         CheckpointError: a checkpoint of another configuration or optimizer, of other parameters, or that cannot be
             read, and then module and optimizer are as they were; a folder that cannot be made.
-        InputError: an optimizer that needs a closure, as L-BFGS does.
+        InputError: arguments of other kinds, or an optimizer that needs a closure, as L-BFGS does.
         UnsupportedError: a log without TensorBoard.
     """
 
@@ -58,6 +58,14 @@ class Trainer:
         every: int = 100,
         log: bool = False,
     ) -> None:
+        for name, value, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+            if not isinstance(value, kind):
+                raise InputError(f"{name} is a {type(value).__name__}; expected a torch {kind.__name__}.")
+        if not (scheduler is None or (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict"))):
+            raise InputError(
+                f"scheduler is a {type(scheduler).__name__}; expected one of torch.optim.lr_scheduler, or None."
+            )
+        checks.flag(log, "log")
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -70,7 +78,10 @@ class Trainer:
             self.config = json.dumps(dict(config), sort_keys=True)
         except (TypeError, ValueError) as error:
             raise InputError(f"config is not JSON ({error}). Use numbers, strings, lists and dicts.") from None
-        self.folder = Path(folder)
+        try:
+            self.folder = Path(folder)
+        except TypeError:
+            raise InputError(f"folder is {checks.shown(folder)}; expected a path.") from None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -104,6 +115,8 @@ class Trainer:
             CheckpointError: as `save`.
         """
         steps = checks.integer(steps, "steps", at_least=0)
+        if not callable(loss):
+            raise InputError(f"loss is {checks.shown(loss)}; expected a function of the step's number.")
         if self._random is not None:  # not before: what is made between may draw too
             _restore_random(self._random)
             self._random = None
