@@ -18,21 +18,30 @@ from .pool import Loan, Returns, hold
 from .views import OwnBuffer, alike
 
 EXTENSION = "GL_AMD_pinned_memory"
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Bytes that a buffer's address and size are multiples of. So its texels are aligned, all of the tensor is in whole
 ones, and what it holds besides lies in the same pages."""
-_MOST = 2**32 - _ALIGNMENT
+MOST = 2**32 - ALIGNMENT
 """Bytes, as Mesa counts them in 32 bits."""
 
 
 def _around(begin: int, end: int) -> tuple[int, int]:
     """The first byte and the one behind the last of a buffer that holds these: of a size that shaders are compiled for
     already (`alike`), where the pages have room for one."""
-    begin, end = begin // _ALIGNMENT * _ALIGNMENT, -(-end // _ALIGNMENT) * _ALIGNMENT
+    begin, end = begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
     more = alike(end - begin) - (end - begin)
     behind = min(more, -end % mmap.PAGESIZE)
     before = more - behind
     return (begin - before, end + behind) if before <= begin % mmap.PAGESIZE else (begin, end)
+
+
+def over(gl: GL, glo: int, address: int, nbytes: int) -> int:
+    """Make host memory a buffer's storage; what glGetError has to say of it."""
+    gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, glo)
+    gl.BufferData(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, nbytes, address, G.STREAM_DRAW)
+    error: int = gl.GetError()
+    gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, 0)
+    return error
 
 
 class BorrowedBuffer(OwnBuffer):
@@ -71,15 +80,12 @@ class Borrower:
             return None
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin, end = _around(address, address + (last + 1) * size)
-        if end - begin > _MOST:
+        if end - begin > MOST:
             return None
         gl = self._gl
         gl.check("an earlier command of this call")
         glo = gl.gen("Buffers")
-        gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, glo)
-        gl.BufferData(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, end - begin, begin, G.STREAM_DRAW)
-        refused = gl.GetError()
-        gl.BindBuffer(G.EXTERNAL_VIRTUAL_MEMORY_BUFFER_AMD, 0)
+        refused = over(gl, glo, begin, end - begin)
         if refused != G.NO_ERROR:
             gl.clear_errors()
             gl.delete("Buffers", glo)

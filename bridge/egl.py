@@ -22,6 +22,7 @@ from typing import Any
 from gpu_lod.errors import GLUnavailableError
 
 _OPENGL_API = 0x30A2
+_BAD_CONTEXT = 0x3006
 _READ, _DRAW = 0x305A, 0x3059
 _EXTENSIONS = 0x3055
 _DRM_DEVICE_FILE_EXT, _DRM_RENDER_NODE_FILE_EXT = 0x3233, 0x3377
@@ -269,11 +270,15 @@ def current() -> Current:
     return Current(api=api)
 
 
-def switch(old: Current, new: Current) -> None:
+def switch(old: Current, new: Current, *, back: bool = False) -> None:
     """Make `new` current on this thread in place of `old`, which is what `current()` returned.
 
     EGL refuses to make a context current where GLX has one, and the other way round, so the old one is let go first if
     it is of the other kind.
+
+    Args:
+        back: to what was current before. A context may be destroyed while it is, as moderngl's are by `release()`, and
+            goes when it no longer is: then none is left current.
 
     Raises:
         GLUnavailableError: EGL or GLX refused.
@@ -289,10 +294,14 @@ def switch(old: Current, new: Current) -> None:
         if egl.query_api() != _OPENGL_API:
             egl.bind_api(_OPENGL_API)  # the API binding is per thread and starts as OpenGL ES
         if not egl.make_current(*new.egl):
-            raise GLUnavailableError(
-                f"eglMakeCurrent failed with error {egl.get_error():#x}: the context is current on another thread, or "
-                "was destroyed. Release it there, or make a new one."
-            )
+            error = egl.get_error()
+            if not (back and error == _BAD_CONTEXT):
+                raise GLUnavailableError(
+                    f"eglMakeCurrent failed with error {error:#x}: the context is current on another thread, or was "
+                    "destroyed. Release it there, or make a new one."
+                )
+            if old.egl is not None:
+                egl.make_current(old.egl[0], None, None, None)
     elif new.glx is not None:
         glx = _glx()
         assert glx is not None

@@ -14,6 +14,7 @@ Source: GL_ARB_buffer_storage (core in OpenGL 4.4).
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from gpu_lod.errors import OutOfMemoryError, UnsupportedError
 
 from . import gl as G
-from .borrowed import Borrowed, BorrowedBuffer, Borrower
+from .borrowed import ALIGNMENT, MOST, Borrowed, BorrowedBuffer, Borrower, over
 from .gl import GL
 from .pool import Lease, Pool, Returns, hold, size_class, storage_start
 from .views import OwnBuffer, alike
@@ -40,11 +41,7 @@ class MappedBuffer(OwnBuffer):
         self.nbytes = nbytes
         gl.check("an earlier command of this call")
         super().__init__(gl, gl.gen("Buffers"))
-        gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
-        # CLIENT_STORAGE asks for host memory: torch reads it at full speed, also where the GPU has its own.
-        gl.BufferStorage(G.COPY_WRITE_BUFFER, alike(nbytes), None, _FLAGS | G.CLIENT_STORAGE_BIT)
-        address = None if gl.GetError() else gl.MapBufferRange(G.COPY_WRITE_BUFFER, 0, nbytes, _FLAGS)
-        gl.BindBuffer(G.COPY_WRITE_BUFFER, 0)
+        address = self._storage(gl)
         if not address:
             gl.clear_errors()
             gl.delete("Buffers", self.glo)
@@ -55,6 +52,15 @@ class MappedBuffer(OwnBuffer):
         self.address: int = address
         registry[address] = self
 
+    def _storage(self, gl: GL) -> int | None:
+        """Make it, and return its address; None where there is no memory."""
+        gl.BindBuffer(G.COPY_WRITE_BUFFER, self.glo)
+        # CLIENT_STORAGE asks for host memory: torch reads it at full speed, also where the GPU has its own.
+        gl.BufferStorage(G.COPY_WRITE_BUFFER, alike(self.nbytes), None, _FLAGS | G.CLIENT_STORAGE_BIT)
+        address = None if gl.GetError() else gl.MapBufferRange(G.COPY_WRITE_BUFFER, 0, self.nbytes, _FLAGS)
+        gl.BindBuffer(G.COPY_WRITE_BUFFER, 0)
+        return address
+
     @property
     def key(self) -> int:
         return self.nbytes
@@ -63,6 +69,29 @@ class MappedBuffer(OwnBuffer):
         # Forget the address first: malloc may hand it to an ordinary tensor next.
         del self._registry[self.address]
         super().delete()  # deleting a mapped buffer unmaps it
+
+
+class OutlivingBuffer(MappedBuffer):
+    """The same over memory of the process's own, which is still there when its context has gone."""
+
+    __slots__ = ("_memory",)
+
+    def _storage(self, gl: GL) -> int | None:
+        size = alike(self.nbytes)
+        try:
+            self._memory: np.ndarray[Any, Any] | None = np.empty(size + ALIGNMENT, np.uint8)
+        except MemoryError:
+            return None
+        address = -(-self._memory.ctypes.data // ALIGNMENT) * ALIGNMENT
+        return address if over(gl, self.glo, address, size) == G.NO_ERROR else None
+
+    def forget(self) -> None:
+        """Free the memory, which nobody uses any more, and leave the buffer object. Needs no context."""
+        self._memory = None
+
+    def delete(self) -> None:
+        super().delete()
+        self.forget()
 
 
 class SharedBuffer(Lease[MappedBuffer]):
@@ -94,13 +123,21 @@ class SharedBuffer(Lease[MappedBuffer]):
 
 
 class HostBridge:
-    """Makes, pools and recognises mapped buffers of one context."""
+    """Makes, pools and recognises mapped buffers of one context.
+
+    Args:
+        borrows: the driver takes any memory of the process for a buffer's.
+        outlive: results are to stay when the context goes, which is somebody else's; only with `borrows` they do.
+    """
 
     device = torch.device("cpu")
     coherent = True
 
-    def __init__(self, gl: GL, max_idle_bytes: int = 512 * 2**20, *, borrows: bool = False) -> None:
+    def __init__(
+        self, gl: GL, max_idle_bytes: int = 512 * 2**20, *, borrows: bool = False, outlive: bool = False
+    ) -> None:
         self._gl = gl
+        self._outlive = borrows and outlive
         self._borrower = Borrower(gl, able=borrows)
         self.pool: Pool[MappedBuffer] = Pool(max_idle_bytes)
         self._by_address: dict[int, MappedBuffer] = {}
@@ -121,11 +158,12 @@ class HostBridge:
         return SharedBuffer(self.pool.take(size, lambda: self._make(size)), self.pool.returned, nbytes)
 
     def _make(self, nbytes: int) -> MappedBuffer:
+        kind = OutlivingBuffer if self._outlive and nbytes <= MOST else MappedBuffer
         try:
-            return MappedBuffer(self._gl, nbytes, self._by_address)
+            return kind(self._gl, nbytes, self._by_address)
         except OutOfMemoryError:
             self.trim()
-            return MappedBuffer(self._gl, nbytes, self._by_address)
+            return kind(self._gl, nbytes, self._by_address)
 
     def find(self, tensor: torch.Tensor) -> tuple[MappedBuffer, int] | None:
         """The buffer that is the tensor's memory and the byte offset of its first element, or None."""
@@ -169,3 +207,12 @@ class HostBridge:
     def trim(self) -> None:
         self.drain()
         self.pool.trim()
+
+    def forget(self) -> None:
+        """Free what memory can be freed without the context, when no more will be leased."""
+        self.pool.max_idle_bytes = sys.maxsize  # nothing is to be deleted here
+        dead = self.pool.returned.take()
+        for buffer in dead:
+            if isinstance(buffer, OutlivingBuffer):
+                buffer.forget()
+        self.pool.take_back(dead)

@@ -230,7 +230,7 @@ class Context(Sharing):
                 window.release()
                 raise
         finally:
-            egl.switch(egl.current(), old)
+            egl.switch(egl.current(), old, back=True)
 
     @classmethod
     def adopt(cls, source: moderngl.Context | None = None, interop: Interop | None = None) -> Context:
@@ -241,8 +241,9 @@ class Context(Sharing):
         that nobody asked glGetError for are dropped, and queries in progress count what a verb draws. Call none between
         glBeginConditionalRender and its end, which OpenGL does not tell of: nothing would be computed. Closing frees
         what gpu_lod made in it and leaves the context itself alone: close before the context goes, for another one may
-        get its handle. Results lie in the context's own buffers and end with it: `clone()` what is to outlive it, and
-        neither read nor write to any other after that.
+        get its handle. On graphics hardware results lie in the context's own buffers and end with it: `clone()` what is
+        to outlive it, and neither read nor write to any other after that. On llvmpipe they are memory of the process's
+        own, and stay.
 
         Args:
             source: a moderngl context, which is the one that is current, or None for whatever is current on this
@@ -306,8 +307,8 @@ class Context(Sharing):
     def close(self) -> None:
         """Free everything that is not in use by tensors; later use raises `ContextClosedError`. Idempotent.
 
-        Tensors stay valid, those of an adopted context until the program ends that. The GL context itself goes when a
-        context is opened or closed after the last of them died.
+        Tensors stay valid, those of an adopted context on graphics hardware until the program ends that. The GL context
+        itself goes when a context is opened or closed after the last of them died.
         """
         if self._closed or self._pid != os.getpid() or sys.is_finalizing():  # the process frees everything
             return
@@ -397,6 +398,7 @@ class Context(Sharing):
         try:
             here = egl.current()
             if self._outer or (self.device is None and not here.same_context(self._own)):
+                self.host.forget()
                 return False
             if self.device is not None:
                 egl.switch(here, self._own)
@@ -411,7 +413,7 @@ class Context(Sharing):
                     self._mgl.release()
             finally:
                 if self.device is not None:
-                    egl.switch(self._own, here)
+                    egl.switch(self._own, here, back=True)
             return done
         finally:
             self._lock.release()

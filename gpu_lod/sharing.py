@@ -124,7 +124,9 @@ class Sharing(Turns):
     def _start_sharing(self, gl: GL, extensions: Set[str]) -> None:
         self.gl = gl
         self.renderer = gl.string(G.RENDERER)
-        self.host = self.bridge = HostBridge(gl, borrows=self.software and EXTENSION in extensions)
+        self.host = self.bridge = HostBridge(
+            gl, borrows=self.software and EXTENSION in extensions, outlive=self.device is None
+        )
         self.interop = None
         self._interop_by = "cuda"
         self.private = PrivatePool(gl, fetched=self.fetches)

@@ -102,7 +102,7 @@ class Turns:
             if not self._outer:
                 self._owner = None
             if not outer.same_context(self._own):
-                egl.switch(egl.current(), outer)
+                egl.switch(egl.current(), outer, back=True)
         finally:
             self._lock.release()
 

@@ -434,6 +434,70 @@ def test_a_feature_texture_outlives_the_context_that_was_adopted() -> None:
     """)
 
 
+def test_a_context_that_was_destroyed_while_it_was_current_is_not_missed() -> None:
+    """moderngl's `release` leaves its context current; a verb cannot make it so again, and that is nobody's fault."""
+    succeed("""
+        import moderngl, torch, gpu_lod as lod
+        from gpu_lod.bridge import egl
+
+        for call in (lod.Context, lambda: lod.mipmap(torch.rand(3, 8, 8), backend="gl")):
+            moderngl.create_context(standalone=True, backend="egl", require=430).release()
+            assert egl.current().exists
+            call()
+            assert not egl.current().exists
+        alive = moderngl.create_context(standalone=True, backend="egl", require=430)
+        lod.mipmap(torch.rand(3, 8, 8), backend="gl")
+        assert egl.current().exists
+    """)
+
+
+def test_results_outlive_the_context_that_was_adopted() -> None:
+    """On a software renderer they are memory of the process's own, which is freed with the last alias."""
+    succeed("""
+        import gc
+        from pathlib import Path
+        import moderngl, numpy as np, torch, gpu_lod as lod
+
+        def resident():
+            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+        def made():
+            image, before = torch.rand(1, 3, 1000, 1500), resident()
+            mine = moderngl.create_context(standalone=True, backend="egl", require=430)
+            adopted = lod.Context.adopt(mine)
+            with adopted:
+                chain = lod.mipmap(image, backend="gl")
+                held = adopted.empty(3, 700, 800).fill_(7)
+                expected = [level.clone() for level in chain]
+                assert adopted.owns(chain[1])
+                inside = lod.mipmap(held, backend="gl")
+                assert all(torch.allclose(level, torch.tensor(7.0)) for level in inside)
+            adopted.close()
+            mine.release()
+            lod.mipmap(torch.rand(1, 8, 8), backend="gl")  # it was current until now
+            return image, chain, held, expected
+
+        made()
+        gc.collect()
+        lod.Context()
+        before = resident()
+        image, chain, held, expected = made()
+        junk = [np.full(n, 255, np.uint8) for n in range(100_000, 20_000_000, 1_000_000)]  # where freed memory was
+        assert all(map(torch.equal, chain, expected)) and bool((held == 7).all())
+        held.mul_(2)
+        assert bool((held == 14).all())
+        again = lod.mipmap(held, backend="gl")  # of an ordinary tensor by now
+        assert all(torch.allclose(level, torch.tensor(14.0)) for level in again)
+        del junk, image, chain, held, expected, again
+        for _ in range(8):
+            made()
+        gc.collect()
+        lod.Context().trim()
+        lod.Context().close()
+        assert resident() - before < 60, resident() - before
+    """)
+
+
 def test_what_lingers_is_not_deleted_in_another_context_of_the_same_handle() -> None:
     succeed("""
         import gc

@@ -291,6 +291,8 @@ def test_relevance_map_has_gradients_and_dtypes() -> None:
     found.sum().backward()
     assert values.grad is not None and values.grad.tolist() == [[1, 1, 1, 1]]
     assert relevance_map(torch.tensor([[1, 2, 3, 4]]), tokens, (16, 24)).dtype == torch.float32
+    eighths = torch.tensor([[1.0, 2.0, 0.5, 4.0]]).to(torch.float8_e4m3fn)
+    assert torch.equal(relevance_map(eighths, tokens, (16, 24)), relevance_map(eighths.float(), tokens, (16, 24)))
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,8 @@ def _one_each(values: Any, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
             "tokens out."
         )
     checks.same_device(values, sites, "sites", "the values")
-    return values if values.is_floating_point() else values.float(), sites
+    # Of float8, torch finds neither minima nor NaN.
+    return values if values.is_floating_point() and values.dtype.itemsize > 1 else values.float(), sites
 
 
 def _cells_of(
