@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -112,7 +113,7 @@ class TokenSet:
 
         Raises:
             InputError: no sets, batched ones, or sets of another K, patch, dtype, device or size of a field, or of
-                which some have one and others do not.
+                which some have one and others do not; in a worker of a DataLoader also those that have gradients.
         """
         members = list(sets) if isinstance(sets, Iterable) else [sets]
         if not members or not all(isinstance(one, TokenSet) and one.sites.ndim == 2 for one in members):
@@ -143,6 +144,14 @@ class TokenSet:
                         f"leave out what some lack with dataclasses.replace(tokens, {name}=None)."
                     )
         there = [name for name in _TENSORS if getattr(first, name) is not None]
+        data: Any = sys.modules.get("torch.utils.data")
+        if data is not None and data.get_worker_info() is not None:
+            learned = [name for name in there if any(getattr(one, name).requires_grad for one in members)]
+            if learned:  # torch says so in the worker alone, and its loader waits for ever
+                raise InputError(
+                    f"{', '.join(learned)} have gradients, which do not pass from a DataLoader's worker. Allocate "
+                    "under torch.no_grad() there, or where the gradients are wanted."
+                )
         joined: dict[str, Any] = {name: torch.stack([getattr(one, name) for one in members]) for name in there}
         return replace(first, **joined)
 

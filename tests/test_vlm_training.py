@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -108,7 +110,8 @@ def test_steps_done_are_not_done_again(tmp_path: Path) -> None:
     ("change", "hint"),
     [
         ({"config": {"lr": 0.1}}, r"lr was 0.001 and is 0.1\. Use another folder"),
-        ({"config": {"lr": 0.001, "budget": 64}}, "budget was None and is 64"),
+        ({"config": {"lr": 0.001, "budget": 64}}, "budget was not there and is 64"),
+        ({"config": {"lr": 0.001, "few": True}}, "few was not there and is true"),
     ],
 )
 def test_another_configuration_is_refused(tmp_path: Path, change: Any, hint: str) -> None:
@@ -204,7 +207,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     trainer = little(tmp_path / "there")
-    (tmp_path / "there").rmdir()
+    shutil.rmtree(tmp_path / "there")
     with pytest.raises(CheckpointError, match="cannot be written: No such file or directory"):
         trainer.fit(loss_of(trainer), 1)
 
@@ -216,7 +219,7 @@ def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     groups = [{"params": [module.weight]}, {"params": [module.bias], "lr": 0.5}]
     optimizer = torch.optim.Adam(groups, lr=0.1)
     weights = [weight.detach().clone() for weight in module.parameters()]
-    with pytest.raises(CheckpointError, match="of other parameters"):
+    with pytest.raises(CheckpointError, match="has other parameters"):
         Trainer(module, optimizer, tmp_path, {"lr": 0.001})
     assert all(map(torch.equal, weights, module.parameters()))
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
@@ -304,3 +307,177 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="with the scheduler StepLR, not CosineAnnealingLR"):
         Trainer(module, optimizer, tmp_path, {}, kinds.CosineAnnealingLR(optimizer, 5))
     assert Trainer(module, optimizer, tmp_path, {}, kinds.StepLR(optimizer, 1)).step == 2
+
+
+def test_numbers_of_numpy_are_read_again(tmp_path: Path) -> None:
+    """In learning rates and in factors of schedulers; what else of numpy's a state holds is refused at once."""
+
+    def made(folder: Path) -> Trainer:
+        torch.manual_seed(1)
+        module = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=np.logspace(-3, -1, 3)[1])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / np.sqrt(step + 1))
+        return Trainer(module, optimizer, folder, {}, schedule, every=2)
+
+    whole, cut = made(tmp_path / "whole"), made(tmp_path / "cut")
+    expected = whole.fit(loss_of(whole), 6)
+    cut.fit(loss_of(cut), 4)
+    again = made(tmp_path / "cut")
+    assert again.step == 4 and again.fit(loss_of(again), 6) == expected
+
+    class Kept(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return np.arange(3)
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    module = Kept(3, 1)
+    trainer = Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), tmp_path / "kept", {}, every=1)
+    with pytest.raises(CheckpointError, match=r"cannot be written: it could not be read again, .* numpy arrays"):
+        trainer.fit(loss_of(trainer), 1)
+    assert not trainer.path.exists()
+    trainer = little(tmp_path / "lambda")
+    trainer.scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+    trainer.scheduler.own = lambda: 0  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*lambda"):
+        trainer.save()
+
+
+def test_a_folder_is_one_process_s(tmp_path: Path) -> None:
+    other = f"""
+        import torch
+        from gpu_lod.errors import CheckpointError
+        from gpu_lod.vlm import Trainer
+
+        module = torch.nn.Linear(3, 1)
+        try:
+            Trainer(module, torch.optim.Adam(module.parameters()), {str(tmp_path)!r}, {{"lr": 0.001}})
+        except CheckpointError as error:
+            assert "another process trains in" in str(error)
+            print("refused")
+        else:
+            print("taken")
+    """
+    trainer, second = little(tmp_path), little(tmp_path)
+    del trainer
+    assert succeed(other).strip() == "refused" and second.step == 0
+    del second
+    assert succeed(other).strip() == "taken"
+
+
+def test_all_that_is_trained_is_in_the_module(tmp_path: Path) -> None:
+    one, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    with pytest.raises(InputError, match=r"not the module's.*ModuleList"):
+        Trainer(one, torch.optim.Adam([*one.parameters(), *other.parameters()]), tmp_path, {})
+    both = torch.nn.ModuleList([one, other])
+    Trainer(both, torch.optim.Adam(both.parameters()), tmp_path, {}).save()
+    turned = torch.optim.Adam([*other.parameters(), *one.parameters()])
+    with pytest.raises(CheckpointError, match="in another order"):
+        Trainer(both, turned, tmp_path, {})
+
+
+def test_buffers_that_hold_nan_are_not_saved(tmp_path: Path) -> None:
+    """But for those that did so before: a loss that is refused has gone through BatchNorm."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    module.register_buffer("unset", torch.full((2,), math.nan))
+    trainer = Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), tmp_path, {}, every=1)
+
+    def loss(step: int, bad: bool = False) -> torch.Tensor:
+        data = torch.rand(4, 3)
+        return trainer.module(data * math.nan if bad else data).square().sum()
+
+    trainer.fit(loss, 1)
+    with pytest.raises(InputError, match="is nan"):
+        trainer.fit(lambda step: loss(step, bad=True), 2)
+    with pytest.raises(CheckpointError, match=r"after step 2 0\.running_mean, 0\.running_var of the module hold NaN"):
+        trainer.fit(loss, 2)
+    assert Trainer(module, trainer.optimizer, tmp_path, {}).step == 1
+
+
+def test_what_cuts_a_step_off_is_not_saved_half(tmp_path: Path) -> None:
+    """A save from within a step, or after one that was interrupted, goes on as if that had not begun; of one that
+    changes weights there is none."""
+
+    def made(folder: Path) -> tuple[Trainer, Any]:
+        torch.manual_seed(1)
+        trainer = Trainer(module := torch.nn.Linear(3, 1), torch.optim.Adam(module.parameters()), folder, {}, every=99)
+        return trainer, lambda step: module(torch.rand(2, 3)).square().sum()
+
+    trainer, loss = made(tmp_path / "whole")
+    expected = trainer.fit(loss, 6)
+
+    trainer, loss = made(tmp_path / "within")
+    trainer.fit(lambda step: (loss(step), trainer.save() if step == 3 else None)[0], 6)
+    torch.rand(7)
+    again, loss = made(tmp_path / "within")
+    assert again.step == 6
+    trainer, loss = made(tmp_path / "cut")
+
+    def stopped(step: int) -> torch.Tensor:
+        value: torch.Tensor = loss(step)
+        if step == 3:
+            raise KeyboardInterrupt
+        return value
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(stopped, 6)
+    trainer.save()
+    again, loss = made(tmp_path / "cut")
+    assert again.step == 3
+    again.save()  # before it draws anything
+    again, loss = made(tmp_path / "cut")
+    assert again.fit(loss, 6) == expected
+
+    trainer, loss = made(tmp_path / "changing")
+    trainer.fit(loss, 2)
+    trainer.save()
+    step = trainer.optimizer.step
+
+    def halfway(*args: Any) -> None:
+        step(*args)
+        raise KeyboardInterrupt
+
+    trainer.optimizer.step = halfway  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(loss, 4)
+    with pytest.raises(CheckpointError, match="step 2 was cut off while it changed the weights"):
+        trainer.save()
+    again, loss = made(tmp_path / "changing")
+    assert again.fit(loss, 6) == expected
+
+
+def test_random_numbers_of_more_gpus_than_there_are(tmp_path: Path) -> None:
+    trainer = little(tmp_path)
+    trainer.fit(loss_of(trainer), 2)
+    state = torch.load(trainer.path, weights_only=True)
+    state["random"]["cuda"] = [torch.get_rng_state()[:16]] * 3
+    torch.save(state, trainer.path)
+    again = little(tmp_path)
+    if torch.cuda.device_count() < 3:
+        assert again.fit(loss_of(again), 3)
+
+
+def test_schedulers_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    kinds = torch.optim.lr_scheduler
+
+    def made(parts: int) -> Trainer:
+        torch.manual_seed(parts)
+        module = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        each = [kinds.ConstantLR(optimizer) for _ in range(parts)]
+        schedule = kinds.SequentialLR(optimizer, each, list(range(1, parts)))
+        kept[:] = module, module.weight.detach().clone()
+        return Trainer(module, optimizer, tmp_path, {}, schedule)
+
+    kept: list[Any] = []
+    trainer = made(3)
+    trainer.fit(loss_of(trainer), 2)
+    with pytest.raises(CheckpointError, match="of other parameters"):
+        made(2)
+    assert torch.equal(kept[0].weight, kept[1])
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_names_that_no_folder_has(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be made a folder"):
+        little(tmp_path / name)

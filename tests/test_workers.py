@@ -37,6 +37,32 @@ def test_forked_workers_of_a_parent_that_opened_opengl_say_what_to_do() -> None:
     assert "ForkedContextError" in out and "spawn" in out
 
 
+def test_gradients_do_not_leave_a_worker() -> None:
+    """torch says so there alone, and its loader waits for ever."""
+    out = succeed("""
+        import torch, gpu_lod as lod
+        from torch.utils.data import DataLoader
+
+        class Sets(torch.utils.data.Dataset):
+            allocator = lod.allocate.VortexLearned(4, patch=8)
+            grad = True
+            def __len__(self): return 2
+            def __getitem__(self, index):
+                with torch.set_grad_enabled(self.grad):
+                    return self.allocator(relevance=torch.rand(6, 6))
+
+        sets, how = Sets(), dict(batch_size=2, collate_fn=lod.TokenSet.stack)
+        assert next(iter(DataLoader(sets, **how))).scores.requires_grad
+        for sets.grad in (True, False):
+            try:
+                print(next(iter(DataLoader(sets, num_workers=1, timeout=60, **how))).scores.shape)
+            except Exception as error:
+                print(str(error).splitlines()[-1])
+    """)
+    first, second = out.splitlines()
+    assert "scores have gradients" in first and "no_grad" in first and second == "torch.Size([2, 4])"
+
+
 FORKS = """
     import os, signal, threading, time, torch, gpu_lod as lod
     from gpu_lod import cached, calibration, recording
