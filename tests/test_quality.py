@@ -165,6 +165,8 @@ def test_what_changed_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         ("oriented_energy", "gpu_lod.allocate.frequency_aware", "gpu_lod.allocate.grid_top_k"),
         ("allocate.fixations", "quality.fovi_peer", ""),
         ("gaussian", "gpu_lod.allocate.grid_top_k", ""),  # saliency is read off it
+        ("patch_windows", "gpu_lod.allocate.grid_top_k", ""),  # patches are
+        ("enlarging", "quality.resized", ""),
     ],
 )
 def test_code_is_that_of_what_a_method_depends_on(

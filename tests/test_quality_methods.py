@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 from quality import fovi_peer, frame, learned, methods, proxy
 from quality.ablations import FoveationOnly, PyramidOnly
 from quality.methods import Method
+from quality.resized import Resized
 from quality.task import Metric
 
 P = 8
@@ -99,6 +100,25 @@ def test_a_method_may_rebuild_the_picture_itself(monkeypatch: pytest.MonkeyPatch
         assert line["peak_bytes"] > 0
         assert LeftHalf.seen == [6, P, one.picture.relevance["lots"], place]
         assert frame.choosing_ms(one) > 0 and LeftHalf.seen[2:] == ["choose"] * (frame.CALLS + 1)
+
+
+def test_a_resized_picture_is_a_grid_of_no_more_than_k_patches() -> None:
+    """Of the picture's shape; and where every patch is there, the picture itself."""
+    for budget, size, grid in (
+        (6, (48, 64), (2, 3)),
+        (7, (10, 900), (1, 7)),
+        (273, (900, 700), (18, 15)),
+        (1, (9, 9), (1, 1)),
+    ):
+        made = Resized(budget, P)
+        assert made.choose(torch.zeros(3, *size)) == grid
+        small = made(torch.randint(0, 256, (3, *size), dtype=torch.uint8))
+        assert small.image.shape == (3, grid[0] * P, grid[1] * P) and small.rebuilt().image.shape == (3, *size)
+    image = torch.randint(0, 256, (3, 3 * P, 2 * P), dtype=torch.uint8)
+    found = Resized(6, P)(image).rebuilt()
+    assert torch.equal(found.image, image) and bool(found.covered.all())
+    line = frame.compute(unit("resize"))
+    assert line["tokens"] == 6 and line["coverage"] == 1
 
 
 @fovi

@@ -27,6 +27,7 @@ OWN = {
     "FoveatedPyramid, pyramid only": "ablations.PyramidOnly",
     "FoveatedPyramid, foveation only": "ablations.FoveationOnly",
     "fovi": "fovi_peer.Fovi",
+    "resize": "resized.Resized",
     **{f"{name}, trained": f"learned.{name}" for name in (
         "AdaptiveStratified", "PseudoLogPolar", "SoftTopKCoverage", "SoftVortex", "VortexLearned",
     )},
@@ -34,7 +35,8 @@ OWN = {
 """What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
 what is called like one, has `choose(image, relevance, fixation)`, and gives no `TokenSet` but what has `rebuilt()`."""
 READERS = (
-    "rebuild", "gather_patches", "cortical_sites", "feature_maps", "saliency", "mipmap", "gaussian", "pyramid",
+    "rebuild", "enlarging", "gather_patches", "patch_windows", "patch_grid", "bilinear", "cortical_sites", "feature_maps",
+    "saliency", "salient_cells", "mipmap", "halving", "gaussian", "binomial", "pyramid",
 )  # fmt: skip
 """Modules beside the allocator's that decide what is rebuilt: saliency is read off a Gaussian pyramid."""
 
