@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import sys
@@ -124,6 +125,29 @@ def test_any_sites_against_a_loop_over_pixels(data: st.DataObject) -> None:
         image, shown = slow(token_set(sites[b][0], patches[b]), size)
         assert torch.equal(found.covered[b], shown >= 0)
         assert (found.image[b].double() - image).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("fill", [None, 3.0])
+def test_token_by_token_is_pixel_by_pixel(
+    dtype: torch.dtype, fill: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit: few tokens in a large picture are painted one after the other."""
+    for seed, (height, width) in enumerate([(150, 131), (64, 260)]):
+        torch.manual_seed(seed)
+        sites = torch.rand(3, 17, 3) * torch.tensor([1.0, 1.0, 4.0])
+        sites[:, ::3, 2] = sites[:, ::3, 2].round()
+        grid = torch.randint(0, 8, (3, 6, 2)) * 8 + 4
+        sites[:, :6] = torch.cat([grid / torch.tensor([width, height]), torch.zeros(3, 6, 1)], dim=-1)
+        sites[0, -1] = torch.tensor([0.001, 0.999, 7.0])  # over all of it
+        patches = (torch.rand(3, 17, 2, 8, 8) * 255).to(dtype)
+        tokens = lod.TokenSet(sites, torch.zeros(3, 17), patches, 8)
+        found = lod.rebuild(tokens, (height, width), fill)
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.import_module("gpu_lod.rebuild"), "BY_TOKEN", 10**9)
+            expected = lod.rebuild(tokens, (height, width), fill)
+        assert torch.equal(found.image, expected.image) and torch.equal(found.covered, expected.covered)
+        assert found.image.dtype == dtype and not bool(found.covered[1].all())
 
 
 def test_pieces_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:

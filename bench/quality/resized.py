@@ -1,8 +1,8 @@
 """What one does without any of this, as a method: the picture made smaller, and every patch of that.
 
-A grid of at most K patches, as near to the picture's shape as may be; the picture resized to just that, with a filter that
-keeps what the new size can hold, and shown again by the same filter. The filter is bicubic in both directions, by which
-fine print and features keep more than by a bilinear one.
+A grid of at most K patches, as near to the picture's shape as may be; the picture resized to just that, with a filter
+that keeps what the new size can hold, and shown again by the same filter. The filter is bicubic in both directions, by
+which fine print and features keep more than by a bilinear one.
 """
 
 from __future__ import annotations
