@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpu_lod import by_kernel, checks, operators
-from gpu_lod.cached import numbers
+from gpu_lod.cached import constant, numbers
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import CaptureError, InputError
 from gpu_lod.kernels import cortical
@@ -120,8 +120,16 @@ def sites_about(
     box = box_of(points, size)
     with torch.no_grad():
         each = e0 if isinstance(e0, torch.Tensor) else points.new_full((1, 1), e0)
-        index, enters, _ = first_to_enter(points, size, budget, each, among=among)
-        order = index.gather(1, enters[:, 0].argsort(dim=1, stable=True)[:, : budget + 1])
+        among = among or every_candidate(points, size, budget, each.numel())
+        if among is None:
+            index, enters, _ = first_to_enter(points, size, budget, each)
+            order = index.gather(1, enters[:, 0].argsort(dim=1, stable=True)[:, : budget + 1])
+        else:
+            index, edge = among
+            enters, order = ((index + 0.5) / magnified(edge, each)).topk(budget + 1, largest=False)
+            if checks.on_host(points) and not enters.isfinite().all():  # magnification vanishes
+                raise _too_many(box, each)
+            order = index[order]
     # Between the last site that is let in and the next. Only these two carry a gradient.
     edge = order[:, budget - 1 :]
     density = ((edge + 0.5) / magnified(reach(points, direction_of(edge), box), e0)).mean(dim=1)
@@ -179,6 +187,8 @@ def first_to_enter(
 _ATTEMPTS, _BLOCK, _MOST = 16, 2**15, 2**29
 _AT_ONCE = 2**23
 """Densities of candidates that a GPU computes rather than to wait for how many are needed; some tensors of them."""
+_FEW = 2**14
+"""The same on a CPU, rather than to find it out."""
 
 
 def _entering(
@@ -192,15 +202,19 @@ def _entering(
 
 
 def every_candidate(points: torch.Tensor, size: tuple[int, int], budget: int, tries: int) -> Candidates | None:
-    """All sites that could be among the first, where a GPU would else be waited for to know how many are needed; None
-    on a CPU, or if that many of them times `tries` is too much.
+    """All sites that could be among the first, where a GPU would else be waited for to know how many are needed, and a
+    CPU takes longer to find that out; None if that many of them times `tries` is too much.
 
     Raises:
         CaptureError: it is, and a CUDA graph is being captured.
     """
     count = most_candidates(size, budget)
     if checks.on_host(points):
-        return None
+        if len(points) * tries * count > _FEW:
+            return None
+        with torch.no_grad():
+            index, directions = (constant(points.device, make, count) for make in (_indices, _directions))
+            return index, reach(points, directions, box_of(points, size))
     if tries * count > _AT_ONCE:
         if checks.readable(points):
             return None
@@ -211,6 +225,16 @@ def every_candidate(points: torch.Tensor, size: tuple[int, int], budget: int, tr
     index = torch.arange(count, dtype=points.dtype, device=points.device)
     with torch.no_grad():
         return index, reach(points, direction_of(index)[None], box_of(points, size))
+
+
+def _indices(count: int) -> torch.Tensor:
+    """[N], of the first sites."""
+    return torch.arange(count, dtype=torch.float64, device="cpu")
+
+
+def _directions(count: int) -> torch.Tensor:
+    """[1, N, 2], theirs."""
+    return direction_of(_indices(count))[None]
 
 
 def most_candidates(size: tuple[int, int], budget: int) -> int:
@@ -248,10 +272,7 @@ def _candidates(
     farthest = (torch.maximum(points, 1 - points) * box).norm(dim=1, keepdim=True) * (1 + 1e-6)
     count = float(most.gather(1, torch.bucketize(farthest, radii)).max())
     if not count < _MOST:
-        raise InputError(
-            f"An image of {_sides(box)} with an e0 of {float(e0.max()):g} has more than {_MOST} sites to choose from; "
-            "expected a shorter image, or an e0 nearer to its sides. Pass a smaller budget, or the image in parts."
-        )
+        raise _too_many(box, e0)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start in range(0, math.ceil(count), _BLOCK):
         index = torch.arange(start, min(start + _BLOCK, math.ceil(count)), dtype=box.dtype, device=box.device)
@@ -267,6 +288,13 @@ def _candidates(
         found.append((row[:, :held], edge.gather(1, order[:, :held])))
     rows, edges = zip(*found, strict=True)
     return torch.cat(rows, dim=1), torch.cat(edges, dim=1)
+
+
+def _too_many(box: torch.Tensor, e0: torch.Tensor) -> InputError:
+    return InputError(
+        f"An image of {_sides(box)} with an e0 of {float(e0.max()):g} has more than {_MOST} sites to choose from; "
+        "expected a shorter image, or an e0 nearer to its sides. Pass a smaller budget, or the image in parts."
+    )
 
 
 def _sides(box: torch.Tensor) -> str:
@@ -309,7 +337,7 @@ def eccentricity(n: torch.Tensor, e0: float | torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         # Newton on s = ln(1 + u), in which N is s + exp(-s) - 1: convex, so that it falls to the root from the right.
         s = n + quietly(torch.sqrt, 2 * n, MKL)
-        for _ in range(10):  # from the seventh on, only rounding changes
+        for _ in range(7):  # from there on, only rounding changes
             s = _step(s, n)
     s = _step(s, n)  # one more carries the gradient,
     if needs_grad(n) or checks.transformed(n):
