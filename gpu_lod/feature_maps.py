@@ -19,6 +19,7 @@ from gpu_lod.feature_passes import FeatureTexture, make, make_texture
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.oriented_energy import energy
 from gpu_lod.pages import large
+from gpu_lod.planewise import bands
 from gpu_lod.pyramid import burt_sizes
 
 CHANNELS = MappingProxyType(
@@ -449,10 +450,24 @@ def _motion(luma: torch.Tensor, previous: torch.Tensor | None, video: bool, work
     return torch.cat([first, luma[1:] - luma[:-1]])
 
 
+_CACHED = 2**15
+"""Pixels whose variances are made at a time."""
+
+
 def _variance(padded: torch.Tensor) -> torch.Tensor:
     """Over 5 x 5, of a luma with two mirrored pixels about it. In float64, where the mean square less the squared mean
-    loses nothing that fp32 could show."""
+    loses nothing that fp32 could show: on a CPU some rows at a time, which stay in its cache."""
+    batch, _, height, width = padded.shape
+    height, width = height - 4, width - 4
+    if padded.device.type != "cpu" or height * width <= _CACHED or needs_grad(padded) or checks.transformed(padded):
+        return _variances(padded)
+    result = padded.new_empty(batch, 1, height, width)
+    for images, rows in bands(batch, height, width, _CACHED):
+        result[images, :, rows] = _variances(padded[images, :, rows.start : rows.stop + 4])
+    return result
 
+
+def _variances(padded: torch.Tensor) -> torch.Tensor:
     def five(x: torch.Tensor, dim: int) -> torch.Tensor:
         count = x.shape[dim] - 4
         pairs = x.narrow(dim, 0, count + 3) + x.narrow(dim, 1, count + 3)
