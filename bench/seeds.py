@@ -54,8 +54,9 @@ SINCE = {
     "gather_patches": "2026-11-25",
 }
 """Verbs that a way became much faster of, and the day: earlier results say nothing of what it is now."""
+SINCE_ON_CPU = {"inverse_log_polar": "2026-11-30"}
 SINCE_ON_CUDA = {"oriented_energy": "2026-11-27", "feature_maps": "2026-11-27"}
-"""The same of CUDA tensors alone."""
+"""The same of tensors of one kind alone."""
 SINCE_WITHOUT_TEXTURE = {"region_max": "2026-11-30"}
 """The same of what is no texture yet, where plain torch came to be the faster."""
 
@@ -107,7 +108,7 @@ def _counts(entry: Entry, cuda: bool) -> bool:
 
 
 def _since(verb: str, cuda: bool) -> str:
-    return max(SINCE.get(verb, ""), SINCE_ON_CUDA.get(verb, "") if cuda else "")
+    return max(SINCE.get(verb, ""), (SINCE_ON_CUDA if cuda else SINCE_ON_CPU).get(verb, ""))
 
 
 def _gain(entry: Entry) -> float:

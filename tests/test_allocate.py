@@ -1573,3 +1573,10 @@ def test_a_package_that_is_missing_skips_one_allocator_on_gpus_and_names_itself(
     for name in NAMES:
         if name != "Wavelet":
             needed(name)
+
+
+@pytest.mark.parametrize("name", ["GridTopK", "HeatDiffusion", "PyramidTopK"])
+def test_scores_are_no_part_of_all_scores(name: str) -> None:
+    """Which safetensors does not write."""
+    found = lod.allocate.make(name, 16, 16)(torch.rand(2, 3, 160, 128))
+    assert found.scores.is_contiguous() and found.scores.untyped_storage().nbytes() == found.scores.nbytes

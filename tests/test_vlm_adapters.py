@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -254,9 +255,25 @@ def test_one_fixation_and_one_query_are_for_all_pictures_of_a_list() -> None:
         ):
             with pytest.raises(InputError, match=hint):
                 lod.vlm.encode(model, images, about, **how)
-        for pictures, shapes in (([], "none"), ([images[0][None]], r"\(1, 3, 90, 120\)"), (["a.png"], r"\(\)")):
+        for pictures, shapes in (([], "none"), ([images[0][None]], r"\(1, 3, 90, 120\)"), (["a.png"], "str")):
             with pytest.raises(InputError, match=f"pictures of the list are {shapes}; expected tensors"):
                 lod.vlm.encode(model, pictures, about)
+
+
+def test_arrays_of_numpy_are_pictures_places_and_sizes() -> None:
+    """Of a list as by themselves; and of several pictures an error says which."""
+    model, about = siglip(), lod.allocate.FoveatedPyramid(20)
+    images = [torch.randint(0, 256, (3, 90, 120), dtype=torch.uint8), torch.randint(0, 256, (3, 57, 200)).byte()]
+    where = torch.tensor([[0.1, 0.2], [0.9, 0.3]])
+    with torch.no_grad():
+        expected = lod.vlm.encode(model, images, about, fixation=where)
+        found = lod.vlm.encode(model, [image.numpy() for image in images], about, fixation=where.numpy())
+        assert torch.equal(found.hidden, expected.hidden)
+        tokens = about(images[0], mean=(0.0,) * 3)
+        adapter = lod.vlm.adapter_for(model)
+        assert torch.equal(adapter(tokens, np.array([90, 120])).hidden, adapter(tokens, (90, 120)).hidden)
+    with pytest.raises(InputError, match=r"picture 1 of the list, \(3, 20, 20\): .*budget is 20"):
+        lod.vlm.encode(model, [images[0], images[1][:, :20, :20]], about)
 
 
 def test_what_was_encoded_is_a_tree_and_goes_to_a_file(tmp_path: Any) -> None:

@@ -152,6 +152,7 @@ class Allocator(ABC):
             found = tuple(value[0] for value in found)
         sites, scores, weights, patches = (*found, None, None)[:4]
         assert sites is not None and scores is not None
+        scores = scores.contiguous()  # the best few of many are a part of them, which safetensors refuses
         if scene.image is not None and not self.blends:
             patches = self._read(scene, sites, mean, std)
         return TokenSet(sites, scores, patches, self.patch, weights)

@@ -92,9 +92,11 @@ def encode(
     if not isinstance(image, (list, tuple)):
         tokens, size = tokens_of(image, (relevance, query, fixation, labels))
         return adapter(tokens, size, layer)
-    if not image or not all(isinstance(one, torch.Tensor) and one.ndim == 3 for one in image):
-        shapes = ", ".join(str(tuple(getattr(one, "shape", ()))) for one in image) or "none"
-        raise InputError(f"the pictures of the list are {shapes}; expected tensors [C, H, W], at least one.")
+    if not image or not all(hasattr(one, "__dlpack__") and one.ndim == 3 for one in image):
+        shapes = (str(tuple(one.shape)) if hasattr(one, "shape") else type(one).__name__ for one in image)
+        raise InputError(
+            f"the pictures of the list are {', '.join(shapes) or 'none'}; expected tensors [C, H, W], at least one."
+        )
     count = len(image)
     each = [
         _one_each(relevance, "relevance", count),
@@ -102,7 +104,12 @@ def encode(
         [fixation] * count if _shared(fixation) else _one_each(fixation, "fixation", count),
         _one_each(labels, "labels", count),
     ]
-    found = [tokens_of(picture, inputs) for picture, *inputs in zip(image, *each, strict=True)]
+    found = []
+    for index, (picture, *inputs) in enumerate(zip(image, *each, strict=True)):
+        try:
+            found.append(tokens_of(picture, inputs))
+        except InputError as error:
+            raise InputError(f"picture {index} of the list, {tuple(picture.shape)}: {error}") from None
     sets = [tokens for tokens, _ in found]
     if len({one.weights.shape for one in sets if one.weights is not None}) > 1:  # of grids of several sizes
         sets = [replace(one, weights=None) for one in sets]
@@ -118,8 +125,9 @@ def _one_each(values: Any, name: str, count: int) -> Any:
     """One for each picture of a list."""
     if values is None:
         return [None] * count
-    if not isinstance(values, (list, tuple, torch.Tensor)) or len(values) != count:
-        what = f"{len(values)} of them" if isinstance(values, (list, tuple, torch.Tensor)) else checks.shown(values)
+    several = isinstance(values, (list, tuple, torch.Tensor, np.ndarray)) and getattr(values, "ndim", 1) > 0
+    if not several or len(values) != count:
+        what = f"{len(values)} of them" if several else checks.shown(values)
         raise InputError(f"{name} is {what}; expected {count}, one for each picture of the list.")
     return values
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -142,7 +143,7 @@ class Adapter(ABC):
 
 def _size(size: Any, tokens: TokenSet) -> Size | tuple[Size, ...]:
     """(H, W) of all pictures, or of each where they differ."""
-    if isinstance(size, torch.Tensor):
+    if isinstance(size, (torch.Tensor, np.ndarray)):
         size = size.tolist()
     if not isinstance(size, (tuple, list)) or not any(isinstance(one, (tuple, list)) for one in size):
         return checks.size(size)
