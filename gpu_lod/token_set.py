@@ -195,6 +195,16 @@ class TokenSet:
         rows = torch.arange(lead[0], device=index.device)[:, None]
         return self._each(lambda value: value[rows, index])
 
+    def reading_order(self) -> torch.Tensor:
+        """Indices that put the tokens as one reads, from the top down, and from left to right at the same height; equal
+        sites in their order. `tokens.take(tokens.reading_order())` is the set so.
+
+        Shape: int64 [B, K], or [K].
+        """
+        sites = self.sites.detach()
+        along = sites[..., 0].argsort(dim=-1, stable=True)
+        return along.gather(-1, sites[..., 1].gather(-1, along).argsort(dim=-1, stable=True))
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenSet:
         there = {name: getattr(self, name) for name in _TENSORS}
         changed: dict[str, Any] = {name: change(value) for name, value in there.items() if value is not None}

@@ -1580,3 +1580,15 @@ def test_scores_are_no_part_of_all_scores(name: str) -> None:
     """Which safetensors does not write."""
     found = lod.allocate.make(name, 16, 16)(torch.rand(2, 3, 160, 128))
     assert found.scores.is_contiguous() and found.scores.untyped_storage().nbytes() == found.scores.nbytes
+
+
+def test_reading_order_goes_down_and_along_and_keeps_what_is_equal() -> None:
+    sites = torch.tensor([[0.9, 0.5, 0.0], [0.1, 0.5, 1.0], [0.5, 0.1, 0.0], [0.1, 0.5, 0.0], [0.2, 0.9, 2.0]])
+    one = lod.TokenSet(sites, torch.arange(5.0), None, 14)
+    assert one.reading_order().tolist() == [2, 1, 3, 0, 4]
+    both = lod.TokenSet(torch.stack([sites, sites.flip(0)]), torch.rand(2, 5), None, 14)
+    assert both.reading_order().tolist() == [[2, 1, 3, 0, 4], [2, 1, 3, 4, 0]]
+    grid = lod.allocate.GridTopK(24, 16)(relevance=torch.rand(4, 6))
+    assert torch.equal(
+        grid.take(grid.reading_order()).sites, lod.allocate.Downsample(24, 16, rows=4)(relevance=torch.ones(4, 6)).sites
+    )

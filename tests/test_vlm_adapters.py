@@ -276,6 +276,23 @@ def test_arrays_of_numpy_are_pictures_places_and_sizes() -> None:
         lod.vlm.encode(model, [images[0], images[1][:, :20, :20]], about)
 
 
+def test_some_of_what_was_encoded() -> None:
+    """Behind the class token, which stays; of a batch, and of one picture."""
+    images = [torch.rand(3, 90, 120), torch.rand(3, 57, 200)]
+    with torch.no_grad():
+        both = lod.vlm.encode(clip(), images, lod.allocate.GridTopK(5))
+    index = torch.tensor([[4, 0], [1, 1]])
+    found = both.take(index)
+    assert found.hidden.shape == (2, 3, both.hidden.shape[2]) and torch.equal(found.hidden[:, 0], both.hidden[:, 0])
+    assert torch.equal(found.features[1], both.features[1][[1, 1]]) and found.sizes == both.sizes
+    assert torch.equal(found.tokens.sites[0], both.tokens.sites[0][[4, 0]]) and torch.equal(found.pooled, both.pooled)
+    with torch.no_grad():
+        alone = lod.vlm.encode(clip(), images[0], lod.allocate.GridTopK(5))
+    assert torch.equal(alone.take(index[0]).features, alone.features[[4, 0]])
+    with pytest.raises(InputError, match="expected 0 to 4"):
+        both.take(torch.tensor([5]))
+
+
 def test_what_was_encoded_is_a_tree_and_goes_to_a_file(tmp_path: Any) -> None:
     encoded = lod.vlm.encode(clip(), [torch.rand(3, 90, 120), torch.rand(3, 57, 200)], lod.allocate.GridTopK(5))
     assert encoded.hidden.requires_grad and not encoded.detach().hidden.requires_grad

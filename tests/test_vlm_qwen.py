@@ -301,6 +301,25 @@ def test_pictures_of_several_sizes_are_one_batch(make: Any) -> None:
 
 
 @each_model
+def test_tokens_in_reading_order_are_what_the_model_itself_reads(make: Any) -> None:
+    """Which an order by relevance is not, for a language model that looks back."""
+    model, image, ids = make(), torch.rand(2, 3, 64, 96), prompt(1, 2)
+    with torch.no_grad():
+        found = lod.vlm.encode(model, image, lod.allocate.GridTopK(24, patch=16))
+        ordered = found.take(found.tokens.reading_order())
+        rows = lod.vlm.encode(model, image, lod.allocate.Downsample(24, patch=16, rows=4))
+        assert torch.equal(ordered.tokens.sites, rows.tokens.sites) and ordered.size == found.size
+        assert torch.allclose(ordered.hidden, rows.hidden, atol=1e-5)
+        assert torch.allclose(ordered.features, rows.features, atol=1e-5)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ordered.deepstack, rows.deepstack, strict=True))
+        logits = [model(**lod.vlm.inputs_for(model, ids, one)).logits for one in (ordered, rows, found)]
+        assert torch.allclose(logits[0], logits[1], atol=1e-4) and not torch.allclose(logits[2], logits[1], atol=1e-4)
+        few = found.take(torch.tensor([3, 0]))
+        assert torch.equal(few.features, found.features[:, [3, 0]]) and len(few.deepstack) == len(found.deepstack)
+        assert torch.equal(few.hidden, found.hidden.unflatten(1, (24, -1))[:, [3, 0]].flatten(1, 2))
+
+
+@each_model
 def test_529_tokens_generate(make: Any) -> None:
     """As many words with the cache as without it, sampled by beams too, at whole and at fractional positions."""
     model, image = make(), torch.rand(1, 3, 400, 480)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils import _pytree
 
+from gpu_lod import checks
 from gpu_lod.errors import InputError
 from gpu_lod.token_set import TokenSet, device_of, register_tree
 from gpu_lod.vlm.merging import Merged
@@ -64,6 +65,35 @@ class Encoded:
         where = device_of(device)
         found: Encoded = _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), self)
         return found
+
+    def take(self, indices: torch.Tensor) -> Encoded:
+        """Some of the tokens, in the order of their indices, with what was made of them. Class and register tokens, and
+        what was pooled from all, stay. Differentiable.
+
+            words = lod.vlm.generate(model, input_ids, encoded.take(encoded.tokens.reading_order()))
+
+        Shape: indices [k], of the same tokens of every picture, or [B, k], of each picture's own.
+
+        Raises:
+            InputError: indices that `TokenSet.take` refuses.
+        """
+        tokens = self.tokens.take(indices)
+        index = checks.dense(indices, "indices").to(self.hidden.device).long()
+        index = index.expand(*self.tokens.scores.shape[:-1], index.shape[-1])
+
+        def some(values: torch.Tensor) -> torch.Tensor:
+            each = values.unflatten(-2, (self.tokens.budget, -1))
+            at = index[..., None, None].expand(*index.shape, *each.shape[-2:])
+            return each.gather(-3, at).flatten(-3, -2)
+
+        first, own = self.hidden[..., : self.prefix, :], self.hidden[..., self.prefix :, :]
+        return replace(
+            self,
+            hidden=torch.cat([first, some(own)], -2),
+            tokens=tokens,
+            merged=None if self.merged is None else some(self.merged),
+            deepstack=tuple(map(some, self.deepstack)),
+        )
 
     def reduced(self, by: Merged) -> Encoded:
         """Fewer tokens after the encoder: what `bipartite_merge`, `vision_zip` or `sparse_vlm` made of the features.
