@@ -127,7 +127,7 @@ class Allocator(ABC):
         Args:
             image: None gives sites alone, of a picture of Hg P x Wg P pixels.
             relevance: None is the saliency of the image (channel 5 of `feature_maps`). An image's sites are the same
-                in any batch.
+                in any batch, those of blends but for rounding.
             mean, std: a number a channel, of the image; patches are then (value - mean) / std, as in `gather_patches`.
 
         Raises:
