@@ -44,6 +44,8 @@ closer together."""
 _VECTOR = 8
 """Invocations that a software renderer makes at once."""
 
+_MOST_BIAS = 16
+
 LARGEST_PATCH = 1024
 """From this side on a row is more than a workgroup may have invocations."""
 
@@ -58,6 +60,7 @@ def gather_patches(
     std: Sequence[float] | None = None,
     dtype: torch.dtype | None = None,
     backend: Backend = "auto",
+    bias: float = 0.0,
 ) -> torch.Tensor:
     """Read a patch of samples round each site, at the site's own level: what a ViT's patch embedding takes.
 
@@ -84,9 +87,12 @@ def gather_patches(
             memory), "torch" or "auto", by what measures fastest, on a CPU of pyramids that are a texture already
             (`Pyramid.upload`), else torch. All give gradients in src, "torch" also in the sites; where samples are
             texels, those of one side. "cuda" does not check the values of sites that are a CUDA tensor.
+        bias: LOD bias: a site of level l has its samples 2^l pixels apart as before, read at level l + bias of the
+            chain, not below 0. Trilinear samples of the own level are blurred; -0.5 keeps more of what a patch can
+            hold, and some of what it cannot, as moire. Where it is not 0 only level-0 patches are texels.
 
     Raises:
-        InputError: bad shapes, dtypes or counts; sites that are not finite, outside the image or of negative level, or
+        InputError: bad shapes, dtypes or counts; a bias that is no number from -16 to 16; sites that are not finite, outside the image or of negative level, or
             of which gradients of uint8 are asked; a pyramid that is no mean one.
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device allows.
@@ -99,9 +105,9 @@ def gather_patches(
     """
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
-    look = _look(image, patch, border, mean, std, dtype)
+    look = _look(image, patch, border, mean, std, dtype, bias)
     points = checks.sites(sites, image)
-    chosen = _choose_for(src, points, look.patch, backend)
+    chosen = _choose_for(src, points, look.patch, backend, look.bias)
     checks.no_counts(points, look.dtype, "sites", way_out="dtype=torch.float32")
     checks.no_vmap(
         points,
@@ -111,7 +117,7 @@ def gather_patches(
     cuda = chosen.backend == "cuda"
     levels = None
     if not cuda or checks.on_host(points):
-        highest = checks.highest_level(points)
+        highest = max(checks.highest_level(points) + look.bias, 0.0)
         if not isinstance(src, Pyramid):
             recording.decides("the sites' values decide how many levels it makes", points)
             # No more of the chain than the sites read.
@@ -132,7 +138,7 @@ def gather_patches(
         scale = look.scale or (1.0,) * source.channels
         offset = look.offset if look.scale else (0.0,) * source.channels
         how = points, look.patch, scale, offset, look.dtype
-        sample = partial(samplers.patches, source.cuda_source(), *how, border_zero=look.zero)
+        sample = partial(samplers.patches, source.cuda_source(), *how, border_zero=look.zero, bias=look.bias)
     else:
         sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, look)
     return texture_chain.run(source, sample, lambda levels: reference(levels, points, look))
@@ -147,11 +153,12 @@ def _choose(
     std: Sequence[float] | None = None,
     dtype: torch.dtype | None = None,
     backend: Backend = "auto",
+    bias: float = 0.0,
 ) -> Choice:
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
-    look = _look(image, patch, border, mean, std, dtype)
-    return _choose_for(src, checks.sites(sites, image), look.patch, backend)
+    look = _look(image, patch, border, mean, std, dtype, bias)
+    return _choose_for(src, checks.sites(sites, image), look.patch, backend, look.bias)
 
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
@@ -167,7 +174,9 @@ def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
     return image
 
 
-def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, backend: Backend) -> Choice:
+def _choose_for(
+    src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, backend: Backend, bias: float
+) -> Choice:
     image = src.levels[0] if isinstance(src, Pyramid) else src
     if backend == "gl":
         checks.gl_place(sites, "sites")
@@ -180,7 +189,7 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, ba
         return chosen
     batch = image.shape[0] if image.ndim == 4 else 1
     there = isinstance(src, Pyramid) and src.is_texture
-    whole = checks.on_host(sites) and _whole_levels(sites)  # a GPU would be waited for
+    whole = checks.on_host(sites) and _whole_levels(sites, bias)  # a GPU would be waited for
     return dispatch.measured(
         "gather_patches",
         image,
@@ -196,8 +205,10 @@ WHOLE = "whole levels"
 """State of sites whose patches are mostly slices, which torch copies fast."""
 
 
-def _whole_levels(sites: torch.Tensor) -> bool:
+def _whole_levels(sites: torch.Tensor, bias: float) -> bool:
     level = sites[..., 2].detach()
+    if bias:
+        return not level.any()
     return not level.frac().any()  # `floor` would wake torch's other threads, which take a software renderer's
 
 
@@ -232,6 +243,7 @@ class Look:
     """By channel: a result is value * scale + offset; None leaves values as they are."""
     offset: tuple[float, ...]
     dtype: torch.dtype
+    bias: float = 0.0
 
 
 def _look(
@@ -241,11 +253,15 @@ def _look(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
     dtype: torch.dtype | None,
+    bias: float,
 ) -> Look:
     patch = checks.integer(patch, "patch", at_least=1, at_most=2**14)
     checks.choice(border, "border", _BORDERS)
     values = conversion(image, mean, std, dtype)
-    return Look(patch, border == "zero", values.scale, values.offset, values.dtype)
+    bias = checks.number(bias, "bias")
+    if not -_MOST_BIAS <= bias <= _MOST_BIAS:
+        raise InputError(f"bias is {bias:g}; expected -{_MOST_BIAS} to {_MOST_BIAS} levels.")
+    return Look(patch, border == "zero", values.scale, values.offset, values.dtype, bias)
 
 
 def _graph(sites: torch.Tensor) -> bool:
@@ -286,13 +302,13 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     centres = centres_of(points, (height, width), torch.float64)
     level = points[:, 2].double().clamp(max=30)  # far beyond any image
     shapes = [(level.shape[3], level.shape[2]) for level in chain]
-    every = patch_windows.sites_of(shapes, image, centres, level, patch)
+    every = patch_windows.sites_of(shapes, image, centres, level, patch, look.bias)
     values_of = None
     if look.scale is not None:
         values_of = torch.tensor([look.scale, look.offset], dtype=work, device=top.device)[..., None, None]
 
     def read(some: patch_windows.Sites) -> torch.Tensor:
-        values = patch_windows.read(chain, some, patch, work=work, graph=graph)
+        values = patch_windows.read(chain, some, patch, work=work, graph=graph, bias=look.bias)
         if values_of is not None:
             values = torch.addcmul(values_of[1], values.to(work), values_of[0])
         if look.zero:
@@ -335,8 +351,9 @@ def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch
         "u_scale": (*scale, *(0.0,) * (4 - channels)),
         "u_offset": (*offset, *(0.0,) * (4 - channels)),
         "u_budget": budget,
+        "u_bias": look.bias,
     }
-    defines = {"CHANNELS": channels, "PATCH": patch, "BORDER_ZERO": look.zero}
+    defines = {"CHANNELS": channels, "PATCH": patch, "BORDER_ZERO": look.zero, "SHARPER": look.bias < 0}
     with ctx.active(pyramid.device):
         textures = pyramid.textures(ctx)
         target, result = new_planes(ctx, (batch, budget, channels, patch, patch), look.dtype)

@@ -31,6 +31,9 @@ class Sites(NamedTuple):
     centres: torch.Tensor
     """[N, 2], (x, y), in pixels."""
     level: torch.Tensor
+    """That their samples are as far apart as the texels of."""
+    lod: torch.Tensor
+    """That they are read at."""
     reads: torch.Tensor
     """Four times the level that is read, and what of it."""
     texel: torch.Tensor
@@ -45,27 +48,37 @@ class Sites(NamedTuple):
 
 
 def sites_of(
-    shapes: Sequence[Shape], image: torch.Tensor, centres: torch.Tensor, level: torch.Tensor, patch: int
+    shapes: Sequence[Shape],
+    image: torch.Tensor,
+    centres: torch.Tensor,
+    level: torch.Tensor,
+    patch: int,
+    bias: float = 0.0,
 ) -> Sites:
-    """Sites of a chain of such shapes, and what they read. At whole levels samples are texels where the sides halve
-    without a rest and the first sample is one."""
+    """Sites of a chain of such shapes, and what they read. At whole levels that are read as such samples are texels
+    where the sides halve without a rest and the first sample is one."""
     last = len(shapes) - 1
+    lod = (level + bias).clamp(min=0) if bias else level
     with torch.no_grad():
-        index = level.floor().clamp(max=last)
+        index = lod.floor().clamp(max=last)
         whole = torch.exp2(index)[:, None]
         texel, room = centres / whole - patch / 2, centres.new_tensor(shapes[0]) / whole
         met = (texel == texel.floor()) & (room == room.floor()) & (texel >= 0) & (texel <= room - patch)
-        apart = _BETWEEN * (level > index) + (_BEYOND - _BETWEEN) * (level > last)
-        reads = 4 * index.long() + torch.where(met.all(dim=1) & (level == index), _SLICES, apart)
-    return Sites(image, centres, level, reads, texel)
+        apart = _BETWEEN * (lod > index) + (_BEYOND - _BETWEEN) * (lod > last)
+        slices = met.all(dim=1) & (level == index)
+        reads = 4 * index.long() + torch.where(slices & (lod == level) if bias else slices, _SLICES, apart)
+    return Sites(image, centres, level, lod, reads, texel)
 
 
-def read(chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dtype, graph: bool) -> torch.Tensor:
+def read(
+    chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dtype, graph: bool, bias: float = 0.0
+) -> torch.Tensor:
     """[N, C, P, P] of levels [B, C, h, w], in `work`; where all are slices, in the levels' dtype, but for gradients.
     Differentiable in the levels.
 
     Args:
         graph: whether also in the centres and the level.
+        bias: of `sites_of`.
     """
     reads, order = sites.reads, None
     low, high = (int(bound) for bound in torch.aminmax(reads))
@@ -81,7 +94,7 @@ def read(chain: list[torch.Tensor], sites: Sites, patch: int, *, work: torch.dty
             for number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True)
         ]
     exact = not graph and all(run.kind == _SLICES for run in runs)
-    samples = None if exact else _Samples(chain, sites, runs, patch, work, graph)
+    samples = None if exact else _Samples(chain, sites, runs, patch, work, graph, bias)
     # Where windows overlap, gradients are to be rounded once.
     as_stored = exact and not needs_grad(*chain)
     result = None
@@ -121,13 +134,21 @@ class _Samples:
     """Bilinear samples of runs of sites, from windows of the level that they read and of the next one."""
 
     def __init__(
-        self, chain: list[torch.Tensor], sites: Sites, runs: list[_Run], patch: int, work: torch.dtype, graph: bool
+        self,
+        chain: list[torch.Tensor],
+        sites: Sites,
+        runs: list[_Run],
+        patch: int,
+        work: torch.dtype,
+        graph: bool,
+        bias: float,
     ) -> None:
         self._chain, self._sites, self._patch, self._work, self._graph = chain, sites, patch, work, graph
         self._shapes = [(level.shape[3], level.shape[2]) for level in chain]
+        self._wider = 2 ** max(-bias, 0.0)  # than what is read: where that is sharper, samples are further apart
         last, sizes = len(chain) - 1, sites.centres.new_tensor(self._shapes)
         index = sites.reads // 4
-        self._share = (sites.level.clamp(max=last) - index).to(work)[:, None, None, None]
+        self._share = (sites.lod.clamp(max=last) - index).to(work)[:, None, None, None]
         further = (0, 1) if graph or any(run.kind == _BETWEEN for run in runs) else (0,)
         here = sizes[torch.stack([(index + i).clamp(max=last) for i in further])]
         # Texels from sample to sample, and where the first is, [1 or 2, N, 2].
@@ -147,7 +168,7 @@ class _Samples:
     def _window(self, run: _Run, further: int) -> Shape:
         """Of the windows that a run reads of its level, or of the one `further` on."""
         index = min(run.level + further, len(self._chain) - 1)
-        step = 2 ** (run.level + (run.kind == _BETWEEN))  # at most, in pixels
+        step = 2 ** (run.level + (run.kind == _BETWEEN)) * self._wider  # at most, in pixels
         # A texel more before the first sample than it reads: grid_sample has no gradients at an edge.
         columns, rows = (
             min(math.ceil((self._patch - 1) * step * side / whole) + 3, side)

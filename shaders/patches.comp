@@ -88,7 +88,7 @@ void main() {
         if (p.share > 0.0) target += int(touch(p.coarse, lane));
 #endif
         do {
-#if defined(FETCHED) && PATCH % 2 == 0 && AT_ONCE % 2 == 0
+#if defined(FETCHED) && !defined(SHARPER) && PATCH % 2 == 0 && AT_ONCE % 2 == 0
             for (int k = 0; k < AT_ONCE; k += 2) between_texels(p, at[k] + ivec2(0, step_ * ROWS), texel[k], texel[k + 1]);
 #else
             for (int k = 0; k < AT_ONCE; ++k) texel[k] = between_texels(p, at[k] + ivec2(0, step_ * ROWS));

@@ -1,10 +1,12 @@
 // The patch at a site: PATCH x PATCH samples 2^level pixels apart, read from a mean pyramid.
 // BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED: trilinear.glsl
+// SHARPER: u_bias is below 0, and samples may be further apart than texels of the coarser level that is read
 
 #include "trilinear.glsl"
 layout(std430, binding = 1) readonly buffer Sites { float b_sites[]; };  // x, y, level of the whole batch
 uniform vec2 u_size;   // (width, height)
 uniform float u_last;  // level
+uniform float u_bias;  // levels that are read above the site's own
 uniform vec4 u_scale;  // a result is texel * scale + offset, by channel
 uniform vec4 u_offset;
 
@@ -65,15 +67,15 @@ Patch patch_at(int site, int layer) {
     vec2 near = floor(2.0 * rest + 0.5) * 0.5, moved = near - rest;
     moved = mix(vec2(0.0), moved, lessThanEqual(abs(moved), u_size * ROUNDING));
     p.centre = vec2(pixel) + (rest + moved);
-    float level = min(b_sites[3 * site + 2], 30.0);  // far beyond any image
-    int fine = int(level);
-    float between = level - float(fine);
+    float own = min(b_sites[3 * site + 2], 30.0), level = clamp(own + u_bias, 0.0, 30.0);  // 30 is far beyond any image
+    int steps = int(own), fine = int(level);
+    float rest_of_own = own - float(steps), between = level - float(fine);
     // A quotient may be off in its last places, also by a power of two: this one is made of its bits.
-    float whole = float(1 << fine), part = uintBitsToFloat(uint(127 - fine) << 23);
-    p.stride = between == 0.0 ? whole : whole * exp2(between);
+    float whole = float(1 << steps), part = uintBitsToFloat(uint(127 - steps) << 23);
+    p.stride = rest_of_own == 0.0 ? whole : whole * exp2(rest_of_own);
     // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
     vec2 begin = p.centre * part - 0.5 * float(PATCH), sides = u_size * part;
-    p.exact = between == 0.0 && level <= u_last && begin == floor(begin) && sides == floor(sides);
+    p.exact = rest_of_own == 0.0 && level == own && own <= u_last && begin == floor(begin) && sides == floor(sides);
     p.whole = level_at(layer, min(fine, int(u_last)));
     p.texel = ivec2(begin);
 #ifdef FETCHED

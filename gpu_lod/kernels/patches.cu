@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 6) patches(const Patches t
 #pragma unroll 1
     for (unsigned layer = blockIdx.z; layer < p.layers; layer += gridDim.z) {
         unsigned index = layer * p.budget + blockIdx.x;
-        Site site = site_of(p.sites + 3ull * index, t.width, t.height, t.last, p.patch);
+        Site site = site_of(p.sites + 3ull * index, t.width, t.height, t.last, p.patch, p.bias);
         float read = fminf(site.level, t.last);
         element* target = p.target + (unsigned long long)index * (unsigned)p.channels * area;
         // A texel of a level is `stride` pixels long, and a reciprocal is exact enough to meet it.

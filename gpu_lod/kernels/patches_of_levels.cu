@@ -14,7 +14,7 @@ template <class Stored> __device__ __forceinline__ void make(const Levels& l, co
 #pragma unroll 1
     for (unsigned layer = blockIdx.z; layer < p.layers; layer += gridDim.z) {
         unsigned index = layer * p.budget + blockIdx.x;
-        Site site = site_of(p.sites + 3ull * index, wide, tall, (float)l.last, p.patch);
+        Site site = site_of(p.sites + 3ull * index, wide, tall, (float)l.last, p.patch, p.bias);
         unsigned plane = layer * (unsigned)p.channels;
         element* patch = p.target + (unsigned long long)index * (unsigned)p.channels * area;
 #pragma unroll 1

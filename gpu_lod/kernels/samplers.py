@@ -101,6 +101,7 @@ class Wanted(ctypes.Structure):
         ("channels", ctypes.c_int),
         ("layers", ctypes.c_uint32),
         ("border_zero", ctypes.c_int),
+        ("bias", ctypes.c_float),
     )
 
 
@@ -223,6 +224,7 @@ def patches(
     dtype: torch.dtype,
     *,
     border_zero: bool,
+    bias: float = 0.0,
 ) -> torch.Tensor:
     """[B, K, C, patch, patch] or [K, C, patch, patch]: stored values, times scale and plus offset by channel.
 
@@ -248,6 +250,7 @@ def patches(
             channels=source.channels,
             layers=count,
             border_zero=border_zero,
+            bias=bias,
         )
         each = 1 if isinstance(read, Levels) else SAMPLES
         threads = min(THREADS, -(-area // each // 32) * 32)

@@ -27,6 +27,7 @@ struct Wanted {
     int patch, channels;
     unsigned layers;
     int border_zero;  // positions outside the image give 0; else they are clamped to the edge
+    float bias;       // levels that are read above the site's own
 };
 
 // The row of a patch's sample, at / patch. With share = (2^32 + r) / patch, 0 <= r < patch, and at = row * patch +
@@ -37,26 +38,29 @@ __device__ __forceinline__ unsigned row_of(const Wanted& w, unsigned at) {
 }
 
 struct Site {
-    float centre_x, centre_y, level, stride;  // in pixels
+    float centre_x, centre_y, stride;         // in pixels
+    float level;                              // that is read
     float rest_x, rest_y;                     // of the centre
     float begin_x, begin_y, side_x, side_y;   // in texels of the level: where the patch begins, and the picture's sides
     bool exact;                               // its samples are texels of that level
 };
 
 // Of (x, y, level), for a picture of this size whose last level is `last`.
-__device__ __forceinline__ Site site_of(const float* site, float width, float height, float last, int patch) {
+__device__ __forceinline__ Site site_of(const float* site, float width, float height, float last, int patch,
+                                        float bias) {
     Site s;
     s.centre_x = on_pixels(site[0], width, &s.rest_x), s.centre_y = on_pixels(site[1], height, &s.rest_y);
-    s.level = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
-    int fine = (int)s.level;
+    float own = clamped(site[2], 0.0f, 30.0f);  // 30 is far beyond any image
+    s.level = clamped(own + bias, 0.0f, 30.0f);
+    int fine = (int)own;
     // 2^fine and 2^-fine: products with that are what quotients by the other are, bit for bit.
-    float between = s.level - (float)fine, whole = __uint_as_float((unsigned)(127 + fine) << 23);
+    float between = own - (float)fine, whole = __uint_as_float((unsigned)(127 + fine) << 23);
     float part = __uint_as_float((unsigned)(127 - fine) << 23);
     s.stride = between == 0.0f ? whole : whole * exp2f(between);
     // Texels of a level stand on a grid of whole steps only where the sides halve without a rest.
     s.begin_x = s.centre_x * part - 0.5f * (float)patch, s.begin_y = s.centre_y * part - 0.5f * (float)patch;
     s.side_x = width * part, s.side_y = height * part;
-    s.exact = between == 0.0f && s.level <= last && s.begin_x == floorf(s.begin_x) && s.begin_y == floorf(s.begin_y) &&
-              s.side_x == floorf(s.side_x) && s.side_y == floorf(s.side_y);
+    s.exact = between == 0.0f && s.level == own && own <= last && s.begin_x == floorf(s.begin_x) &&
+              s.begin_y == floorf(s.begin_y) && s.side_x == floorf(s.side_x) && s.side_y == floorf(s.side_y);
     return s;
 }
