@@ -44,7 +44,8 @@ closer together."""
 _VECTOR = 8
 """Invocations that a software renderer makes at once."""
 
-_MOST_BIAS = 16
+_MOST_BIAS = 32.0
+"""More is far beyond any image."""
 
 LARGEST_PATCH = 1024
 """From this side on a row is more than a workgroup may have invocations."""
@@ -88,12 +89,13 @@ def gather_patches(
             (`Pyramid.upload`), else torch. All give gradients in src, "torch" also in the sites; where samples are
             texels, those of one side. "cuda" does not check the values of sites that are a CUDA tensor.
         bias: LOD bias: a site of level l has its samples 2^l pixels apart as before, read at level l + bias of the
-            chain, not below 0. Trilinear samples of the own level are blurred; -0.5 keeps more of what a patch can
-            hold, and some of what it cannot, as moire. Where it is not 0 only level-0 patches are texels.
+            chain, not below 0. Where levels are fractional trilinear samples are blurred: -0.5 keeps more of what a
+            patch can hold, and some of what it cannot, as moire. Patches of whole levels on their grid are what they
+            were, but for rounding, down to -1, for a texel is the mean of four.
 
     Raises:
-        InputError: bad shapes, dtypes or counts; a bias that is no number from -16 to 16; sites that are not finite, outside the image or of negative level, or
-            of which gradients of uint8 are asked; a pyramid that is no mean one.
+        InputError: bad shapes, dtypes or counts; a bias that is not finite; sites that are not finite, outside the
+            image or of negative level, or of which gradients of uint8 are asked; a pyramid that is no mean one.
         UnsupportedError: a backend that is not available.
         LimitError: larger than the device allows.
         PyramidChangedError: a level was written to since the pyramid was built.
@@ -174,9 +176,7 @@ def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
     return image
 
 
-def _choose_for(
-    src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, backend: Backend, bias: float
-) -> Choice:
+def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, backend: Backend, bias: float) -> Choice:
     image = src.levels[0] if isinstance(src, Pyramid) else src
     if backend == "gl":
         checks.gl_place(sites, "sites")
@@ -258,9 +258,7 @@ def _look(
     patch = checks.integer(patch, "patch", at_least=1, at_most=2**14)
     checks.choice(border, "border", _BORDERS)
     values = conversion(image, mean, std, dtype)
-    bias = checks.number(bias, "bias")
-    if not -_MOST_BIAS <= bias <= _MOST_BIAS:
-        raise InputError(f"bias is {bias:g}; expected -{_MOST_BIAS} to {_MOST_BIAS} levels.")
+    bias = min(max(checks.number(bias, "bias"), -_MOST_BIAS), _MOST_BIAS)
     return Look(patch, border == "zero", values.scale, values.offset, values.dtype, bias)
 
 

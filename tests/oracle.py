@@ -253,7 +253,7 @@ def inverse_log_polar(
 
 
 def gather_patches(
-    levels: list[torch.Tensor], sites: torch.Tensor, patch: int, border: str = "clamp"
+    levels: list[torch.Tensor], sites: torch.Tensor, patch: int, border: str = "clamp", bias: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[B, K, C, P, P] in float64, with the largest texel difference and the level difference at each sample."""
     levels = [level.double() for level in levels]
@@ -265,7 +265,7 @@ def gather_patches(
             steps = (torch.arange(patch, dtype=torch.float64) - (patch - 1) / 2) * 2**level
             across = (x * width + steps).expand(patch, patch) / width
             down = (y * height + steps)[:, None].expand(patch, patch) / height
-            read = min(level, len(levels) - 1)
+            read = min(max(level + bias, 0.0), len(levels) - 1)
             fine = torch.full((patch, patch), int(read))
             a, da = _bilinear(mine, fine, across, down)
             b, db = _bilinear(mine, (fine + 1).clamp(max=len(levels) - 1), across, down)

@@ -1592,3 +1592,26 @@ def test_reading_order_goes_down_and_along_and_keeps_what_is_equal() -> None:
     assert torch.equal(
         grid.take(grid.reading_order()).sites, lod.allocate.Downsample(24, 16, rows=4)(relevance=torch.ones(4, 6)).sites
     )
+
+
+@pytest.mark.parametrize("name", ["Downsample", "Hexagonal", "LogPolar", "Spiral"])
+def test_bias_is_of_what_is_read_and_moves_no_site(name: str) -> None:
+    """Of pictures, pyramids, and of a shared budget."""
+    image, allocator = torch.rand(2, 3, 160, 208), lod.allocate.make(name, 20, 16)
+    plain, sharp = allocator(image), allocator(image, bias=-0.5)
+    assert torch.equal(plain.sites, sharp.sites) and plain.patches is not None and sharp.patches is not None
+    expected = lod.gather_patches(image, plain.sites, 16, bias=-0.5)
+    assert torch.allclose(sharp.patches, expected, atol=1e-5) and not torch.allclose(plain.patches, expected, atol=1e-3)
+    assert torch.equal(allocator(lod.mipmap(image), bias=-0.5).patches, sharp.patches)
+    blurred = allocator(image, bias=1.0).patches
+    assert blurred is not None
+    assert torch.allclose(blurred, lod.gather_patches(image, plain.sites, 16, bias=1.0), atol=1e-5)
+    for index, one in enumerate(lod.allocate.TokenBank(allocator, 40)(image, bias=-0.5).unpack()):
+        assert torch.allclose(one.patches, lod.gather_patches(image[index], one.sites, 16, bias=-0.5), atol=1e-5)
+
+
+def test_bias_of_blends_is_refused() -> None:
+    with pytest.raises(InputError, match="tokens of SoftVortex are blends"):
+        lod.allocate.make("SoftVortex", 20, 16)(torch.rand(3, 64, 96), bias=-0.5)
+    with pytest.raises(InputError, match="bias is nan"):
+        lod.allocate.GridTopK(4, 16)(torch.rand(3, 64, 96), bias=math.nan)

@@ -50,10 +50,16 @@ def unfolded(image: torch.Tensor, patch: int) -> torch.Tensor:
 
 
 def check(
-    ctx: lod.Context, pyramid: lod.Pyramid, sites: torch.Tensor, patch: int, *backends: Any, border: Any = "clamp"
+    ctx: lod.Context,
+    pyramid: lod.Pyramid,
+    sites: torch.Tensor,
+    patch: int,
+    *backends: Any,
+    border: Any = "clamp",
+    bias: float = 0.0,
 ) -> None:
     levels = [level if pyramid.batched else level[None] for level in pyramid.levels]
-    expected, texels, blend = oracle(levels, sites if sites.ndim == 3 else sites[None], patch, border)
+    expected, texels, blend = oracle(levels, sites if sites.ndim == 3 else sites[None], patch, border, bias)
     if not pyramid.batched:
         expected, texels, blend = expected[0], texels[0], blend[0]
     beside: torch.Tensor | float = 0.0
@@ -68,7 +74,7 @@ def check(
         edge = (near[0][..., None, :] | near[1][..., :, None])[:, :, None]
         beside = float(pyramid[0].abs().max()) * (edge if pyramid.batched else edge[0])
     for backend in backends:
-        found = lod.gather_patches(pyramid, sites, patch, border=border, backend=backend)
+        found = lod.gather_patches(pyramid, sites, patch, border=border, backend=backend, bias=bias)
         assert found.dtype == pyramid.dtype and found.is_contiguous()
         exact = ctx.renderer.startswith("llvmpipe") or backend == "torch"
         # Centres may lie so far from where they are taken to be. Hardware weights have 8 bits.
@@ -91,6 +97,60 @@ def test_parity(ctx: lod.Context, backend: Any, dtype: torch.dtype, border: Any)
     ):
         pyramid = lod.mipmap(noise(*shape, dtype=dtype))
         check(ctx, pyramid, random_sites(pyramid.batch, budget), patch, backend, border=border)
+
+
+@pytest.mark.parametrize("bias", [-0.5, -1.0, -3.3, 0.6, 2.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_is_of_what_is_read_and_not_of_where(ctx: lod.Context, backend: Any, bias: float) -> None:
+    for shape, budget, patch in (
+        ((2, 3, 64, 96), 9, 14),
+        ((4, 57, 40), 6, 7),
+        ((1, 2, 1, 1), 3, 3),
+        ((3, 90, 70), 9, 8),
+    ):
+        for dtype in (torch.uint8, torch.float32):
+            pyramid = lod.mipmap(noise(*shape, dtype=dtype))
+            sites = random_sites(pyramid.batch, budget)
+            check(ctx, pyramid, sites, patch, backend, border="zero" if budget == 6 else "clamp", bias=bias)
+            if dtype == torch.float32:  # an image's chain is as long as it takes
+                whole = lod.gather_patches(pyramid, sites, patch, backend=backend, bias=bias)
+                alone = lod.gather_patches(pyramid[0], sites, patch, backend=backend, bias=bias)
+                assert torch.allclose(alone, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_at_its_ends(backend: Any) -> None:
+    """Far below every site reads level 0, far above the last one; patches of level 0 stay pixels below."""
+    image = noise(3, 60, 84)
+    sites = random_sites(1, 9, 3.0)[0]
+    for bias in (-1e300, -40.0):
+        sharp = lod.gather_patches(image, sites, 6, backend=backend, bias=bias)
+        alone = lod.gather_patches(lod.mipmap(image, levels=1), sites, 6, backend=backend)
+        assert torch.allclose(sharp, alone, atol=1e-5)
+    flat = lod.gather_patches(image, sites, 6, backend=backend, bias=1e300)
+    assert torch.allclose(flat, lod.mipmap(image)[-1][None].expand(9, 3, 6, 6), atol=1e-5)
+    grid = grid_sites(60, 84, 6)
+    assert torch.equal(lod.gather_patches(image, grid, 6, backend=backend, bias=-0.5), unfolded(image, 6))
+    assert not torch.equal(lod.gather_patches(image, grid, 6, backend=backend, bias=0.5), unfolded(image, 6))
+
+
+def test_gradients_where_what_is_read_is_biased() -> None:
+    """In the image the adjoint, by both backends, and in the sites what finite differences say."""
+    image, sites = noise(1, 2, 40, 52), random_sites(1, 5, 3.0)
+    weights = torch.rand(1, 5, 2, 4, 4)
+    found = []
+    for backend in BACKENDS:
+        asked = image.clone().requires_grad_()
+        result = lod.gather_patches(asked, sites, 4, backend=backend, bias=-0.4)
+        (result * weights).sum().backward()
+        assert asked.grad is not None
+        assert torch.allclose((asked.grad * image).sum(), (result.detach() * weights).sum(), rtol=1e-5)
+        found.append(asked.grad)
+    assert torch.allclose(*found, atol=1e-6)
+    chain = [level.double() for level in lod.mipmap(image, backend="torch")]
+    look, places = Look(4, False, None, (0.0,), torch.float64, -0.4), torch.rand(1, 5, 3).double()
+    places[..., 2] = 0.6 + 2 * places[..., 2]
+    assert torch.autograd.gradcheck(lambda sites: reference(chain, sites, look), (places.requires_grad_(),), atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -210,6 +210,22 @@ def test_gather_patches(emulated: EmulatedDevice, dtype: torch.dtype, border: An
     assert launched(emulated) == ({"fill", "patches"} if read_as == "texture" else {"patches_of_levels"})
 
 
+@read_as
+@pytest.mark.parametrize("bias", [-0.5, -2.3, 1.25])
+def test_bias_is_of_what_is_read_and_not_of_where(emulated: EmulatedDevice, bias: float, read_as: str) -> None:
+    for shape, budget, patch in zip(SHAPES, (9, 5, 6, 3, 4), (14, 16, 7, 3, 1), strict=True):
+        pyramid = uploaded(lod.mipmap(noise(*shape)), read_as)
+        sites = random_sites(pyramid.batch, budget)
+        found = lod.gather_patches(pyramid, sites, patch, backend="cuda", bias=bias)
+        expected, texels, blend = patch_oracle(levels_of(pyramid), sites, patch, bias=bias)
+        matches(found, pyramid, (expected, texels, blend), max(pyramid.size) * 2.0**-20 * texels)
+    image = noise(3, 101, 223)
+    found = lod.gather_patches(
+        uploaded(lod.mipmap(image), read_as), grid_sites(101, 223, 14), backend="cuda", bias=bias
+    )
+    assert torch.equal(found, unfolded(image, 14)) is (bias < 0)
+
+
 @pytest.mark.parametrize("border", ["clamp", "zero"])
 def test_weights_of_what_is_read_from_memory_are_exact(emulated: EmulatedDevice, border: Any) -> None:
     """Those of texture units are of 8 bits; here places are as exact as fp32 sites are."""

@@ -1,4 +1,5 @@
-"""FoveatedPyramid, the tree cut by detail x magnification, with one of the two left out."""
+"""FoveatedPyramid, the tree cut by detail x magnification, with one of the two left out; and tokens of fractional levels
+that are read sharper."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from gpu_lod.allocate.base import Need
+from gpu_lod.allocate.downsample import Downsample
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
 from gpu_lod.allocate.scene import Scene
+from gpu_lod.token_set import TokenSet
 
 EVEN = 1e6
 """An e0 beyond which there is no eccentricity: magnification is 1 everywhere."""
@@ -30,3 +33,13 @@ class FoveationOnly(FoveatedPyramid):
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         fixation = scene.fixations()[:, 0] if scene.fixation is None else scene.fixation
         return super().choose(replace(scene, relevance=torch.ones_like(scene.relevance), fixation=fixation))
+
+
+BIAS = -0.5
+
+
+class SharpDownsample(Downsample):
+    """Read half a level finer."""
+
+    def __call__(self, *given: Any, **more: Any) -> TokenSet:
+        return super().__call__(*given, bias=BIAS, **more)

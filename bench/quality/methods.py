@@ -26,6 +26,7 @@ ABLATIONS: dict[str, tuple[dict[str, Any], ...]] = {
 OWN = {
     "FoveatedPyramid, pyramid only": "ablations.PyramidOnly",
     "FoveatedPyramid, foveation only": "ablations.FoveationOnly",
+    "Downsample, bias -0.5": "ablations.SharpDownsample",
     "fovi": "fovi_peer.Fovi",
     "resize": "resized.Resized",
     **{f"{name}, trained": f"learned.{name}" for name in (

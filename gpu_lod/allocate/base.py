@@ -111,6 +111,7 @@ class Allocator(ABC):
         labels: torch.Tensor | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        bias: float = 0.0,
     ) -> TokenSet:
         """Choose sites, and read the patches there.
 
@@ -129,23 +130,33 @@ class Allocator(ABC):
             relevance: None is the saliency of the image (channel 5 of `feature_maps`). An image's sites are the same
                 in any batch, those of blends but for rounding.
             mean, std: a number a channel, of the image; patches are then (value - mean) / std, as in `gather_patches`.
+            bias: of the levels that patches are read at, as in `gather_patches`: -0.5 is sharper.
 
         Raises:
-            InputError: something that the allocator needs is missing, is not taken, or does not fit; NaN in the
-                relevance; a budget larger than the number of sites there are.
+            InputError: something that the allocator needs is missing, is not taken, or does not fit, as a bias where
+                patches are blends of level 0; NaN in the relevance; a budget larger than the number of sites there are.
             UnsupportedError: inside `torch.func.vmap`.
         """
-        given = image, relevance, query, fixation, labels, mean, std
+        given = image, relevance, query, fixation, labels, mean, std, bias
         if torch.compiler.is_compiling():
             return traced(self, *given) if traceable(self) else _alone(self, *given)
         return _alone(self, *given) if would_compile() else self._tokens(*given)
 
     @precision.in_full
     def _tokens(
-        self, image: Any, relevance: Any, query: Any, fixation: Any, labels: Any, mean: Any, std: Any
+        self,
+        image: Any,
+        relevance: Any,
+        query: Any,
+        fixation: Any,
+        labels: Any,
+        mean: Any,
+        std: Any,
+        bias: float = 0.0,
     ) -> TokenSet:
         """As a call of the allocator, by itself: without hooks, and with no eye on compiled code."""
         heap.keep_freed()
+        self._check_bias(bias)
         scene, batched = self._scene(image, relevance, query, fixation, labels)
         found = self._in_parts(scene, lambda part: self._chosen(part, mean, std))
         if not batched:
@@ -154,7 +165,7 @@ class Allocator(ABC):
         assert sites is not None and scores is not None
         scores = scores.contiguous()  # the best few of many are a part of them, which safetensors refuses
         if scene.image is not None and not self.blends:
-            patches = self._read(scene, sites, mean, std)
+            patches = self._read(scene, sites, mean, std, bias)
         return TokenSet(sites, scores, patches, self.patch, weights)
 
     def __repr__(self) -> str:
@@ -278,15 +289,22 @@ class Allocator(ABC):
         sites: torch.Tensor,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        bias: float = 0.0,
     ) -> torch.Tensor:
         """The patches at sites, which are without B if the image is."""
         image: Any = scene.image
         if scene.chain and not isinstance(image, Pyramid) and not self._by_kernel(image, sites):
-            levels = math.ceil(float(checks.values(sites)[..., 2].max()))
+            levels = math.ceil(float(checks.values(sites)[..., 2].max()) + bias)
             if 0 < levels <= len(scene.chain):
                 chain = scene.chain[:levels]
                 image = Pyramid((image, *(chain if image.ndim == 4 else [level[0] for level in chain])))
-        return self._gathered(image, sites, finest=self.finest, mean=mean, std=std)
+        return self._gathered(image, sites, finest=self.finest and bias <= 0, mean=mean, std=std, bias=bias)
+
+    def _check_bias(self, bias: Any) -> None:
+        if checks.number(bias, "bias") and self.blends:
+            raise InputError(
+                f"bias is {bias:g}, and tokens of {type(self).__name__} are blends of level-0 patches. Leave it out."
+            )
 
     def _gathered(self, image: Any, sites: torch.Tensor, *, finest: bool, **how: Any) -> torch.Tensor:
         """Patches at sites that were chosen here. On a GPU by one launch, or two where levels are to be made: torch

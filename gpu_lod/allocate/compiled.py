@@ -134,12 +134,13 @@ def allocate(
     labels: torch.Tensor | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    bias: float = 0.0,
 ) -> tuple[torch.Tensor, ...]:
     """Sites and scores, patches where there is an image, weights where the allocator gives some."""
     kind, training, written, names = ast.literal_eval(known_as)
     settings = {name: _read(value, ints, floats) for name, value in written.items()}
     found = _made(kind, training, tuple((settings | {"budget": budget, "patch": patch}).items()))
-    given = image, relevance, query, fixation, labels, mean, std
+    given = image, relevance, query, fixation, labels, mean, std, bias
     if isinstance(found, nn.Module):
         held = _Held(copy.deepcopy(found))  # calls at once replace parameters of their own
         if names != (own := list(found.learns)):
@@ -168,7 +169,7 @@ def _like(
     *others: Any,
 ) -> tuple[torch.Tensor, ...]:
     """What `allocate` returns, without values."""
-    mean, std = others[-2:]
+    mean, std, bias = others[-3:]
     top = image.levels[0] if isinstance(image, Pyramid) else image
     seen = relevance if top is None else top
     assert seen is not None
@@ -178,7 +179,9 @@ def _like(
     found = [sites, seen.new_empty(lead, dtype=torch.float32)]
     if top is not None:
         kind = torch.float32 if blends and top.dtype == torch.uint8 else None
-        found.append(operators[gather_patches.__name__].fake(image, sites, patch, "clamp", mean, std, kind))
+        found.append(
+            operators[gather_patches.__name__].fake(image, sites, patch, "clamp", mean, std, kind, "auto", bias)
+        )
     if weighs:
         found.append(seen.new_empty(*lead, cells[0] * cells[1], dtype=torch.float32))
     return tuple(found)

@@ -131,6 +131,7 @@ class TokenBank(nn.Module):
         labels: torch.Tensor | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        bias: float = 0.0,
     ) -> PackedTokens:
         """Share, choose sites, and read the patches there. It takes what the allocator takes.
 
@@ -138,6 +139,7 @@ class TokenBank(nn.Module):
             InputError: a total that is more than all images may get together, or less than `least` for each; an
                 allocator whose number of tokens cannot be changed; what the allocator raises.
         """
+        self.allocator._check_bias(bias)
         scene, batched = self.allocator._scene(image, relevance, query, fixation, labels)
         counts = self.shares(scene)
         longest = int(counts.max())
@@ -159,7 +161,7 @@ class TokenBank(nn.Module):
         if scene.image is not None:
             if weights is None or not self.allocator.blends:
                 # For all at once: a pyramid cannot be parted, and a chain is made once.
-                read = self.allocator._read(scene, sites if batched else sites[0], mean, std)
+                read = self.allocator._read(scene, sites if batched else sites[0], mean, std, bias)
                 patches = (read if batched else read[None])[taken]
             else:
                 (read,) = self.allocator._in_parts(

@@ -180,6 +180,7 @@ def patches(
     patch: Annotated[int, typer.Option(min=1, help="Samples along a patch's side.")] = PATCH,
     e0: Eccentricity = 0.05,
     border: Annotated[Literal["clamp", "zero"], typer.Option(help="What is outside the picture.")] = "clamp",
+    bias: Annotated[float, typer.Option(help="Added to the level that is read: below 0 is sharper.")] = 0.0,
     backend: Backend = "auto",
     device: Device = None,
     output: Output = None,
@@ -195,7 +196,8 @@ def patches(
         picture = images.load(image)
         height, width = picture.shape[-2:]
         found = lod.cortical_sites(point, budget, (height, width), patch, e0)
-        arguments: dict[str, Any] = {"patch": patch, "border": border, "backend": options.backend_for(backend, device)}
+        arguments: dict[str, Any] = {"patch": patch, "border": border, "bias": bias}
+        arguments["backend"] = options.backend_for(backend, device)
         choice = lod.explain(lod.gather_patches, picture, found, **arguments)
         gathered = lod.gather_patches(picture, found, **arguments)
         from gpu_lod.commands import sheets

@@ -32,6 +32,7 @@ def encode(
     std: Sequence[float] | None = None,
     processor: Any = None,
     layer: Layer = None,
+    bias: float = 0.0,
 ) -> Encoded:
     """Choose tokens, read them, and run an encoder on them, each at its own position.
 
@@ -55,6 +56,7 @@ def encode(
             image_std, and rescale_factor for 0..255. What it does to sizes is not done: pictures keep theirs. Values in
             floating point are in [0, 1] here, where a processor that rescales would divide them by 255 again.
         layer: of the encoder, as for `Adapter`: -2 gives what LLaVA's projector reads. None is its last hidden state.
+        bias: of the levels that patches are read at, as for the allocator: -0.5 is sharper.
 
     Raises:
         InputError: a model without an adapter, or one in training mode; an allocator that reads other patches than the
@@ -86,7 +88,8 @@ def encode(
         elif mean is None and std is None and top.dtype == torch.uint8:
             values = (0.0,) * adapter.channels, None  # bytes become fractions
         names = ("relevance", "query", "fixation", "labels")
-        found = allocator(picture, **dict(zip(names, inputs, strict=True)), mean=values[0], std=values[1])
+        given = dict(zip(names, inputs, strict=True))
+        found = allocator(picture, **given, mean=values[0], std=values[1], bias=bias)
         return found, (top.shape[-2], top.shape[-1])
 
     if not isinstance(image, (list, tuple)):

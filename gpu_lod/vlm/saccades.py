@@ -81,6 +81,7 @@ class Saccades(nn.Module):
         labels: torch.Tensor | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        bias: float = 0.0,
     ) -> TokenSet:
         """Choose sites, and read the patches there: what an `Allocator` takes and gives. Only the saccades look at what
         is beyond the image. Tokens of an allocator that blends are blends, the base's are not, and neither has weights.
@@ -92,7 +93,7 @@ class Saccades(nn.Module):
             channels = image.levels[0].shape[-3]
             mean = (0.0,) * channels if mean is None else mean
             std = (1.0,) * channels if std is None else std
-        fine = self.allocator(image, relevance, query, fixation, labels, mean, std)
+        fine = self.allocator(image, relevance, query, fixation, labels, mean, std, bias)
         if fine.budget != self.allocator.budget:
             raise InputError(
                 f"{type(self.allocator).__name__} gives {fine.budget} tokens, and {self.allocator.budget} saccades are "
@@ -100,7 +101,7 @@ class Saccades(nn.Module):
             )
         # Without a picture relevance gives the size, and an even one leaves the base row by row.
         even = torch.ones_like(checks.tensor(relevance, "relevance")) if image is None else None
-        coarse = self.gestalt(image, even, mean=mean, std=std)
+        coarse = self.gestalt(image, even, mean=mean, std=std, bias=bias)
         sites = torch.cat([coarse.sites, fine.sites], dim=-2)
         scores = torch.cat([coarse.scores, fine.scores.to(coarse.scores.dtype)], dim=-1)
         patches = None
