@@ -1,5 +1,5 @@
-"""FoveatedPyramid, the tree cut by detail x magnification, with one of the two left out; and tokens of fractional levels
-that are read sharper."""
+"""FoveatedPyramid, the tree cut by detail x magnification, with one of the two left out; and tokens of fractional
+levels that are read sharper."""
 
 from __future__ import annotations
 
