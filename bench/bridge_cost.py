@@ -208,10 +208,10 @@ def switches(spent: list[float]) -> Iterator[None]:
     """Note the seconds of each change of the thread's current GL context."""
     switch = egl.switch
 
-    def timed(*contexts: egl.Current) -> None:
+    def timed(*contexts: egl.Current, **how: bool) -> None:
         start = time.perf_counter()
         try:
-            switch(*contexts)
+            switch(*contexts, **how)
         finally:
             spent.append(time.perf_counter() - start)
 
