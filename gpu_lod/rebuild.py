@@ -18,8 +18,7 @@ from gpu_lod.uncompiled import in_one_piece
 AT_ONCE = 2**21
 """Pixels worked on at a time, so that memory does not grow with how much tokens overlap."""
 BY_TOKEN = 384
-"""Pixels of the picture for each token, from which on a CPU paints one after the other in less time: a tenth of it, and
-less, for large pictures."""
+"""Pixels of the picture for each token, from which on a CPU paints one after the other in less time."""
 
 
 class Rebuilt(NamedTuple):
