@@ -64,6 +64,10 @@ CASES = {
         lambda x: lod.rebuild(replace(CHOSEN, patches=x), SIZE, [0.1, 0.2, 0.3]), (CHOSEN.patches,), "paint",
         lambda x: lod.rebuild(replace(CHOSEN, patches=x[:, 1:]), SIZE), None,
     ),
+    "rebuild, bicubic": Case(
+        lambda x: lod.rebuild(replace(CHOSEN, patches=x), SIZE, mode="bicubic"), (CHOSEN.patches,), "paint",
+        lambda x: lod.rebuild(replace(CHOSEN, patches=x), SIZE, mode="cubic"), None,
+    ),
     "bipartite_merge": Case(
         lambda sizes, x: vlm.bipartite_merge(x, KEYS, 40, 1, sizes), (OFTEN, TOKENS), "bipartite_merge",
         lambda sizes, x: vlm.bipartite_merge(x, KEYS, 64),
