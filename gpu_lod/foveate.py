@@ -51,7 +51,8 @@ def foveate(
         pixels out, and is read at level max(0, level - log2(N)). A pixel on the fixation has no radius: where its
         distance is a rounding error, backends may take any. Texture units, on GL and CUDA, filter in their own way,
         and so differ where there is detail. There gradients are those of the samples' mean: its exact adjoint, and so
-        that of the forward only as nearly as the two agree.
+        that of the forward only as nearly as the two agree. What reads a NaN is NaN; shaders, texture units and torch
+        on a GPU read two levels even where one of them counts for nothing, and one NaN is in all coarse ones.
 
     Precision: places are fp32. In white noise of 1537 x 1021 results are within 1.5e-5 of the range of exact ones, and
         within 6e-5 with anisotropy, whose samples lie between pixels.
@@ -247,6 +248,9 @@ def _made(
             texels = min(planewise.PART // 16, most)
         elif top.dtype != work:  # in fp32 they are several times the picture
             texels = min(texels, max(height * width // 10, planewise.PART // 16))
+    # Looked at where that is no waiting.
+    seen = top.device.type == "cpu" and not (checks.traced() or any(map(checks.memoryless, chain)))
+    seen = seen and not any(map(checks.transformed, (points, *chain)))
     places = [None] * len(points) if checks.transformed(points) else points.tolist()
     result = None
     if in_place and (len(points) > 1 or (texels or height * width) < height * width):
@@ -254,7 +258,10 @@ def _made(
     parts = []
     for image, point in enumerate(points):
         one = [level[image : image + 1] for level in chain]
-        whole = Tile(size, slice(0, height), slice(0, width), point, places[image], e0, bias, len(chain) - 1, in_place)
+        spoilt = seen and not bool(one[-1].detach().sum(dtype=work).isfinite())  # means hand it down
+        whole = Tile(
+            size, slice(0, height), slice(0, width), point, places[image], e0, bias, len(chain) - 1, in_place, spoilt
+        )
         for tile in [whole] if texels is None else whole.cut(texels):
             rows, columns = tile.rows, tile.columns
             level = tile.level_map() if kept is None else kept[rows, columns]

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks
+from gpu_lod import checks, dispatch
 from gpu_lod.adjoints import Adjoint, wide
 from gpu_lod.dispatch import pull
 from gpu_lod.enlarging import enlarged_adjoint
 from gpu_lod.foveate_tiles import Tile
 from gpu_lod.pyramid import level_sizes
+
+SMALL = 2**16
+"""Values of a picture below which torch's own interpolation takes less than the several operations here."""
 
 
 def adjoint_of(
@@ -96,9 +99,42 @@ def _reduced(
     if index and all(n % (1 << index) == 0 for n in size):
         return enlarged_adjoint(pixels, 1 << index, box, sizes[index])
     y0, y1, x0, x1 = box
+    large = pixels.shape[1] * size[0] * size[1] >= SMALL
+    plain = pixels.device.type == "cpu" and not (dispatch.needs_grad(pixels) or checks.transformed(pixels))
+    if index and large and plain:
+        return _by_sides(pixels, size, box, sizes[index])
     whole = F.pad(pixels, (x0, size[1] - x1, y0, size[0] - y1))
     if index == 0:
         return whole
     shape = [*pixels.shape[:-2], *sizes[index]]
     found: torch.Tensor = torch.ops.aten.upsample_bilinear2d_backward(whole, list(size), shape, False)
     return found
+
+
+def _by_sides(
+    pixels: torch.Tensor, size: tuple[int, int], box: tuple[int, int, int, int], samples: tuple[int, int]
+) -> torch.Tensor:
+    """What pixels [B, C, y1 - y0, x1 - x0] of a box give the level [B, C, *samples] that is brought to full size by any
+    factor: rows along one side, then, as rows of the transpose, along the other."""
+    taps = [
+        _taps(n, whole, *ends, pixels.dtype) for n, whole, ends in zip(samples, size, (box[:2], box[2:]), strict=True)
+    ]
+    spans = [slice(int(before[0]), int(after[-1]) + 1) for before, after, _ in taps]
+    for (before, after, share), span in zip(taps, spans, strict=True):
+        found = pixels.new_zeros(*pixels.shape[:-2], span.stop - span.start, pixels.shape[-1])
+        part = pixels * share[:, None]
+        found.index_add_(-2, after - span.start, part)
+        found.index_add_(-2, before - span.start, torch.sub(pixels, part, out=part))
+        pixels = found.mT.contiguous()
+    result = pixels.new_zeros(*pixels.shape[:-2], *samples)
+    result[..., spans[0], spans[1]] = pixels
+    return result
+
+
+def _taps(
+    count: int, n: int, first: int, end: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The two texels of a side that pixels first..end of n lie between, and the share of the second."""
+    at = (torch.arange(first, end, dtype=torch.float64, device="cpu") + 0.5).mul_(count / n).sub_(0.5).clamp_(min=0)
+    before = at.long().clamp_(max=count - 1)
+    return before, (before + 1).clamp_(max=count - 1), (at - before).to(dtype)

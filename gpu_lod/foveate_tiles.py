@@ -35,6 +35,8 @@ class Tile:
     """No level beyond it is there."""
     in_place: bool
     """No graph is kept, so that tensors may be written to."""
+    spoilt: bool = False
+    """The picture holds NaN or infinities: what is read with a weight of 0 is left out."""
 
     def cut(self, texels: int) -> Iterator[Tile]:
         """Squares of no more pixels, each of which reads few levels, where these halve evenly, so that no more of them
@@ -133,7 +135,14 @@ def _blended(
         fine = made(index, (y0, y1, x0, x1))
         coarse = result[..., y0 - top : y1 - top, x0 - left : x1 - left]
         share = level[y0 - top : y1 - top, x0 - left : x1 - left] - index
-        if tile.in_place:
+        if tile.spoilt:
+            blended = torch.lerp(fine, coarse, share.clamp(0, 1))
+            blended = torch.where(share <= 0, fine, torch.where(share >= 1, coarse, blended))
+            if tile.in_place:
+                coarse.copy_(blended)
+            else:
+                result = blended
+        elif tile.in_place:
             torch.lerp(fine, coarse, share.clamp_(0, 1), out=coarse)
         else:
             result = torch.lerp(fine, coarse, share.clamp(0, 1))

@@ -265,7 +265,10 @@ def _windows(
         layer, _, y, x = texels(1)
         texel = ((layer * height + y) * width + x).flatten()
         sums = gradient.new_zeros(channels, count * height * width)
-        sums = sums.index_add(1, texel, gradient.transpose(0, 1).reshape(channels, -1))
+        values = gradient.transpose(0, 1).reshape(channels, -1)
+        # In place: else all of the level is copied once more.
+        add = sums.index_add if checks.transformed(gradient) else sums.index_add_
+        sums = add(1, texel, values)
         return [sums.view(channels, count, height, width).transpose(0, 1).to(stored)]
 
     if checks.transformed(level):  # torch's own derivatives

@@ -17,7 +17,7 @@ from oracle import probes
 from times import asked, fastest
 
 import gpu_lod as lod
-from gpu_lod import foveate_blocks, planewise
+from gpu_lod import foveate_adjoint, foveate_blocks, planewise
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.foveate import reference
 from gpu_lod.foveate_tiles import Tile, level_map, probed
@@ -610,3 +610,40 @@ def test_auto_uses_the_texture_once_it_is_there(photo: torch.Tensor, unseeded: P
     assert lod.explain(lod.foveate, ragged, (0.5, 0.5)).backend == "torch"
     fastest("torch", lod.foveate, pyramid, (0.5, 0.5))
     assert lod.explain(lod.foveate, pyramid, (0.5, 0.5)).backend == "torch"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("anisotropy", [1.0, 4.0])
+def test_torch_leaves_out_what_counts_for_nothing(value: float, anisotropy: float) -> None:
+    """One NaN is in every coarse level, which pixels about the fixation do not read."""
+    for size, spot in (((64, 64), (60, 60)), ((301, 517), (280, 500))):
+        image = noise(1, *size)
+        image[0, spot[0], spot[1]] = value
+        sharp = lod.foveate(image, (0.1, 0.1), anisotropy=anisotropy, backend="torch")
+        clean = image.nan_to_num(0.5, 0.5)
+        expected = lod.foveate(clean, (0.1, 0.1), anisotropy=anisotropy, backend="torch")
+        finite = sharp.isfinite()
+        # A level's texel that holds the spot reaches two texels at most.
+        y, x = torch.meshgrid(torch.arange(size[0]), torch.arange(size[1]), indexing="ij")
+        near = torch.hypot((x + 0.5) / size[1] - 0.1, (y + 0.5) / size[0] - 0.1) < 0.15
+        assert bool(finite[0][near].all()) and not bool(finite[0, spot[0], spot[1]])
+        assert torch.allclose(sharp[finite], expected[finite], atol=1e-6)
+        graph = lod.foveate(image.requires_grad_(), (0.1, 0.1), anisotropy=anisotropy, backend="torch")
+        assert torch.equal(graph.isfinite(), finite)
+
+
+@pytest.mark.parametrize("size", [(161, 167), (250, 99)])
+def test_backward_of_larger_pictures_of_odd_sides_is_the_adjoint(size: tuple[int, int]) -> None:
+    """Of so many values boxes of levels are brought to full size, and back, by torch's interpolation no more."""
+    image, weights = noise(3, *size).requires_grad_(), noise(3, *size)
+    assert image.numel() >= foveate_adjoint.SMALL
+    for fixation in ((0.3, 0.6), (0.99, 0.01)):
+        found = lod.foveate(image, fixation, backend="torch")
+        (gradient,) = torch.autograd.grad((found * weights).sum(), image)
+        for other in (noise(3, *size), noise(3, *size)):
+            forward = (lod.foveate(other, fixation, backend="torch").double() * weights).sum()
+            assert float((gradient.double() * other).sum()) == pytest.approx(float(forward), rel=1e-5)
+        (batch,) = torch.autograd.grad(
+            lod.foveate(image, fixation, backend="torch"), image, weights[None], is_grads_batched=True
+        )
+        assert torch.allclose(batch[0], gradient, atol=1e-5)
