@@ -652,3 +652,22 @@ def test_continuous_levels_have_gradients_where_relevance_is_infinite() -> None:
     tokens = lod.allocate.TokenDAG(7, patch=4)(image=noise(2, 3, 23, 30), relevance=relevance)
     (tokens.sites.sum() + tokens.patches.sum()).backward()
     assert relevance.grad is not None and not relevance.grad.isnan().any()
+
+
+def test_the_backgrounds_share_is_rounded() -> None:
+    """0.1 of 16 are 2 tokens, and of 14 one."""
+    labels = torch.zeros(1, 8, 8, dtype=torch.long)
+    labels[..., 4:] = 1
+    for budget, share in ((16, 2), (14, 1)):
+        tokens = lod.allocate.HybridAtlas(budget, 4)(relevance=torch.ones(1, 8, 8), labels=labels)
+        assert int((tokens.sites[..., 0] < 0.5).sum()) == share
+
+
+def test_what_weighs_nothing_shares_evenly_what_others_leave() -> None:
+    found = shared_out(torch.tensor([[1.0, 0, 0]]).double(), torch.tensor([[1, 5, 9]]), 9, least=0)
+    assert found.tolist() == [[1, 4, 4]]
+
+
+def test_peaks_of_a_picture_lower_than_a_patch_are_in_its_middle() -> None:
+    scene = Scene((5, 70), 14, torch.rand(2, 1, 5), None, None, None, None)
+    assert (scene.fixations(2)[..., 1] == 0.5).all()

@@ -530,3 +530,17 @@ def test_values_are_checked_where_they_can_be_read(capture: Callable[[bool], Non
     capture(True)
     assert allocator(**what).sites.shape == (2, 37, 3)
     assert not checks.readable(what["relevance"])
+
+
+def test_a_constant_that_another_stream_reads_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory goes to nobody else before that stream is through."""
+    now, told = ["first"], []
+    monkeypatch.setattr(cached, "_constants", cached._Constants())
+    monkeypatch.setattr(cached, "_stream", lambda device: now[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append((tensor, stream)))
+    where = torch.device("cpu")
+    there = cached.numbers((7,), torch.int64, where)
+    assert cached.numbers((7,), torch.int64, where) is there and not told
+    now[0] = "second"
+    assert cached.numbers((7,), torch.int64, where) is there
+    assert [(one is there, stream) for one, stream in told] == [(True, "second")]

@@ -805,3 +805,25 @@ def test_masses_next_to_nothing_have_gradients() -> None:
     mass = torch.tensor([1e-37, 0.0, 0.0, 0.0], requires_grad=True)
     loss = lod.allocate.dead_bin_loss(mass)
     assert loss.dtype == torch.float32 and bool(torch.autograd.grad(loss, mass)[0].isfinite().all())
+
+
+def test_repulsion_is_a_sum_over_pairs_for_each_centre() -> None:
+    """Of three centres there are as many pairs: of four there are six."""
+    assert float(repulsion_loss(torch.zeros(2, 2))) == 1 / 2
+    assert float(repulsion_loss(torch.zeros(4, 2))) == 6 / 4
+
+
+def test_dead_bins_know_no_unit_of_mass() -> None:
+    mass = torch.tensor([17.5, 2.5])
+    for scale in (1e-12, 1e-30, 1e30):
+        assert float(dead_bin_loss(mass * scale, 0.5)) == pytest.approx(0.125, abs=1e-6)
+
+
+def test_all_that_is_below_the_mean_may_be_dead() -> None:
+    assert float(dead_bin_loss(torch.tensor([15.0, 5.0]), 1.0)) == pytest.approx(0.125, abs=1e-6)
+
+
+def test_blends_of_even_relevance_score_alike() -> None:
+    """To the last bit, so that tokens keep an order of their own."""
+    scores = SoftVortex(40, 4)(relevance=torch.full((1, 9, 11), 0.3)).scores
+    assert torch.equal(scores, torch.full_like(scores, 0.3))

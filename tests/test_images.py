@@ -300,3 +300,19 @@ def test_a_picture_whose_exif_is_none_lies_as_it_is(tmp_path: Path, extension: s
     picture = Image.fromarray(values.permute(1, 2, 0).numpy())
     picture.save(path := tmp_path / f"junk.{extension}", exif=b"Exif\0\0garbage", lossless=True)
     assert torch.equal(load(path), values)
+
+
+def test_the_longest_side_of_a_format_is_written(tmp_path: Path) -> None:
+    for name, side in (("a.webp", 16383), ("a.jpg", 65500)):
+        save(torch.zeros(1, 1, side, dtype=torch.uint8), tmp_path / name)
+        assert load(tmp_path / name).shape[-1] == side
+        with pytest.raises(FileError, match="ends at"):
+            save(torch.zeros(1, 1, side + 1, dtype=torch.uint8), tmp_path / name)
+
+
+def test_jpeg_keeps_colours_of_single_pixels(tmp_path: Path) -> None:
+    """Of columns that are red and blue in turn, where chroma at half the resolution would be purple."""
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    image[0, :, 0::2] = image[2, :, 1::2] = 200
+    save(image, tmp_path / "a.jpg")
+    assert (load(tmp_path / "a.jpg").int() - image.int()).abs().max() < 40

@@ -163,3 +163,15 @@ def test_a_fixation_on_a_pixel_has_gradients(cortical: bool) -> None:
 def test_bad_input(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         lod.inverse_log_polar(**{"polar": torch.zeros(1, 4, 6), "fixation": (0.5, 0.5), "size": (5, 5), **arguments})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spacing", ["log", "cortical"])
+@pytest.mark.parametrize("cut", [False, True])  # by another shader, word by word
+def test_the_last_rings_edge_is_inside(restored_limits: lod.Context, cut: bool, spacing: Any, backend: Any) -> None:
+    """Sixteen pixels of 64 away from a pixel's centre, exactly; seventeen are beyond."""
+    if cut:
+        restored_limits.limits.storage_bytes = int(0.6 * 64 * 16 * 4) + 512
+    polar, fixation = torch.ones(1, 1, 8, 16), (0.5 / 16, 0.5 / 64)
+    found = lod.inverse_log_polar(polar, fixation, (64, 16), r_max=0.25, spacing=spacing, backend=backend)
+    assert torch.allclose(found[0, 0, :, 0], (torch.arange(64) <= 16).float())

@@ -217,3 +217,18 @@ def test_a_plan_of_what_waits_runs_it_and_the_next_is_a_graph(gpu: Gpu, monkeypa
     assert not planned.replays and "previous error during capture" in planned.reason
     assert torch.equal(planned(x), x)
     assert lod.plan(lambda x: x + gpu.rand(), x).replays
+
+
+def test_what_came_before_is_there_and_what_comes_after_waits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs before a capture are on a stream of their own, between two waits."""
+    order: list[Any] = []
+    monkeypatch.setattr(Stream, "wait_stream", lambda stream, other: order.append((stream, other)))
+
+    def run() -> torch.Tensor:
+        order.append(gpu.stream)
+        return torch.zeros(1).add_(1)
+
+    captured(run, CPU)
+    _, aside, *_ = order
+    assert aside is not gpu.default
+    assert order == [(aside, gpu.default), aside, (gpu.default, aside), aside]

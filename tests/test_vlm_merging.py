@@ -184,3 +184,9 @@ def test_merged_tensors_move_together() -> None:
 def test_bad_input(call: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         call(torch.randn(2, 10, 4))
+
+
+def test_what_nothing_was_merged_into_stays_as_it_was() -> None:
+    """To the bit, whatever it stands for already."""
+    tokens, sizes = torch.randn(1, 300, 5), torch.arange(1.0, 301.0)[None]
+    assert torch.equal(bipartite_merge(tokens, tokens, 0, sizes=sizes).tokens, tokens)

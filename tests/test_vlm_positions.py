@@ -265,3 +265,10 @@ SITES, EDGE = torch.rand(2, 4, 3), torch.ones(1, 2)
 def test_bad_input(make: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         make()
+
+
+def test_positions_far_down_a_prompt_are_rounded_as_those_at_its_beginning() -> None:
+    """fp32 does not tell 2^17 + 0.995 from 2^17 + 1."""
+    sites = torch.tensor([[[(i + 0.995) / 8, 0.5, 0.3] for i in range(7)]])
+    near, far = (lod.vlm.mrope_positions(sites, (28, 224), 28, start=start) for start in (0, 2**17))
+    assert torch.equal(far - 2**17, near) and near[2, 0].tolist() == list(range(7))

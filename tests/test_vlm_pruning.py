@@ -367,3 +367,30 @@ def test_what_padding_looks_at_counts_for_nothing(filled: float) -> None:
     looks[..., 3:, :] = filled
     found = sparse_vlm(tokens, text, looks, 4, 2, mask)
     assert torch.equal(found.indices, expected.indices) and torch.equal(found.tokens, expected.tokens)
+
+
+def test_every_row_of_a_mask_has_a_word() -> None:
+    tokens, text = torch.randn(2, 6, 4), torch.randn(2, 3, 4)
+    mask = torch.tensor([[True] * 3, [False] * 3])
+    with pytest.raises(InputError, match="a word in each row"):
+        sparse_vlm(tokens, text, torch.rand(2, 3, 6), 2, 1, mask)
+
+
+def test_density_peaks_step_by_step() -> None:
+    """The density of each point from its five nearest, times how far a denser one is, in units of a coordinate's."""
+    points = 0.5 * torch.randn(2, 24, 9)
+    found, cluster = density_peaks(points, 4)
+    for image in range(2):
+        away = torch.cdist(points[image].double(), points[image].double()) / math.sqrt(9)
+        density = torch.exp(-away.sort(dim=1).values[:, :6].square().mean(1))  # itself and five more
+        denser = density[None] > density[:, None]
+        apart = away.masked_fill(~denser, math.inf).amin(1).clamp(max=away.max())
+        centres = sorted((density * apart).argsort(descending=True)[:4].tolist())
+        assert found[image].tolist() == centres
+        assert torch.equal(cluster[image], away[:, centres].argmin(1))
+
+
+def test_the_share_that_is_clustered_is_rounded() -> None:
+    tokens, text, attention = torch.randn(1, 18, 8), torch.randn(1, 3, 8), torch.rand(1, 2, 3, 18).softmax(-1)
+    found = sparse_vlm(tokens, text, attention, 5, 2, share=0.3)  # 3.9 of 13
+    assert int((found.owner >= 5).sum()) == 4

@@ -392,3 +392,19 @@ def test_frames_of_a_video_are_on_one_gpu() -> None:
     streaming._same(first, torch.empty_like(first), True)
     with pytest.raises(InputError, match=r"cuda:1.*cuda:0.*reset"):
         streaming._same(second, first, True)
+
+
+def test_a_still_video_is_read_once_even_if_any_change_counts() -> None:
+    memory, frame = TokenMemory(8, motion=0), torch.rand(1, 3, 112, 112)
+    memory.update(frame, torch.rand(1, 8, 8))
+    still = memory.update(frame, torch.ones(1, 8, 8))
+    assert bool((still.refreshed == still.replaced).all())
+    after = frame + 1e-3
+    assert bool(memory.update(after, torch.ones(1, 8, 8)).refreshed.all())
+
+
+def test_a_channel_of_bytes_is_255_wide() -> None:
+    memory = TokenMemory(4, motion=0.999)
+    black = torch.zeros(1, 1, 28, 28, dtype=torch.uint8)
+    memory.update(black, torch.ones(1, 2, 2))
+    assert bool(memory.update(~black, torch.ones(1, 2, 2)).refreshed.all())
