@@ -143,8 +143,11 @@ def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return stored(values.clamp(0, 255) if dtype == torch.uint8 else values, dtype)
 
 
-def psnr(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio of [B, C, H, W] in dB, [B]: inf where they are equal. uint8 peaks at 255, others at 1.
+def psnr(image: torch.Tensor, other: torch.Tensor, peak: float | None = None) -> torch.Tensor:
+    """Peak signal-to-noise ratio of [B, C, H, W] in dB, [B]: inf where they are equal.
+
+    Args:
+        peak: what values range over; None is 255 of uint8, and 1 of others.
 
     Raises:
         InputError: two shapes or dtypes.
@@ -154,7 +157,8 @@ def psnr(image: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             f"the images are {image.dtype} {tuple(image.shape)} and {other.dtype} {tuple(other.shape)}; expected two "
             "alike."
         )
-    peak = 255.0 if image.dtype == torch.uint8 else 1.0
+    if peak is None:
+        peak = 255.0 if image.dtype == torch.uint8 else 1.0
     error = ((image.double() - other.double()) / peak).square().mean((-3, -2, -1))
     return (-10 * error.log10()).float()
 

@@ -42,7 +42,7 @@ def test_one_allocator(tmp_path: Path, picture: Path) -> None:
     found = json.loads(done(tmp_path, "allocate", "cat.png", "--fixation", "0.2,0.7", *SMALL, *files, "--json"))
     image = load(picture)
     tokens = lod.allocate.FoveatedPyramid(20, 4)(image, fixation=(0.2, 0.7))
-    rebuilt = lod.rebuild(tokens, (26, 37))
+    rebuilt = lod.rebuild(tokens, (26, 37), mode="bicubic")
     assert found["output"] == ["out/cat.allocate.FoveatedPyramid.png", "a/s.json", "r.png"]
     [one] = found["allocators"]
     assert one["name"] == "FoveatedPyramid" and one["untrained"] is False
@@ -63,7 +63,7 @@ def test_one_allocator(tmp_path: Path, picture: Path) -> None:
 def test_the_table(tmp_path: Path, picture: Path) -> None:
     text = done(tmp_path, "allocate", "cat.png", "--with", "GridTopK", "--budget", "35", "--patch", "4")
     tokens = lod.allocate.GridTopK(35, 4)(load(picture))
-    rebuilt = lod.rebuild(tokens, (26, 37))
+    rebuilt = lod.rebuild(tokens, (26, 37), mode="bicubic")
     row = next(line for line in text.splitlines() if "GridTopK" in line).split()
     noise = float(psnr(rebuilt.image, load(picture)))
     assert row == ["GridTopK", "35", "35", f"{100 * float(rebuilt.coverage):.1f}%", f"{noise:.2f}"]
@@ -75,6 +75,22 @@ def test_an_exact_picture_has_no_psnr_in_json(tmp_path: Path, picture: Path) -> 
     [one] = json.loads(done(tmp_path, "allocate", "cat.png", *options, "--json"))["allocators"]
     assert one["psnr"] is None and one["coverage"] == 1
     assert "exact" in done(tmp_path, "allocate", "cat.png", *options)
+
+
+def test_a_picture_of_another_range_has_its_psnr_over_that(tmp_path: Path) -> None:
+    """As of a scan in Hounsfield units; and what is rebuilt stays within it."""
+    unit = load(cat(tmp_path)).float().mean(0) / 255
+    found = []
+    for name, pixels in (("unit.tif", unit), ("scan.tif", unit * 4095 - 1024)):
+        Image.fromarray(pixels.numpy()).save(tmp_path / name)
+        options = ("--with", "FoveatedPyramid", *SMALL, "--json", "--rebuilt", "out/" + name)
+        [one] = json.loads(done(tmp_path, "allocate", name, *options))["allocators"]
+        found.append(one["psnr"])
+        rebuilt = load(tmp_path / "out" / name)
+        assert rebuilt.dtype == torch.float32
+        assert float(rebuilt.amin()) >= pixels.amin() and float(rebuilt.amax()) <= pixels.amax()
+    spread = float(unit.amax() - unit.amin())
+    assert 10 < found[1] == pytest.approx(found[0] + 20 * math.log10(spread), abs=0.01)
 
 
 def test_safetensors(tmp_path: Path, picture: Path) -> None:

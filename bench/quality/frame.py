@@ -184,7 +184,7 @@ def compute(unit: Unit) -> Found:
             except GpuLodError as error:
                 return {"skipped": reason_of(error)}
             if isinstance(tokens, TokenSet):
-                rebuilt = rebuild(tokens, (height, width))
+                rebuilt = rebuild(tokens, (height, width), mode="bicubic")  # as a smaller picture is shown
             else:  # what it has instead of ours
                 rebuilt, tokens = tokens.rebuilt(), TokenSet(torch.empty(0, 3), torch.empty(0), None, unit.task.patch)
             values = unit.task.measure(picture, tokens, rebuilt)

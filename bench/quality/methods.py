@@ -36,8 +36,9 @@ OWN = {
 """What is compared beside the allocators of the package, and the class of this folder that does it: an allocator, or
 what is called like one, has `choose(image, relevance, fixation)`, and gives no `TokenSet` but what has `rebuilt()`."""
 READERS = (
-    "rebuild", "enlarging", "gather_patches", "patch_windows", "patch_grid", "bilinear", "cortical_sites",
-    "feature_maps", "saliency", "salient_cells", "mipmap", "halving", "gaussian", "binomial", "pyramid",
+    "rebuild", "token_margins", "enlarging", "gather_patches", "patch_windows", "patch_grid", "bilinear",
+    "cortical_sites", "feature_maps", "saliency", "salient_cells", "mipmap", "halving", "gaussian", "binomial",
+    "pyramid",
 )  # fmt: skip
 """Modules beside the allocator's that decide what is rebuilt: saliency is read off a Gaussian pyramid."""
 

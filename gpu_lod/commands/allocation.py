@@ -26,7 +26,8 @@ class Allocation:
     """[K, 3]"""
     rebuilt: Rebuilt
     psnr: float
-    """In dB, of the rebuilt picture; inf where it is the picture."""
+    """In dB, of the rebuilt picture, over the range of a picture that is not within 0 and 1; inf where they are
+    equal."""
     untrained: bool
     """A learned allocator with the parameters that it starts with."""
 
@@ -82,10 +83,17 @@ def run(
         if isinstance(allocator, allocators.Learned):
             allocator.eval()
         tokens = allocator(image, **(_suited(allocator, inputs) if suit else inputs))
-        rebuilt = rebuild(tokens, (image.shape[-2], image.shape[-1]))
+        rebuilt = rebuild(tokens, (image.shape[-2], image.shape[-1]), mode="bicubic")
         # Blends of counts are fractions.
         original = image if rebuilt.image.dtype == image.dtype else unit(image)
-        return Allocation(name, tokens, rebuilt, float(psnr(rebuilt.image, original)), untrained)
+        peak = None
+        if original.is_floating_point():
+            least, most = float(original.amin()), float(original.amax())
+            if least <= most:  # no NaN
+                rebuilt = Rebuilt(rebuilt.image.clamp(least, most), rebuilt.covered)
+            if not 0 <= least <= most <= 1:
+                peak = most - least or None
+        return Allocation(name, tokens, rebuilt, float(psnr(rebuilt.image, original, peak)), untrained)
 
 
 def _suited(allocator: allocators.Allocator, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def sheet(picture: Picture, ctx: Context) -> panels.Sheet:
     levels = level_map(torch.tensor(picture.fixation), (height, width), _E0, 0.0)
     allocator = FoveatedPyramid(min(BUDGET, relevance.numel()), PATCH)
     tokens = allocator(image, relevance[0], fixation=picture.fixation)
-    rebuilt = rebuild(tokens, (height, width))
+    rebuilt = rebuild(tokens, (height, width), mode="bicubic")
     return panels.Sheet(
         name=picture.name,
         image=image,
