@@ -21,6 +21,9 @@ from gpu_lod.pyramid import Pyramid, level_sizes
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 _DTYPE_NAMES = "uint8, float16, bfloat16 or float32"
 
+_FEW = 32
+"""Channels that a picture may have; a side is longer."""
+
 T = TypeVar("T")
 
 
@@ -34,6 +37,8 @@ def tensor(value: Any, name: str) -> torch.Tensor:
         hint = "Make a list a tensor with torch.tensor(values)."
         if not torch.compiler.is_compiling() and type(value).__module__.startswith("PIL."):
             hint = "Make a picture of Pillow one: torch.from_numpy(numpy.array(picture)).movedim(-1, -3)."
+        elif isinstance(value, (list, tuple)) and any(hasattr(one, "shape") for one in value):
+            hint = "Make tensors of one size one by torch.stack; of several sizes, call this for each."
         raise InputError(
             f"{name} is {_kind(value)}; expected a torch tensor, a CuPy or numpy array, or another array that speaks "
             f"DLPack. {hint}"
@@ -128,7 +133,10 @@ def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> t
             way += " and divide it by its white, or with .to(torch.uint8) where that is 255"
         raise InputError(f"{name} is {image.dtype}; expected {_DTYPE_NAMES}. Convert it with {way}.")
     if max_channels is not None and image.shape[-3] > max_channels:
-        hint = " The channels seem to come last: use .movedim(-1, -3)." if shape[-1] <= max_channels else ""
+        if shape[-1] <= max_channels or shape[-1] <= _FEW < shape[-3]:
+            hint = " The channels seem to come last: use .movedim(-1, -3)."
+        else:
+            hint = " Take some of them: patches of all can be read where an allocator puts tokens, by gather_patches."
         raise InputError(
             f"{name} has shape {shape}, that is {image.shape[-3]} channels; expected 1 to {max_channels}.{hint}"
         )
@@ -283,6 +291,8 @@ def _numbers(value: Any, name: str) -> torch.Tensor:
             for one in item if isinstance(item, (tuple, list)) else (item,):
                 _refuse_gradients(one, name, "one tensor that holds all of them: torch.stack them")
     _refuse_masks(value, name)
+    if not torch.compiler.is_compiling() and isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # of which torch would warn
     try:
         # On the CPU whatever the default device, but where it is if it is an array.
         where = None if hasattr(value, "__dlpack__") else torch.device("cpu")

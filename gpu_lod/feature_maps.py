@@ -117,8 +117,9 @@ def feature_maps(
 
         `from gpu_lod.feature_maps import CHANNELS` maps names to channels.
 
-        What reads a NaN is NaN; at most in 33-36, where a level is read with a weight of 0 for one, shaders leave it
-        out. What reads an infinity is infinite or NaN, which of the two may differ between backends.
+        What reads a NaN is NaN; where a level is read with a weight of 0 for one, as beside a NaN in 5 and 33-36, and
+        along odd sides, a backend may leave it out. What reads an infinity is infinite or NaN, which of the two may
+        differ between backends.
 
     Args:
         fixation: (x, y) in [0, 1], or [B, 2]; gradients pass to it on the torch backend.

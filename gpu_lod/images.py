@@ -68,6 +68,8 @@ def load(path: PathLike) -> torch.Tensor:
             raise FileError(f"{path} is not a PNG, JPEG, TIFF or WebP picture.") from None
         try:
             picture.load()
+            if picture.format == "PNG":  # whose checksums loading does not look at
+                Image.open(io.BytesIO(data), formats=["PNG"]).verify()
             tags = getattr(picture, "tag_v2", {})
             unsigned = tags.get(_SAMPLE_FORMAT) in ((1,), 1, None)
             if not unsigned and picture.mode == "L":

@@ -50,10 +50,11 @@ def mipmap(
     Units: uint8 0..255, float16, bfloat16 or float32; the pyramid has the image's dtype. Values are averaged as they
         are: no sRGB decode, no premultiplied alpha.
     Convention: "mean" is the exact area average. An odd side n = 2m + 1 uses the 3-tap polyphase box filter: output i
-        weighs inputs 2i, 2i+1, 2i+2 by (m-i)/n, m/n, (i+1)/n, so every level keeps the image's mean. "max" and "min"
-        take every texel that the footprint touches. A footprint that holds a NaN is NaN. Small dtypes are carried in
-        fp32 between levels and rounded once (the driver generator rounds at every level). Sums come before they are
-        divided, on most backends: means of magnitudes beyond 2^126 may be infinite.
+        weighs inputs 2i, 2i+1, 2i+2 by (m-i)/n, m/n, (i+1)/n, so every level keeps the image's mean; tiles of a picture
+        have its levels as long as its sides, and theirs, are even. "max" and "min" take every texel that the footprint
+        touches. A footprint that holds a NaN is NaN. Small dtypes are carried in fp32 between levels and rounded once
+        (the driver generator rounds at every level). Sums come before they are divided, on most backends: means of
+        magnitudes beyond 2^126 may be infinite.
 
     Args:
         levels: how many, level 0 included; None goes down to 1 x 1.

@@ -144,3 +144,26 @@ def test_results_beyond_memory_are_named() -> None:
         print(lod.log_polar(image, (0.5, 0.5), 4, 4, backend="torch").shape)
     """)
     assert done.stdout == "torch.Size([1, 4, 4])\n", done.stderr
+
+
+def test_the_way_out_fits_what_came() -> None:
+    pictures = [torch.rand(1, 32, 32), torch.rand(1, 40, 32)]
+    with pytest.raises(InputError, match=r"torch\.stack; of several sizes, call this for each"):
+        lod.mipmap(pictures)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"torch\.tensor\(values\)"):
+        lod.mipmap([[1.0, 2.0]])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"13 channels; expected 1 to 4\. Take some of them: .* gather_patches"):
+        lod.allocate.GridTopK(4, 8)(torch.rand(13, 40, 40))
+    for shape in ((40, 50, 3), (250, 330, 13)):
+        with pytest.raises(InputError, match="channels seem to come last"):
+            lod.mipmap(torch.rand(shape))
+
+
+def test_arrays_that_may_not_be_written_to_are_read_without_a_word() -> None:
+    sites, image = np.array([[0.5, 0.5, 0.0]], np.float32), torch.rand(1, 32, 32)
+    sites.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = lod.gather_patches(image, sites, 8)
+        lod.foveate(image, np.broadcast_to(np.float32(0.5), 2))
+    assert torch.equal(found, lod.gather_patches(image, sites.tolist(), 8))

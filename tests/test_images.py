@@ -316,3 +316,25 @@ def test_jpeg_keeps_colours_of_single_pixels(tmp_path: Path) -> None:
     image[0, :, 0::2] = image[2, :, 1::2] = 200
     save(image, tmp_path / "a.jpg")
     assert (load(tmp_path / "a.jpg").int() - image.int()).abs().max() < 40
+
+
+def test_a_damaged_png_is_refused(tmp_path: Path) -> None:
+    """Its data may unpack all the same, to other pixels; only its checksum tells."""
+    path, refused = tmp_path / "a.png", 0
+    Image.fromarray(np.add.outer(np.arange(300), np.arange(400)).astype(np.uint16) * 90).save(path)
+    whole = path.read_bytes()
+    for place in range(whole.index(b"IDAT") + 10, len(whole) - 20, 29):
+        damaged = whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :]
+        path.write_bytes(damaged)
+        with pytest.raises(FileError, match="truncated, damaged"):
+            load(path)
+        try:
+            Image.open(io.BytesIO(damaged)).load()
+        except Exception:
+            refused += 1
+            continue
+        break  # Pillow took it
+    else:
+        pytest.skip(f"Pillow sees all {refused}")
+    path.write_bytes(whole)
+    assert load(path).shape == (1, 300, 400)

@@ -37,7 +37,8 @@ class Allocator(ABC):
 
     Args:
         budget: K, at least 1.
-        patch: P, samples along a patch's side; the grid's cells are P x P pixels.
+        patch: P, samples along a patch's side; the grid's cells are P x P pixels. Where P does not divide a side, the
+            last ones end with the picture, and so overlap those before.
         pool: how a relevance map of the picture's size becomes one of the grid: "mean" or "max" over each cell.
     """
 
