@@ -93,6 +93,19 @@ def test_a_picture_of_another_range_has_its_psnr_over_that(tmp_path: Path) -> No
     assert 10 < found[1] == pytest.approx(found[0] + 20 * math.log10(spread), abs=0.01)
 
 
+def test_a_bias_is_of_all_that_do_not_blend(tmp_path: Path, picture: Path) -> None:
+    """One that does is not left out of the sheet for it, and alone refuses it."""
+    found = json.loads(done(tmp_path, "allocate", "cat.png", "--with", "all", *SMALL, "--bias", "-0.5", "--json"))
+    assert found["bias"] == -0.5
+    psnrs = {one["name"]: one["psnr"] for one in found["allocators"] if "psnr" in one}
+    image = load(picture)
+    tokens = lod.allocate.Downsample(20, 4)(image, bias=-0.5)
+    sharp = float(psnr(lod.rebuild(tokens, (26, 37), mode="bicubic").image, image))
+    assert psnrs["Downsample"] == pytest.approx(sharp) and "SoftVortex" in psnrs
+    command = f"allocate cat.png --with SoftVortex {' '.join(SMALL)} --bias -0.5"
+    refused(tmp_path, (command, 2, "bias is -0.5, and tokens of SoftVortex are blends"))
+
+
 def test_safetensors(tmp_path: Path, picture: Path) -> None:
     tokens = lod.allocate.GridTopK(20, 4)(load(picture))
     for options, names in (((), {"sites", "scores"}), (("--patches",), {"sites", "scores", "patches"})):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_lod as lod
-from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, Random, Stratified, find_fixations
+from gpu_lod.allocate import Downsample, GridTopK, Hexagonal, LogPolar, Random, Stratified, find_fixations
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.vlm import Glanced, Glances, attention_entropy, glances, relevance_map
@@ -186,6 +186,18 @@ def test_patches_are_normalised(photo: torch.Tensor) -> None:
     look = Glances(GridTopK(10), GridTopK(6), threshold=-1)
     for tokens in (look.first(image, **how), look(image, **how).tokens, *glances(GridTopK(5), image, **how)):
         assert torch.equal(tokens.patches, lod.gather_patches(image, tokens.sites, 14, **how))
+
+
+def test_a_bias_reads_sharper_and_moves_no_site(photo: torch.Tensor) -> None:
+    look = Glances(30, LogPolar(20, 14), threshold=-1)
+    plain, sharp = look(photo), look(photo, bias=-0.5)
+    assert torch.equal(plain.tokens.sites, sharp.tokens.sites) and plain.tokens.patches is not None
+    expected = lod.gather_patches(photo, plain.tokens.sites, 14, bias=-0.5)
+    assert torch.equal(sharp.tokens.patches, expected) and not torch.equal(expected, plain.tokens.patches)
+    assert torch.equal(look.first(photo, bias=-0.5).patches, expected[:30])
+    for one, before in zip(glances(look.more, photo, bias=-0.5), glances(look.more, photo), strict=True):
+        assert torch.equal(one.sites, before.sites)
+        assert torch.equal(one.patches, lod.gather_patches(photo, one.sites, 14, bias=-0.5))
 
 
 def test_entropy() -> None:

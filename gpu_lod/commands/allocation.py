@@ -69,7 +69,7 @@ def run(
     """One allocator by its name, on an image [C, H, W].
 
     Args:
-        inputs: fixation, labels and query, each as the allocator takes it, or None.
+        inputs: fixation, labels and query, each as the allocator takes it, or None; and a bias.
         suit: leave out inputs that the allocator can do without and does not take as they are; else it refuses them.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -98,6 +98,8 @@ def run(
 
 def _suited(allocator: allocators.Allocator, inputs: dict[str, Any]) -> dict[str, Any]:
     suited: dict[str, Any] = {k: value for k, value in inputs.items() if k in allocator.needs + allocator.takes}
+    if not allocator.blends:
+        suited["bias"] = inputs.get("bias", 0.0)
     query = suited.get("query")
     other = query is not None and allocator.query_width not in (None, query.shape[-1])  # another encoder's
     if other and "query" not in allocator.needs:

@@ -94,6 +94,7 @@ def allocate(
     query: Annotated[
         Path | None, typer.Option(help="A query embedding: .npy or .safetensors.", show_default=False)
     ] = None,
+    bias: Annotated[float, typer.Option(help="Of the levels that patches are read at: below 0 is sharper.")] = 0.0,
     sites: Annotated[
         Path | None, typer.Option(help="Write sites and scores to this .json or .safetensors.", show_default=False)
     ] = None,
@@ -109,8 +110,8 @@ def allocate(
     The drawing is out/NAME.allocate.ALLOCATOR.png if no -o says otherwise.
 
     With all, a contact sheet of every allocator, out/NAME.allocate.png: each is given what it takes of fixation, labels
-    and query (FrequencyAware one of four numbers), and those that miss something are skipped. --sites and --rebuilt
-    then write a file each, the name before the extension.
+    and query (FrequencyAware one of four numbers), blends no bias, and those that miss something are skipped. --sites
+    and --rebuilt then write a file each, the name before the extension.
     """
     from gpu_lod import checks, token_files
     from gpu_lod.commands import allocation
@@ -136,6 +137,7 @@ def allocate(
         "fixation": None if fixation is None else options.point(fixation),
         "labels": None if labels is None else token_files.read_labels(labels),
         "query": None if query is None else token_files.read_query(query),
+        "bias": bias,
     }
     with printing.busy("allocate") as say:
         picture = images.load(image)
@@ -170,6 +172,7 @@ def allocate(
                 "output": [str(path) for path in paths],
                 "budget": budget,
                 "patch": patch,
+                "bias": bias,
                 "allocators": [result.as_dict() for result in results],
             }
         )

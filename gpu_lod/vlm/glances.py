@@ -36,6 +36,7 @@ def glances(
     inhibition: float = 1.0,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    bias: float = 0.0,
 ) -> tuple[TokenSet, ...]:
     """What an allocator takes at one fixation after the other, no site twice: `count` token sets of its budget each.
 
@@ -50,7 +51,7 @@ def glances(
     Args:
         radius: in units of the longer side.
         inhibition: 1 is complete, 0 none.
-        mean, std: as an allocator takes them.
+        mean, std, bias: as an allocator takes them.
 
     Raises:
         InputError: an allocator that blends, whose tokens have no site of their own; more tokens in all than level-0
@@ -62,7 +63,7 @@ def glances(
     scene, batched = _scene(allocator, image, relevance, query, labels)
     _room(scene, count * allocator.budget)
     chosen = _successive(allocator, scene, count, radius, inhibition, scene.relevance.new_zeros(scene.batch, 0, 3))
-    whole = _tokens(scene, batched, allocator.patch, chosen, mean, std)
+    whole = _tokens(scene, batched, allocator.patch, chosen, mean, std, bias)
     return tuple(_part(whole, i * allocator.budget, (i + 1) * allocator.budget) for i in range(count))
 
 
@@ -183,11 +184,12 @@ class Glances(nn.Module):
         query: torch.Tensor | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        bias: float = 0.0,
     ) -> TokenSet:
         """The coarse glance alone."""
         if relevance is not None and "relevance" not in self.base.needs:
             relevance = torch.ones_like(checks.dense(relevance, "relevance"))
-        return self.base(image, relevance, self._asked(query), mean=mean, std=std)
+        return self.base(image, relevance, self._asked(query), mean=mean, std=std, bias=bias)
 
     def _asked(self, query: torch.Tensor | None) -> torch.Tensor | None:
         """The query may be the second glance's alone."""
@@ -211,6 +213,7 @@ class Glances(nn.Module):
         query: torch.Tensor | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        bias: float = 0.0,
     ) -> Glanced:
         """Both glances.
 
@@ -219,7 +222,7 @@ class Glances(nn.Module):
 
         Args:
             attention: of the coarse pass; None takes the relevance on the grid instead.
-            mean, std: as an allocator takes them.
+            mean, std, bias: as an allocator takes them.
         """
         scene, batched = _scene(self.base, image, relevance, self._asked(query), None)
         if "relevance" not in self.base.needs:
@@ -238,14 +241,14 @@ class Glances(nn.Module):
                 raise InputError(f"attention is {tuple(attention.shape)}; expected [{scene.batch}, N].")
         bought = (entropy > self.threshold).to(scene.device)
         sites, scores, *_ = self.base.checked(scene, self.base.choose(scene))
-        first = _tokens(scene, batched, self.base.patch, [(sites, scores)], mean, std)
+        first = _tokens(scene, batched, self.base.patch, [(sites, scores)], mean, std, bias)
         second = _blank(first, self.more.budget)
         if len(index := bought.nonzero()[:, 0]):
             fine = fine.some(index)
             if later:
                 fine, _ = _scene(self.more, fine.image, None, fine.query, None)
             chosen = _successive(self.more, fine, 1, 0.15, 1.0, sites[index])
-            second = _spread(second, index, _tokens(fine, batched, self.more.patch, chosen, mean, std))
+            second = _spread(second, index, _tokens(fine, batched, self.more.patch, chosen, mean, std, bias))
         tokens = _joined(first, second)
         return Glanced(tokens, *((bought, entropy) if batched else (bought[0], entropy[0])), self.base.budget)
 
@@ -346,8 +349,10 @@ def _tokens(
     chosen: list[tuple[torch.Tensor, torch.Tensor]],
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
+    bias: float,
 ) -> TokenSet:
     """All glances in one, their patches read at once."""
+    checks.number(bias, "bias")
     sites, scores = (torch.cat(parts, dim=1) for parts in zip(*chosen, strict=True))
     if not batched:
         sites, scores = sites[0], scores[0]
@@ -355,7 +360,8 @@ def _tokens(
     if scene.image is not None:
         counts = not scene.top.is_floating_point() and mean is None and std is None
         # Counts have no gradients.
-        patches = gather_patches(scene.image, sites.detach() if counts else sites, patch, mean=mean, std=std)
+        points = sites.detach() if counts else sites
+        patches = gather_patches(scene.image, points, patch, mean=mean, std=std, bias=bias)
     return TokenSet(sites, scores, patches, patch)
 
 
