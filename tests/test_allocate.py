@@ -40,11 +40,15 @@ from gpu_lod.patch_grid import pooled
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAMES = lod.allocate.names()
-ANY_BUDGET = ["Downsample", "Hexagonal", "LogPolar", "PseudoLogPolar", "SoftVortex", "Spiral", "Whirlwind"]
+ANY_BUDGET = [
+    "Downsample", "Hexagonal", "LogPolar", "PseudoLogPolar", "Residual", "SoftVortex", "Spiral", "Whirlwind",
+]  # fmt: skip
 """Their sites are no nodes of a grid: there are as many as are asked for."""
-MONOTONE = ["AdaptiveStratified", "GridTopK", "HeatDiffusion", "PyramidTopK", "Stratified", "VortexLearned"]
+MONOTONE = [
+    "AdaptiveStratified", "GridTopK", "HeatDiffusion", "PyramidTopK", "Residual", "Stratified", "VortexLearned",
+]  # fmt: skip
 """Raising a cell's relevance never loses its token."""
-COVERS = ["FoveatedPyramid", "TokenDAG"]
+COVERS = ["Downsample", "FoveatedPyramid", "Residual", "TokenDAG"]
 """Every pixel is in a token."""
 
 
@@ -299,11 +303,12 @@ def test_more_relevance_never_loses_a_token(name: str, data: st.DataObject) -> N
     allocator = lod.allocate.make(name, data.draw(st.integers(1, min(sites_there(name, rows, columns), 100))), 4)
     fixation = (0.4, 0.6) if "fixation" in allocator.takes else None
     query = torch.ones(allocator.query_width or 8) if "query" in allocator.needs else None
+    image = torch.rand(1, 3, 4 * rows, 4 * columns) if "image" in allocator.needs else None
 
     def cells(values: torch.Tensor) -> list[int]:
         """That have a token of their own."""
         with torch.no_grad():
-            sites = allocator(relevance=values, fixation=fixation, query=query).sites[0]
+            sites = allocator(image, values, fixation=fixation, query=query).sites[0]
         x, y = (sites[sites[:, 2] == 0, :2] * torch.tensor([columns, rows])).floor().long().unbind(1)
         return (y * columns + x).tolist()
 
@@ -632,7 +637,7 @@ def test_a_fixation_that_is_not_given_is_the_peak_of_relevance() -> None:
 
 @pytest.mark.parametrize("size", [(64, 64), (90, 61), (7, 200), (131, 40)], ids=str)
 @pytest.mark.parametrize("name", COVERS)
-def test_tree_cuts_leave_no_pixel_out(name: str, size: tuple[int, int]) -> None:
+def test_what_covers_leaves_no_pixel_out(name: str, size: tuple[int, int]) -> None:
     """At sizes that are no multiples of the patch, where tokens at the far edges reach over them."""
     image = noise(2, 3, *size)
     for budget in (9, 20):

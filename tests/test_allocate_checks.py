@@ -35,6 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "PseudoLogPolar": {"fovea": 0.5, "sigma": 0.1, "temperatures": (2.0, 0.5)},
     "PyramidTopK": {"weights": (1.0, 0.5), "split": (4, 5)},
     "Random": {"seed": 3},
+    "Residual": {"share": 0.5},
     "SoftTopKCoverage": {"bins": (2, 4), "strength": 2.0, "temperature": 0.5},
     "SoftVortex": {"vortices": 3, "radius": 0.2, "twist": 1.0, "width": 0.5},
     "Spiral": {"kind": "fibonacci", "peaks": 2},

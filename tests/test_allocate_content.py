@@ -23,6 +23,8 @@ from gpu_lod.allocate.scene import Scene, cells_of
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.wavelet import band_energies
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.patch_grid import pooled
+from gpu_lod.rebuild import psnr
 
 LOOKING = ["TokenDAG", "FrequencyAware", "Wavelet", "HybridAtlas"]
 
@@ -671,3 +673,53 @@ def test_what_weighs_nothing_shares_evenly_what_others_leave() -> None:
 def test_peaks_of_a_picture_lower_than_a_patch_are_in_its_middle() -> None:
     scene = Scene((5, 70), 14, torch.rand(2, 1, 5), None, None, None, None)
     assert (scene.fixations(2)[..., 1] == 0.5).all()
+
+
+# -- what a smaller picture loses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(160, 160), (131, 203), (75, 240)], ids=str)
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_residual_tiles_and_takes_what_they_lose_most_of(size: tuple[int, int], share: float) -> None:
+    """Against a picture that is foveated to that level everywhere."""
+    image = noise(2, 3, *size)
+    budget, tiles = 60, round(share * 60)
+    tokens = lod.allocate.Residual(budget, 8, share=share)(image)
+    assert torch.equal(tokens.sites[:, :tiles], lod.allocate.Downsample(tiles, 8)(image).sites)
+    assert (tokens.scores == 1).all() and (tokens.sites[:, tiles:, 2] == 0).all()
+    gray = (image * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+    level = float(tokens.sites[:, :tiles, 2].max())
+    coarse = lod.foveate(gray, (0.5, 0.5), e0=1e9, bias=level, backend="torch")
+    lost = pooled((gray - coarse).square()[:, 0], 8)
+    grid = Scene(size, 8, lost, None, None, None, None).sites(0, torch.arange(lost[0].numel()))
+    for relevance in (None, torch.rand(lost.shape)):
+        found = lod.allocate.Residual(budget, 8, share=share)(image, relevance)
+        worth = lost if relevance is None else (lost + ROUNDING) * relevance
+        best = worth.flatten(1).argsort(1, descending=True)[:, : budget - tiles]
+        for b in range(2):
+            fine = {tuple(site) for site in found.sites[b].tolist() if site[2] == 0}
+            assert len(fine) == budget - tiles
+            assert len(fine ^ {tuple(site) for site in grid[best[b]].tolist()}) <= 2  # but for rounding
+
+
+def test_residual_keeps_more_of_a_picture_than_the_same_tiles_everywhere(photo: torch.Tensor) -> None:
+    image = photo[None]
+    size = (image.shape[-2], image.shape[-1])
+
+    def kept(allocator: lod.allocate.Allocator) -> float:
+        return float(psnr(lod.rebuild(allocator(image, bias=-0.75), size, mode="bicubic").image, image))
+
+    assert kept(lod.allocate.Residual()) > kept(lod.allocate.Downsample()) + 0.5
+
+
+def test_residual_has_tiles_alone_where_they_are_of_level_0() -> None:
+    image = noise(1, 3, 50, 60)
+    for budget in (20, 21, 40, 100):
+        tokens = lod.allocate.Residual(budget, 14)(image)
+        assert torch.equal(tokens.sites, lod.allocate.Downsample(budget, 14)(image).sites)
+    few = lod.allocate.Residual(12, 14, share=0.5)(image)  # of 20
+    assert int((few.sites[..., 2] > 0).sum()) == 6
+    assert lod.allocate.Residual(1, 14, share=0.0)(image).sites.shape == (1, 1, 3)
+    flat = lod.allocate.Residual(12, 14, share=0.5)(torch.zeros(1, 3, 50, 60), torch.arange(20.0).view(1, 4, 5))
+    cells = flat.sites[flat.sites[..., 2] == 0]
+    assert len(cells) == 6 and bool((cells[:, 1] > 0.5).all())  # nothing to see: the most relevant ones

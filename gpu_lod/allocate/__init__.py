@@ -22,6 +22,7 @@ from gpu_lod.allocate.losses import coverage_loss, dead_bin_loss, repulsion_loss
 from gpu_lod.allocate.pseudo_log_polar import PseudoLogPolar
 from gpu_lod.allocate.pyramid_top_k import PyramidTopK
 from gpu_lod.allocate.random import Random
+from gpu_lod.allocate.residual import Residual
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.soft_top_k_coverage import SoftTopKCoverage
 from gpu_lod.allocate.soft_vortex import SoftVortex
@@ -53,6 +54,7 @@ __all__ = [
     "PseudoLogPolar",
     "PyramidTopK",
     "Random",
+    "Residual",
     "Scene",
     "SoftTopKCoverage",
     "SoftVortex",

@@ -35,20 +35,31 @@ class Downsample(Allocator):
 
     def choose(self, scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
         height, width = scene.size
-        rows = self.rows or max(1, round(math.sqrt(self.budget * height / width)))
-        rows = min(rows, self.budget)  # a token bank may have lowered it
-        sites = constant(scene.device, _sites, self.budget, rows, height, width, self.patch)
+        rows = min(self.rows or rows_of(self.budget, scene.size), self.budget)  # a token bank may have lowered it
+        sites = constant(scene.device, tiling, self.budget, rows, height, width, self.patch)
         return scored(scene, sites.expand(scene.batch, -1, -1))
 
 
-def _sites(budget: int, rows: int, height: int, width: int, patch: int) -> torch.Tensor:
-    """[K, 3]"""
+def rows_of(budget: int, size: tuple[int, int]) -> int:
+    """How many rows make cells as square as may be."""
+    height, width = size
+    return min(max(1, round(math.sqrt(budget * height / width))), budget)
+
+
+def level_of(columns: int, rows: int, size: tuple[int, int], patch: int) -> float:
+    """At which P samples span the longer side of a cell."""
+    height, width = size
+    return math.log2(max(1.0, max(width / columns, height / rows) / patch))
+
+
+def tiling(budget: int, rows: int, height: int, width: int, patch: int) -> torch.Tensor:
+    """Sites [K, 3] of cells in rows."""
     # Equal shares: floor of the cumulated share, which is largest remainder spread over the rows.
     ends = [budget * (row + 1) // rows for row in range(rows)]
     sites = []
     for row, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         columns = end - begin
-        level = math.log2(max(1.0, max(width / columns, height / rows) / patch))
+        level = level_of(columns, rows, (height, width), patch)
         x = (torch.arange(columns, dtype=torch.float64, device="cpu") + 0.5) / columns
         y = torch.full_like(x, (row + 0.5) / rows)
         sites.append(torch.stack([x, y, torch.full_like(x, level)], dim=-1))
