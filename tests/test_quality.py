@@ -245,7 +245,7 @@ def test_a_budget_beyond_the_patches_is_skipped_with_the_reason(tmp_path: Path) 
         data = run.measure({}, [Brightness()], journal, asked, 1, Console(file=StringIO()))
     found = data["tasks"]["brightness"]
     assert "the budget is 100, and there are 48 patches" in found["skipped"]["GridTopK, first, 100"]
-    assert {row["method"] for row in found["rows"]} == {FULL.label, "Downsample", "Downsample, bias -0.5"}
+    assert {row["method"] for row in found["rows"]} == {FULL.label, "Downsample", "Downsample, bias -0.75"}
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from gpu_lod.allocate.base import Need
 from gpu_lod.allocate.downsample import Downsample
 from gpu_lod.allocate.foveated_pyramid import FoveatedPyramid
+from gpu_lod.allocate.residual import Residual
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.token_set import TokenSet
 
@@ -35,11 +36,18 @@ class FoveationOnly(FoveatedPyramid):
         return super().choose(replace(scene, relevance=torch.ones_like(scene.relevance), fixation=fixation))
 
 
-BIAS = -0.5
+BIAS = -0.75
 
 
 class SharpDownsample(Downsample):
-    """Read half a level finer."""
+    """Read three quarters of a level finer."""
+
+    def __call__(self, *given: Any, **more: Any) -> TokenSet:
+        return super().__call__(*given, bias=BIAS, **more)
+
+
+class SharpResidual(Residual):
+    """The same."""
 
     def __call__(self, *given: Any, **more: Any) -> TokenSet:
         return super().__call__(*given, bias=BIAS, **more)

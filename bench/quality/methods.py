@@ -20,13 +20,15 @@ CENTRE, SALIENCY, ORACLE = "centre", "saliency", "oracle"
 
 ABLATIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "LogPolar": ({"fovea": 0.2}, {"fovea": 0.4}),  # the default is 0.3
+    "Residual": ({"share": 0.1},),  # the default is 0.9
     "Stratified": ({"strata": (8, 8)},),  # the default is 4 x 4
     "fovi": ({"reach": "corners"},),  # the default is a field of the picture's area
 }
 OWN = {
     "FoveatedPyramid, pyramid only": "ablations.PyramidOnly",
     "FoveatedPyramid, foveation only": "ablations.FoveationOnly",
-    "Downsample, bias -0.5": "ablations.SharpDownsample",
+    "Downsample, bias -0.75": "ablations.SharpDownsample",
+    "Residual, bias -0.75": "ablations.SharpResidual",
     "fovi": "fovi_peer.Fovi",
     "resize": "resized.Resized",
     **{f"{name}, trained": f"learned.{name}" for name in (
@@ -54,7 +56,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        words = {"fovea": "fovea {:.0%}", "strata": "{0[0]} x {0[1]}"}
+        words = {"fovea": "fovea {:.0%}", "share": "tiles {:.0%}", "strata": "{0[0]} x {0[1]}"}
         return ", ".join([self.name, *(words.get(key, key + " {}").format(value) for key, value in self.arguments)])
 
     @property
