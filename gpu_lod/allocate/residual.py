@@ -75,7 +75,7 @@ def _lost(scene: Scene, level: float) -> torch.Tensor:
     coarse = _at_full_size(chain[first], scene.size)
     if share:
         coarse = torch.lerp(coarse, _at_full_size(chain[first + 1], scene.size), share)
-    return over_patches(checked((whole - coarse).square_()[:, 0]), scene, 0, 1, scene.size)
+    return checked(over_patches((whole - coarse).square_()[:, 0], scene, 0, 1, scene.size))
 
 
 def _at_full_size(level: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
