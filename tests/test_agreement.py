@@ -65,3 +65,9 @@ def test_another_shape_or_dtype() -> None:
     assert difference(image.half(), image).startswith("torch.float16 of")
     assert difference(image[:0], image[:0]) == ""
     assert difference(torch.tensor([1, 2, 3]), torch.tensor([1, 3, 2])) == "2 of 3 are others"
+
+
+def test_infinities_of_the_truth_excuse_nothing() -> None:
+    """The scale is that of finite values."""
+    assert difference(torch.tensor([1.0, INF]), torch.tensor([2.0, INF])) == "1 at most, where values are up to 2"
+    assert difference(torch.tensor([1.0, -INF]), torch.tensor([2.0, -INF]))

@@ -1620,3 +1620,39 @@ def test_bias_of_blends_is_refused() -> None:
         lod.allocate.make("SoftVortex", 20, 16)(torch.rand(3, 64, 96), bias=-0.5)
     with pytest.raises(InputError, match="bias is nan"):
         lod.allocate.GridTopK(4, 16)(torch.rand(3, 64, 96), bias=math.nan)
+
+
+@pytest.mark.parametrize("n", [11, 15])
+def test_what_is_as_far_as_the_radius_is_within_on_all_sides(n: int) -> None:
+    """Several cells away, too, to either side of the middle and above and below it."""
+    for k in range(1, n // 2 + 1):
+        relevance, c = torch.zeros(1, n, n), n // 2
+        relevance[0, c, c], relevance[0, 0, 0] = 3.0, 1.0
+        relevance[0, [c, c, c - k, c + k], [c - k, c + k, c, c]] = 2.0
+        found = lod.allocate.find_fixations(relevance, 2, radius=k / n)[0]
+        assert (found * n).floor().tolist() == [[c, c], [0, 0]], k
+
+
+def test_a_peaks_own_cell_is_inhibited_whatever_the_radius() -> None:
+    """Also where the vertex is farther from the cell's middle than the radius."""
+    row = torch.zeros(1, 1, 16)
+    row[0, 0, 4:7] = torch.tensor([2.0, 4.0, 3.0])
+    found = lod.allocate.find_fixations(row, 3, radius=0.0)[0, :, 0]
+    assert (found * 16).floor().tolist() == [5, 6, 4]
+
+
+def test_little_heat_far_away_is_no_rounding_error() -> None:
+    """What arrives is told apart down to a trillionth of the most."""
+    relevance = torch.zeros(1, 1, 12)
+    relevance[0, 0, 0] = 1
+    tokens = lod.allocate.HeatDiffusion(12, length=0.5)(relevance=relevance)
+    assert (tokens.sites[0, :, 0] * 12).int().tolist() == list(range(12))
+    ratios = tokens.scores[0, 1:9] / tokens.scores[0, :8]  # of an infinite row it is 3 - 2 sqrt 2
+    assert torch.allclose(ratios[1:], torch.full((7,), 3 - 2 * math.sqrt(2)), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(18, 6), (25, 5), (30, 6)])
+def test_of_equal_lattices_that_of_the_fewest_rows(budget: int, rows: int) -> None:
+    """Rounding does not choose among them."""
+    sites = lod.allocate.Hexagonal(budget)(torch.empty(1, 1, 224, 224)).sites[0]
+    assert len(sites[:, 1].unique()) == rows

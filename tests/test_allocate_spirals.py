@@ -544,3 +544,26 @@ def test_a_bank_of_blends() -> None:
 def test_what_is_refused(make: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         make()
+
+
+@pytest.mark.parametrize("budget", [40, 100, 150, 273])
+def test_convention_golden_arms_are_the_nearest_whole_number(budget: int) -> None:
+    """As many as make arms as far from each other as sites along them are."""
+    relevance = torch.ones(1, 81, 81)
+    tokens = lod.allocate.Spiral(budget, kind="golden", peaks=1)(relevance=relevance)
+    away = tokens.sites[0, :, :2].double() - lod.allocate.find_fixations(relevance)[0]
+    radius, order = away.norm(dim=1).sort()
+    angle = torch.atan2(away[order, 1], away[order, 0])
+    inner = slice(3, budget // 2)  # none of these is left out
+    growth = float((radius[1:] / radius[:-1])[inner].log().median())
+    turn = float((angle.diff()[inner] % (2 * math.pi)).median())
+    pitch = 2 * math.log((1 + math.sqrt(5)) / 2) / math.pi
+    wanted = 2 * math.pi * math.sin(math.atan(pitch)) / math.sqrt(2 * math.pi * growth)
+    assert abs(2 * math.pi / (turn - growth / pitch) - max(1, round(wanted))) < 0.05
+
+
+def test_infinite_relevance_is_worth_more_than_all_that_is_finite() -> None:
+    relevance = torch.zeros(2, 1, 40)
+    relevance[0, 0, 0], relevance[1, 0, 0] = math.inf, torch.finfo(torch.float32).max
+    packed = lod.allocate.TokenBank(lod.allocate.GridTopK(), total=36)(relevance=relevance)
+    assert packed.counts[0] > 8 * packed.counts[1]

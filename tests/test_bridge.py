@@ -460,3 +460,41 @@ def test_addresses_of_deleted_buffers_are_forgotten(ctx: lod.Context) -> None:
     assert isinstance(bridge, HostBridge)
     assert len(bridge._by_address) == bridge.pool.leased
     assert ctx.owns(kept)
+
+
+def test_what_cannot_be_deleted_now_stays_in_the_pool() -> None:
+    deleted: list[int] = []
+    pool: Pool[Item] = Pool(max_idle_bytes=100)
+
+    class Stubborn(Item):
+        def delete(self) -> None:
+            if not deleted:
+                deleted.append(0)
+                raise KeyboardInterrupt
+            super().delete()
+
+    lease = Lease(pool.take(40, lambda: Stubborn(40, deleted)), pool.returned)
+    del lease
+    pool.drain()
+    with pytest.raises(KeyboardInterrupt):
+        pool.trim()
+    assert (pool.idle, pool.idle_bytes) == (1, 40)
+    pool.trim()
+    assert deleted == [0, 40] and (pool.idle, pool.idle_bytes) == (0, 0)
+
+
+def test_idle_buffers_make_room_where_memory_is_short(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx.empty(1 << 20).fill_(1)  # idle from now on
+    gc.collect()
+    make, idle = ctx.host._make, ctx.gl.MapBufferRange
+    with ctx.active():
+        ctx.host.drain()
+        assert ctx.host.pool.idle_bytes
+
+        def full(*arguments: Any) -> Any:
+            return None if ctx.host.pool.idle_bytes else idle(*arguments)
+
+        monkeypatch.setattr(ctx.gl, "MapBufferRange", full)
+        buffer = make(size_class(123 * 4567))
+        assert buffer.nbytes >= 123 * 4567 and not ctx.host.pool.idle_bytes
+        buffer.delete()

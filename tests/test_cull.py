@@ -194,3 +194,10 @@ def test_what_was_culled_is_saved_and_loaded() -> None:
     loaded = torch.load(file, weights_only=True)
     assert torch.equal(loaded.mask, found.mask) and torch.equal(loaded.pruned, found.pruned)
     assert loaded.tested == found.tested
+
+
+def test_thresholds_follow_images_that_are_culled_in_parts(restored_limits: lod.Context) -> None:
+    relevance, thresholds = noise(5, 3, 20, 20), torch.tensor([0.2, 0.9, 0.5, 0.999, 0.7])
+    restored_limits.limits.storage_bytes = 4 * 400 * 2 + 1024  # two planes at once
+    culled = lod.cull(lod.hiz(relevance), thresholds, backend="gl")
+    assert torch.equal(culled.mask, relevance >= thresholds.view(5, 1, 1, 1))

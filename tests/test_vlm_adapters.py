@@ -653,3 +653,11 @@ def test_patches_that_are_written_as_two_sides() -> None:
 def test_no_positions_have_no_rows() -> None:
     found = lod.vlm.sample_position_table(torch.rand(16, 8), torch.zeros(2, 0, 2), (4, 4), (4, 4))
     assert found.shape == (2, 0, 8)
+
+
+def test_a_processor_without_a_factor_rescales_bytes_to_fractions() -> None:
+    from gpu_lod.vlm.encode import normalisation
+
+    unnamed = type("Unnamed", (Processor,), {"rescale_factor": None})
+    mean, std = normalisation(unnamed(), 3)
+    assert mean == pytest.approx(Processor.image_mean) and std == pytest.approx(Processor.image_std)

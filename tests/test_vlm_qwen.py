@@ -425,3 +425,11 @@ def test_a_batch_without_pictures(make: Any) -> None:
             lod.vlm.inputs_for(model, ids, [], **{name: 5})
     with pytest.raises(InputError, match="does not generate from token sets"):
         lod.vlm.generate(torch.nn.Linear(2, 2), ids, [])
+
+
+def test_windows_of_levels_between_are_those_of_the_nearest() -> None:
+    """A little above level 0, windows are still those of the picture itself."""
+    sites = Whole(16)(torch.rand(1, 3, 64, 64)).sites
+    sites[..., 2] = 0.45
+    windows = [[n for n in range(16) if (n // 8, n % 4 // 2) == (m // 8, m % 4 // 2)] for m in range(16)]
+    assert looked_at(sites, (64, 64)) == windows

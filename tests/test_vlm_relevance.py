@@ -321,3 +321,18 @@ def test_saliency_relevance_is_what_allocators_fall_back_on(photo: torch.Tensor)
     assert torch.allclose(found[0], cells(lod.feature_maps(image)[0, 5]), atol=1e-6)
     scores = lod.allocate.GridTopK(48)(image).scores[0]
     assert torch.allclose(found.flatten().sort(descending=True).values, scores, atol=1e-6)
+
+
+def test_rounding_is_not_standardised() -> None:
+    """What is flat but for rounding stays flat, and no head sees a pattern in it."""
+    flat = torch.full((1, 4, 6, 1), 0.5)
+    flat[:, ::2] += 2**-20
+    assert relevance_module._standardised(flat).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_saliency_of_a_broken_picture(bad: float) -> None:
+    image = torch.rand(2, 3, 56, 56)
+    image[1, 2, 20, 30] = bad
+    with pytest.raises(InputError, match="saliency of the image is not finite"):
+        saliency_relevance(image)

@@ -138,3 +138,10 @@ def test_the_given_allocator_keeps_its_budget() -> None:
 def test_bad_input(make: Any, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         make()
+
+
+def test_a_bias_is_of_the_base_too() -> None:
+    image = noise(1, 3, 112, 112)
+    tokens = lod.vlm.Saccades(lod.allocate.GridTopK(4), base=9, budget=4)(image, bias=1.0)
+    assert tokens.patches is not None
+    assert torch.equal(tokens.patches, lod.gather_patches(lod.mipmap(image), tokens.sites, 14, bias=1.0))
