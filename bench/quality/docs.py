@@ -15,8 +15,7 @@ from quality.tables import Cells, Data, figure, number, piped
 ROOT = Path(__file__).resolve().parents[2]
 QUALITY, SEARCH, README = ROOT / "docs" / "quality.md", ROOT / "docs" / "search.md", ROOT / "README.md"
 RESIZE = RESULTS / "quality" / "resize" / "full.json"
-"""python bench/quality/run.py --methods resize,Downsample,GridTopK,FoveatedPyramid --only features --out DIR, and so
---methods resize,Downsample,GridTopK --only ocr."""
+"""python bench/quality/run.py --methods resize,Downsample,GridTopK,Residual --only ocr --budgets 273 --out DIR."""
 MARKS = "<!-- quality: python bench/quality/report.py -->", "<!-- end of quality -->"
 BEST = 3
 """Methods of each task in the README."""
@@ -41,7 +40,8 @@ def against_resizing(data: Data) -> str:
     parts = [
         f"## Against a smaller picture, {data['date']}",
         "`resize` is the picture made smaller by a bicubic filter, to a grid of at most K patches, and shown again by "
-        "one: what one does without any of this. It was measured after the tables below, beside some methods. "
+        "one: what one does without any of this. Print was read from it after the tables below were made, beside some "
+        "methods, whose tokens are shown bicubic as well; in those tables they are bilinear. "
         f"{tables.about(data)} ([file](../bench/results/quality/resize/full.json)).",
     ]
     for task in data["tasks"].values():
