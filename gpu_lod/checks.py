@@ -133,7 +133,7 @@ def image(value: Any, name: str = "image", *, max_channels: int | None = 4) -> t
             way += " and divide it by its white, or with .to(torch.uint8) where that is 255"
         raise InputError(f"{name} is {image.dtype}; expected {_DTYPE_NAMES}. Convert it with {way}.")
     if max_channels is not None and image.shape[-3] > max_channels:
-        if shape[-1] <= max_channels or shape[-1] <= _FEW < shape[-3]:
+        if shape[-1] <= max_channels or shape[-1] <= _FEW < min(shape[-3:-1]):
             hint = " The channels seem to come last: use .movedim(-1, -3)."
         else:
             hint = " Take some of them: patches of all can be read where an allocator puts tokens, by gather_patches."

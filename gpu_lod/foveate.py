@@ -51,8 +51,9 @@ def foveate(
         pixels out, and is read at level max(0, level - log2(N)). A pixel on the fixation has no radius: where its
         distance is a rounding error, backends may take any. Texture units, on GL and CUDA, filter in their own way,
         and so differ where there is detail. There gradients are those of the samples' mean: its exact adjoint, and so
-        that of the forward only as nearly as the two agree. What reads a NaN is NaN; shaders, texture units and torch
-        on a GPU read two levels even where one of them counts for nothing, and one NaN is in all coarse ones.
+        that of the forward only as nearly as the two agree. What reads a NaN is NaN. What has a weight of 0 may
+        count as read: a texel beside the first ones of a level, and, but for torch on a CPU, a level beside another,
+        where one NaN is in all coarse ones.
 
     Precision: places are fp32. In white noise of 1537 x 1021 results are within 1.5e-5 of the range of exact ones, and
         within 6e-5 with anisotropy, whose samples lie between pixels.

@@ -70,6 +70,7 @@ def rebuild(
     Raises:
         InputError: tokens without patches, sites outside the image, or a bad size, fill or mode.
         OutOfMemoryError: a picture of that size does not fit a CPU's memory.
+        UnsupportedError: forward mode (torch.func.jvp) of "bicubic" where a neighbour is finer.
 
     Source: the cubic is that of Keys, "Cubic Convolution Interpolation for Digital Image Processing" (1981), with
         a = -0.75, as of torch.nn.functional.interpolate and OpenCV.
@@ -282,8 +283,11 @@ def _token_by_token(
                 low, high, share = across[number]
                 samples = torch.lerp(samples.index_select(2, low), samples.index_select(2, high), share)
                 low, high, share = down[number]
-                samples = torch.lerp(samples.index_select(1, low), samples.index_select(1, high), share[:, None])
-                shown.copy_(_stored(samples, dtype))
+                above, below = samples.index_select(1, low), samples.index_select(1, high)
+                if dtype == work:
+                    torch.lerp(above, below, share[:, None], out=shown)
+                else:
+                    shown.copy_(_stored(torch.lerp(above, below, share[:, None]), dtype))
             if numbers is not None:
                 numbers[index, y0:y1, x0:x1].fill_(token + 1)
     return image
@@ -362,7 +366,8 @@ def _pixel_by_pixel(
     plain = not (dispatch.needs_grad(values) or checks.transformed(values))
     image = values.new_empty((batch * height, width, channels), dtype=dtype) if plain else None
     parts = []
-    for rows in torch.arange(batch * height, device=winners.device).split(max(1, AT_ONCE // width)):
+    at_once = max(1, AT_ONCE // (4 * width if bicubic else width))  # of a cubic four samples along each side
+    for rows in torch.arange(batch * height, device=winners.device).split(at_once):
         token = winners.flatten(0, 1)[rows] + budget * images[rows, None]
         at = [
             (pixel - centre[token]) / step[token] + (patch - 1) / 2

@@ -16,6 +16,8 @@ _CUBIC = -0.75
 """The free parameter of Keys' cubic, as torch and OpenCV have it."""
 _FINER = 0.5
 """Levels by which a neighbour has to be finer, for the mean of its samples to be taken rather than one of them."""
+_MET = 1e-6
+"""Of a sample: so near to one it is read by itself, for beside it may be NaN."""
 _HIGHEST = 60.0
 """Level beyond any image, from which on all are taken for one."""
 _AT_ONCE = 2**21
@@ -78,6 +80,7 @@ def extended(
         for axis, inside in enumerate((x, y)):
             place = torch.where(there, inside, beyond[axis])
             at = ((place - centres[token, axis]) / step[token] + (patch - 1) / 2).clamp(0, patch - 1)
+            at = torch.where((at - at.round()).abs() < _MET, at.round(), at)
             low.append(at.long())
             high.append(at.ceil().long())
             share.append((at - low[-1]).to(values.dtype)[..., None])
@@ -90,8 +93,13 @@ def extended(
     margins, is_finer = torch.cat(parts), torch.cat(finer)[:, None]
     if is_finer.any():
         look = Look(side, zero=False, scale=None, offset=(), dtype=values.dtype)
-        means = sampled(image.to(values.dtype), None, sites, lambda levels, points: gathered(levels, points, look))
-        margins = torch.where(is_finer, means.flatten(0, 1)[needing][..., rows, columns], margins)
+        there = covered[:, None].to(values.dtype)  # of the rest no mean is to know
+        kept = torch.cat([torch.where(covered[:, None], image.to(values.dtype), 0), there], 1)
+        means = sampled(kept, None, sites, lambda levels, points: gathered(levels, points, look))
+        means = means.flatten(0, 1)[needing][..., rows, columns]
+        weight = means[:, channels:]
+        means = means[:, :channels] / torch.where(weight > 0, weight, 1)
+        margins = torch.where(is_finer & (weight > 0), means, margins)
     order = torch.cat([inner.flatten().nonzero()[:, 0], rows * side + columns]).argsort()
     found = torch.cat([values.flatten(0, 1)[needing].flatten(-2), margins], -1)[..., order].unflatten(-1, (side, side))
     return whole.flatten(0, 1).index_copy(0, needing, found).unflatten(0, (batch, budget))

@@ -154,6 +154,8 @@ def test_the_way_out_fits_what_came() -> None:
         lod.mipmap([[1.0, 2.0]])  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"13 channels; expected 1 to 4\. Take some of them: .* gather_patches"):
         lod.allocate.GridTopK(4, 8)(torch.rand(13, 40, 40))
+    with pytest.raises(InputError, match=r"768 channels; expected 1 to 4\. Take some of them"):
+        lod.foveate(torch.rand(1, 768, 24, 24), (0.5, 0.5))
     for shape in ((40, 50, 3), (250, 330, 13)):
         with pytest.raises(InputError, match="channels seem to come last"):
             lod.mipmap(torch.rand(shape))

@@ -78,7 +78,9 @@ def bicubic(tokens: lod.TokenSet, size: tuple[int, int]) -> torch.Tensor:
     patches, patch, (height, width) = tokens.patches.double(), tokens.patch, size
     image, shown = slow(tokens, size)
     sites = tokens.sites.double().tolist()
-    means = lod.gather_patches(image.float(), tokens.sites, patch + 4, backend="torch")
+    kept = torch.cat([torch.where(shown >= 0, image, 0), (shown >= 0)[None]]).float()  # nothing of the rest
+    means = lod.gather_patches(kept, tokens.sites, patch + 4, backend="torch")
+    means = means[:, :-1] / means[:, -1:]
 
     def centre(number: int) -> tuple[float, float]:
         return met(sites[number][0] * width, width), met(sites[number][1] * height, height)
@@ -407,3 +409,23 @@ def test_coverage_counts_every_pixel() -> None:
     covered = torch.ones(1, 64, 65, dtype=torch.bool)
     covered[0, 0, 0] = False
     assert lod.Rebuilt(torch.zeros(1, 1, 64, 65), covered).coverage.item() == pytest.approx(1 - 1 / (64 * 65), abs=1e-7)
+
+
+def test_what_no_token_covers_has_no_part_in_those_beside_it() -> None:
+    sites, patches = [(0.25, 0.5, 3.0), (68 / 128, 0.5, 0.0)], torch.full((2, 1, 8, 8), 0.5)
+    for fill in (0.0, 1e6):
+        found = lod.rebuild(token_set(sites, patches), (128, 128), fill, "bicubic")
+        assert (found.image[0][found.covered] - 0.5).abs().max() < 1e-5
+
+
+def test_margins_at_the_edge_of_the_picture_are_samples_themselves() -> None:
+    """However places round: beside them is NaN, which is not read."""
+    for _ in range(30):
+        level = float(torch.rand(()) * 2 + 1)
+        x, y = float(torch.rand(()) * 0.2 + 0.4), 6 * 2**level / 2 / 60  # the upper edge is the picture's
+        sites, patches = torch.tensor([[x, y, level]]), torch.rand(1, 1, 6, 6)
+        patches[0, 0, 0, 2] = math.nan
+        found = lod.rebuild(lod.TokenSet(sites, torch.zeros(1), patches, 6), (60, 60), 0.0, "bicubic")
+        at = (torch.arange(60) + 0.5 - sites[0, 0].double() * 60) / 2 ** sites[0, 2].double() + 2.5
+        read = (at.floor() - 1 <= 2) & (at.floor() + 2 >= 2) & (at >= -0.5) & (at < 5.5)
+        assert torch.equal(found.image[0, 0].isnan(), read)

@@ -118,6 +118,7 @@ def allocate(
 
     every = name == "all"
     checks.choice(name, "--with", [*lod.allocate.names(), "all"])
+    checks.number(bias, "--bias")
     path = options.output_path(image, "allocate" if every else f"allocate.{name}", output)
     names = lod.allocate.names() if every else [name]
     options.check_not_read(path, "--output", labels, query)
