@@ -199,7 +199,8 @@ def test_plans_are_measured_where_they_repeat_something(monkeypatch: pytest.Monk
 def test_committed_files_hold_every_allocator(path: Path) -> None:
     data = json.loads(path.read_text())
     jsonschema.validate(data, bench_allocate.SCHEMA)
-    assert {row["allocator"] for row in data["rows"]} == {*lod.allocate.names(), bench_allocate.TORCH}
+    there = {name for name in lod.allocate.names() if data["date"] > allocate_doc.LATER.get(name, "")}
+    assert {row["allocator"] for row in data["rows"]} == {*there, bench_allocate.TORCH}
 
 
 def test_the_doc_shows_the_files() -> None:
