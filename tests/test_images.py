@@ -320,21 +320,14 @@ def test_jpeg_keeps_colours_of_single_pixels(tmp_path: Path) -> None:
 
 def test_a_damaged_png_is_refused(tmp_path: Path) -> None:
     """Its data may unpack all the same, to other pixels; only its checksum tells."""
-    path, refused = tmp_path / "a.png", 0
-    Image.fromarray(np.add.outer(np.arange(300), np.arange(400)).astype(np.uint16) * 90).save(path)
+    path = tmp_path / "a.png"
+    Image.effect_noise((64, 48), 60).save(path)
     whole = path.read_bytes()
-    for place in range(whole.index(b"IDAT") + 10, len(whole) - 20, 29):
-        damaged = whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :]
-        path.write_bytes(damaged)
-        with pytest.raises(FileError, match="truncated, damaged"):
-            load(path)
-        try:
-            Image.open(io.BytesIO(damaged)).load()
-        except Exception:
-            refused += 1
-            continue
-        break  # Pillow took it
-    else:
-        pytest.skip(f"Pillow sees all {refused}")
+    end = whole.index(b"IEND") - 4  # the checksum of the data is before it
+    damaged = whole[: end - 1] + bytes([whole[end - 1] ^ 1]) + whole[end:]
+    Image.open(io.BytesIO(damaged)).load()  # Pillow does not look
+    path.write_bytes(damaged)
+    with pytest.raises(FileError, match=r"truncated, damaged.*IDAT"):
+        load(path)
     path.write_bytes(whole)
-    assert load(path).shape == (1, 300, 400)
+    assert load(path).shape == (1, 48, 64)
