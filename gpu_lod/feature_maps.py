@@ -307,8 +307,15 @@ def reference(
 
 
 def luma_of(image: torch.Tensor) -> torch.Tensor:
-    """Channel 9 of [B, C, H, W]: [B, 1, H, W], fp32."""
-    return _luma(_unit(image, torch.float32))
+    """Channel 9 of [B, C, H, W]: [B, 1, H, W], fp32. On a CPU in bands of rows: of bytes, whole colours would be four
+    times the picture."""
+    if not checks.on_host(image) or needs_grad(image) or checks.transformed(image):
+        return _luma(_unit(image, torch.float32))
+    count, _, height, width = image.shape
+    result = image.new_empty((count, 1, height, width), dtype=torch.float32)
+    for some, rows in bands(count, height, width):
+        result[some, :, rows] = _luma(_unit(image[some, :, rows], torch.float32))
+    return result
 
 
 def luma_weights(image: torch.Tensor) -> tuple[float, ...]:

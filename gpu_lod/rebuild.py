@@ -124,7 +124,7 @@ def _paint(
     plain = not (dispatch.needs_grad(patches) or checks.transformed(patches) or checks.transformed(sites))
     if plain and patches.device.type == "cpu" and height * width >= BY_TOKEN * budget:
         kind = torch.int32 if mode == "bicubic" else torch.bool
-        shown = torch.zeros(batch, height, width, dtype=kind, device="cpu")
+        shown = torch.empty(batch, height, width, dtype=kind, device="cpu")
         image = _token_by_token(patches, sites, size, rest, shown)
         covered = shown.bool()
         if mode == "bicubic":
@@ -243,8 +243,8 @@ def _token_by_token(
     """The picture of values [B, K, C, P, P]: the coarsest first, of equal ones the first one last.
 
     Args:
-        numbers: filled with 1 + the token that each pixel shows, so that a bool says if one does; None, if the values
-            have margins and are read bicubic.
+        numbers: filled with 1 + the token that each pixel shows, 0 where none does, so that a bool says if one does;
+            None, if the values have margins and are read bicubic.
         dtype: of the picture; None is that of the values.
     """
     (height, width), (batch, budget, channels, side, _) = size, values.shape
@@ -252,6 +252,8 @@ def _token_by_token(
     patch, work = side - 2 * margin, rest.dtype
     dtype = dtype or values.dtype
     image = _stored(rest, dtype)[:, :, None, None].expand(batch, channels, height, width).contiguous()
+    if numbers is not None:  # not before a picture that may not fit memory
+        numbers.zero_()
     order = sites[..., 2].sort(dim=1, stable=True).indices.flip(1)
     begin, end = _footprints(sites, patch, size)
     centres = centres_of(sites, size, torch.float32).to(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from images import noise
 
 import gpu_lod as lod
+from gpu_lod import planewise
 from gpu_lod.allocate import node_losses
 from gpu_lod.allocate.energy import ROUNDING, relevances
 from gpu_lod.allocate.frequency_aware import energies, given_away, served
@@ -25,6 +27,10 @@ from gpu_lod.allocate.wavelet import band_energies
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.patch_grid import pooled
 from gpu_lod.rebuild import psnr
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+from quality.memory import peak_bytes
 
 LOOKING = ["TokenDAG", "FrequencyAware", "Wavelet", "HybridAtlas"]
 
@@ -723,3 +729,27 @@ def test_residual_has_tiles_alone_where_they_are_of_level_0() -> None:
     flat = lod.allocate.Residual(12, 14, share=0.5)(torch.zeros(1, 3, 50, 60), torch.arange(20.0).view(1, 4, 5))
     cells = flat.sites[flat.sites[..., 2] == 0]
     assert len(cells) == 6 and bool((cells[:, 1] > 0.5).all())  # nothing to see: the most relevant ones
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("HybridAtlas", 1.6), ("FrequencyAware", 4.1), ("Wavelet", 3.5), ("Residual", 4.6)]
+)
+def test_a_picture_of_bytes_is_not_made_four_times_as_large(name: str, most: float) -> None:
+    """In fp32 it would be, twice: before and after it is divided by 255."""
+    image = torch.randint(0, 256, (1, 3, 1024, 1024), dtype=torch.uint8)
+    allocator, relevance = lod.allocate.make(name, 273, 16), torch.rand(1, 64, 64)
+    allocator(image, relevance=relevance)  # tables are made once
+    assert peak_bytes(lambda: allocator(image, relevance=relevance))[1] < most * image.nbytes
+
+
+def test_pictures_in_parts_are_seen_as_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, patch = torch.randint(0, 256, (3, 3, 61, 45), dtype=torch.uint8), 7
+    relevance = torch.rand(3, 9, 7)
+    names = ("HybridAtlas", "FrequencyAware", "Wavelet", "Residual")
+    whole = [lod.allocate.make(name, 30, patch)(image, relevance=relevance).sites for name in names]
+    monkeypatch.setattr(planewise, "PART", 4 * 45 * 16)
+    for name, sites in zip(names, whole, strict=True):
+        assert torch.equal(lod.allocate.make(name, 30, patch)(image, relevance=relevance).sites, sites), name

@@ -22,6 +22,8 @@ from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.superpixels import patch_means, superpixels
 from gpu_lod.kernels.superpixels import runs as runs_of
 from gpu_lod.patch_grid import Pool
+from gpu_lod.planewise import bands
+from gpu_lod.saliency import unit
 
 
 @register
@@ -120,7 +122,7 @@ class HybridAtlas(Allocator):
         if scene.image is None:
             seen = relevances(scene, 0)[0][:, None]
         else:
-            seen = checked(_patch_means(scene.pixels(), scene.patch))
+            seen = checked(_patch_means(scene.top.detach(), scene.patch))
         colour = seen.shape[1] >= 3
         # Grey is from 0 to 1, and not from 0 to 100 as in Lab.
         compactness = self.compactness if colour else self.compactness / 100
@@ -151,14 +153,22 @@ class HybridAtlas(Allocator):
         return region.to(scene.device), int(region.max()) + 1, None
 
 
-def _patch_means(pixels: torch.Tensor, patch: int) -> torch.Tensor:
-    """Of [B, C, H, W]: [B, C, Hg, Wg], at the far edges of what is inside. No gradients."""
-    pixels = pixels.detach()
-    if by_kernel.usable(pixels):
-        found = by_kernel.attempt(pixels.device, lambda: patch_means(kernels.device_of(pixels), pixels, patch))
+def _patch_means(image: torch.Tensor, patch: int) -> torch.Tensor:
+    """Of [B, C, H, W]: [B, C, Hg, Wg], fp32, uint8 over 255, at the far edges of what is inside. On a CPU some rows of
+    patches at a time, so that no more than those are fp32."""
+    if by_kernel.usable(image):
+        found = by_kernel.attempt(image.device, lambda: patch_means(kernels.device_of(image), unit(image), patch))
         if found is not None:
             return found
-    return F.avg_pool2d(pixels, patch, ceil_mode=True)
+    if not checks.on_host(image):
+        return F.avg_pool2d(unit(image), patch, ceil_mode=True)
+    count, channels, height, width = image.shape
+    grid = -(-height // patch), -(-width // patch)
+    result = image.new_empty((count, channels, *grid), dtype=torch.float32)
+    for some, rows in bands(count, grid[0], channels * patch * width):
+        strip = image[some, :, rows.start * patch : rows.stop * patch]
+        result[some, :, rows] = F.avg_pool2d(unit(strip), patch, ceil_mode=True)
+    return result
 
 
 def given_regions(scene: Scene, labels: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:

@@ -73,8 +73,9 @@ def _lost(scene: Scene, level: float) -> torch.Tensor:
     first, share = (int(level), level - int(level)) if level < last else (last, 0.0)
     chain = reference(whole, min(first + 2, last + 1))
     coarse = _at_full_size(chain[first], scene.size)
-    if share:
-        coarse = torch.lerp(coarse, _at_full_size(chain[first + 1], scene.size), share)
+    if share:  # not into what may be the picture's luma itself
+        coarser = _at_full_size(chain[first + 1], scene.size)
+        coarse = torch.lerp(coarse, coarser, share, out=coarser)
     return checked(over_patches((whole - coarse).square_()[:, 0], scene, 0, 1, scene.size))
 
 

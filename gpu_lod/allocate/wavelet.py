@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +16,10 @@ from gpu_lod.allocate.scene import Scene
 from gpu_lod.allocate.stratified import shared_out
 from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import constant, numbers
+from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.patch_grid import Pool
+from gpu_lod.planewise import bands
 
 
 @register
@@ -116,10 +119,17 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
     if not precision.exact("conv", values.device):  # what it is made of
         values = values.double()
     filters: Any = constant(values.device, _filters, wavelet, values.dtype).unbind()
-    _, *details = wavedec2(values[:, 0], filters, mode="constant", level=levels)
+
+    def transformed(part: torch.Tensor) -> list[torch.Tensor]:
+        _, *details = wavedec2(part, filters, mode="constant", level=levels)
+        return [torch.stack(three).square().sum(0) for three in reversed(details)]
+
+    separate = (
+        len(filters[0]) == 2 and checks.on_host(values) and not (needs_grad(values) or checks.transformed(values))
+    )
+    energies = _by_rows(transformed, values[:, 0], levels) if separate else transformed(values[:, 0])
     found = []
-    for level, bands in enumerate(reversed(details)):
-        energy = checked(torch.stack(bands).square().sum(0))
+    for level, energy in enumerate(map(checked, energies)):
         step = 2 ** (level + 1)
         # Coefficients that the edge cuts hold pixels several times: another energy than of as much picture.
         there = [max(1, n // step) for n in scene.size]
@@ -128,6 +138,25 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
         means = over_patches(energy, scene, level, step, (there[0] * step, there[1] * step))
         found.append(means * (scene.patch / 2) ** 2)
     return found
+
+
+def _by_rows(
+    transformed: Callable[[torch.Tensor], list[torch.Tensor]], values: torch.Tensor, levels: int
+) -> list[torch.Tensor]:
+    """`transformed(values)`, some rows at a time: Haar's coefficients reach over no others, and what torch's
+    convolutions make of a picture on the way is several times as large.
+
+    Args:
+        values: [B, h, w], of sides that are multiples of 2^levels.
+    """
+    count, height, width = values.shape
+    most = 2**levels
+    result = [values.new_empty(count, height >> level, width >> level) for level in range(1, levels + 1)]
+    for some, rows in bands(count, height // most, width * most):
+        for level, part in enumerate(transformed(values[some, rows.start * most : rows.stop * most]), start=1):
+            step = most >> level
+            result[level - 1][some, rows.start * step : rows.stop * step] = part
+    return result
 
 
 def _filters(wavelet: str, dtype: torch.dtype) -> torch.Tensor:

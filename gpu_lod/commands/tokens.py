@@ -55,7 +55,8 @@ def cull(
         limit = float(np.quantile(relevance.numpy(), 1 - KEPT)) if threshold is None else threshold
         if threshold is None and not math.isfinite(limit):
             raise lod.errors.FileError(
-                f"{image} holds NaN or infinities, and so does its relevance. Name a --threshold."
+                f"the relevance of {image} is not finite: it holds NaN, infinities, or values that are too large. Name "
+                "a --threshold."
             )
         hz = lod.hiz(relevance, **how)
         choice = lod.explain(lod.cull, hz, limit, **how)
