@@ -8,7 +8,7 @@ shaders are compiled and libraries loaded, and all that it took is given back; w
 highest resident size the system saw during it, less the size before it. Foreign pages can only add to that, so what is
 above the bound is measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
 chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use. Where gradients
-are asked for, the call is the forward.
+are asked for, the call is the forward. Allocators are shown beside it, and not held to it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 import jsonschema
 import torch
+from bench_allocate import BUDGET, PATCH, given_to, ready
 from rows import RESULTS, common, slug, write
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +54,7 @@ QUICK_SIZES, QUICK_VERBS = ((2, 3, 256, 320),), ("mipmap", "foveate")
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("gl", "torch")
 RUNS = 3
+ALLOCATE = "allocate."
 FIXATION = torch.tensor([0.4, 0.6])
 OF_RESULT, OF_PICTURE = 2.0, 1.8
 ALLOWANCE = {"gl": 2**18, "torch": 3 * 2**20}
@@ -124,6 +126,22 @@ def _sites(image: torch.Tensor) -> Call:
     return lambda _: lod.cortical_sites(points, budget=273, size=size, patch=14)
 
 
+def _allocated(name: str, image: torch.Tensor, relevance: bool = True) -> Call:
+    """273 patches of 16 x 16, or as many as there are."""
+    batch, (height, width) = len(image), (-(-n // PATCH) for n in image.shape[-2:])
+    allocator = ready(name, min(BUDGET, height * width), PATCH, "cpu")
+    given = given_to(allocator, batch, "cpu")
+    if relevance:
+        given["relevance"] = torch.rand(batch, height, width, generator=torch.Generator().manual_seed(1))
+
+    def call(_: str) -> list[torch.Tensor]:
+        with torch.no_grad():  # of what is learned
+            found = allocator(image, **given)
+        return [found.patches, found.sites, found.scores]
+
+    return call
+
+
 VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "mipmap": lambda x: lambda backend: lod.mipmap(x, backend=backend),
     "hiz": lambda x: lambda backend: lod.hiz(x, backend=backend),
@@ -161,6 +179,8 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "region_max": partial(_region, "max"),
     "region_min": partial(_region, "min"),
     "cortical_sites": _sites,
+    f"{ALLOCATE}GridTopK, no relevance": partial(_allocated, "GridTopK", relevance=False),
+    **{f"{ALLOCATE}{name}": partial(_allocated, name) for name in lod.allocate.names()},
 }
 
 PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz, "region_min": lod.hiz}
@@ -172,8 +192,12 @@ ONLY = {
     "log_polar, drawn, 1024 x 1024": (DTYPES, ("gl",)),
     "feature_maps, as_texture": (DTYPES, ("gl",)),
     "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
+    **{verb: (DTYPES[::3], ("torch",)) for verb in VERBS if verb.startswith(ALLOCATE)},
 }
 """Dtypes and backends of what has not all of them."""
+
+BOUND = tuple(verb for verb in VERBS if not verb.startswith(ALLOCATE))
+"""What is held to the bound. An allocator makes what its choice needs."""
 
 GRAPHS = ("kept", "checkpointed")
 """Of calls in plain torch whose gradients are asked for; the bound holds for calls without, and of checkpoints."""
