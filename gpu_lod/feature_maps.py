@@ -327,7 +327,7 @@ def luma_weights(image: torch.Tensor) -> tuple[float, ...]:
 def _unit(x: torch.Tensor, work: torch.dtype) -> list[torch.Tensor]:
     """Red, green and blue [B, 1, H, W] in [0, 1]; three times the same if it is grey."""
     colours = x[:, : 1 if x.shape[1] <= 2 else 3].to(work)
-    colours = colours.div_(255) if x.dtype == torch.uint8 else colours
+    colours = colours / 255 if x.dtype == torch.uint8 else colours
     return list(colours.split(1, dim=1)) * (1 if colours.shape[1] == 3 else 3)
 
 

@@ -19,7 +19,7 @@ _SCALES = ((1, 4), (2, 5), (3, 6))  # (centre, surround) levels
 
 def unit(image: torch.Tensor) -> torch.Tensor:
     """Values in [0, 1] as float32: uint8 divided by 255, others as they are."""
-    return image.float().div_(255) if image.dtype == torch.uint8 else image.float()
+    return image.float() / 255 if image.dtype == torch.uint8 else image.float()
 
 
 def colour(image: torch.Tensor) -> torch.Tensor:

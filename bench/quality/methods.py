@@ -20,7 +20,7 @@ CENTRE, SALIENCY, ORACLE = "centre", "saliency", "oracle"
 
 ABLATIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "LogPolar": ({"fovea": 0.2}, {"fovea": 0.4}),  # the default is 0.3
-    "Residual": ({"share": 0.1},),  # the default is 0.9
+    "Residual": ({"share": 0.9}, {"share": 0.1}),  # the default is the picture's own
     "Stratified": ({"strata": (8, 8)},),  # the default is 4 x 4
     "fovi": ({"reach": "corners"},),  # the default is a field of the picture's area
 }
