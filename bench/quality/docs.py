@@ -14,8 +14,6 @@ from quality.tables import Cells, Data, figure, number, piped
 
 ROOT = Path(__file__).resolve().parents[2]
 QUALITY, SEARCH, README = ROOT / "docs" / "quality.md", ROOT / "docs" / "search.md", ROOT / "README.md"
-RESIZE = RESULTS / "quality" / "resize" / "full.json"
-"""python bench/quality/run.py --methods resize,Downsample,GridTopK,Residual --only ocr --budgets 273 --out DIR."""
 MARKS = "<!-- quality: python bench/quality/report.py -->", "<!-- end of quality -->"
 BEST = 3
 """Methods of each task in the README."""
@@ -31,24 +29,7 @@ def updated(path: Path) -> str:
 
 
 def quality() -> str:
-    whole = [markdown(tables.load(path), f"../bench/results/quality/{path.name}") for path in result_files()]
-    return "\n\n".join([against_resizing(tables.load(RESIZE)), *whole])
-
-
-def against_resizing(data: Data) -> str:
-    """A run of a few methods beside a resized picture, with a later code."""
-    parts = [
-        f"## Against a smaller picture, {data['date']}",
-        "`resize` is the picture made smaller by a bicubic filter, to a grid of at most K patches, and shown again by "
-        "one: what one does without any of this. Print was read from it after the tables below were made, beside some "
-        "methods, whose tokens are shown bicubic as well; in those tables they are bilinear. "
-        f"{tables.about(data)} ([file](../bench/results/quality/resize/full.json)).",
-    ]
-    for task in data["tasks"].values():
-        parts += [f"### {task['title']} beside a smaller picture", *tables.paragraphs(task)]
-        for budget in tables.budgets(task):
-            parts += [f"**{task['title']}, {budget} tokens**", piped(tables.every_row(task, budget))]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(markdown(tables.load(path), f"../bench/results/quality/{path.name}") for path in result_files())
 
 
 def markdown(data: Data, link: str) -> str:
