@@ -1,6 +1,6 @@
 """What calls take at their peak: bench/results/memory/<device>.json and the tables of docs/memory.md.
 
-python bench/bench_memory.py [--quick] [--out FILE]
+python bench/bench_memory.py [--quick] [--allocators] [--out FILE]
 python bench/bench_memory.py --doc   put the tables of all result files into docs/memory.md
 
 Each call runs in a process of its own, forked before OpenGL or torch's threads were started. It is made once, so that
@@ -8,7 +8,8 @@ shaders are compiled and libraries loaded, and all that it took is given back; w
 highest resident size the system saw during it, less the size before it. Foreign pages can only add to that, so what is
 above the bound is measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
 chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use. Where gradients
-are asked for, the call is the forward. Allocators are shown beside it, and not held to it.
+are asked for, the call is the forward. Allocators are not held to it; `--allocators` measures them alone, and leaves the
+other rows of the file as they were, which say of what commit they are.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ SIZES = (
     (32, 3, 224, 224),
 )
 GRAPH_SIZES = (1, 3, 1024, 1024), (8, 3, 512, 512)
-QUICK_SIZES, QUICK_VERBS = ((2, 3, 256, 320),), ("mipmap", "foveate")
+ALLOCATED_SIZES = (1, 3, 1024, 1024), (1, 3, 2048, 2048), (32, 3, 224, 224)
+QUICK_SIZES, QUICK_VERBS, QUICK_ALLOCATORS = ((2, 3, 256, 320),), ("mipmap", "foveate"), ("GridTopK",)
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 BACKENDS = ("gl", "torch")
 RUNS = 3
-ALLOCATE = "allocate."
 FIXATION = torch.tensor([0.4, 0.6])
 OF_RESULT, OF_PICTURE = 2.0, 1.8
 ALLOWANCE = {"gl": 2**18, "torch": 3 * 2**20}
@@ -179,8 +180,10 @@ VERBS: dict[str, Callable[[torch.Tensor], Call]] = {
     "region_max": partial(_region, "max"),
     "region_min": partial(_region, "min"),
     "cortical_sites": _sites,
-    f"{ALLOCATE}GridTopK, no relevance": partial(_allocated, "GridTopK", relevance=False),
-    **{f"{ALLOCATE}{name}": partial(_allocated, name) for name in lod.allocate.names()},
+}
+ALLOCATORS: dict[str, Callable[[torch.Tensor], Call]] = {
+    "GridTopK, no relevance": partial(_allocated, "GridTopK", relevance=False),
+    **{name: partial(_allocated, name) for name in lod.allocate.names()},
 }
 
 PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz, "region_min": lod.hiz}
@@ -192,12 +195,9 @@ ONLY = {
     "log_polar, drawn, 1024 x 1024": (DTYPES, ("gl",)),
     "feature_maps, as_texture": (DTYPES, ("gl",)),
     "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
-    **{verb: (DTYPES[::3], ("torch",)) for verb in VERBS if verb.startswith(ALLOCATE)},
+    **dict.fromkeys(ALLOCATORS, (DTYPES[::3], ("torch",))),
 }
 """Dtypes and backends of what has not all of them."""
-
-BOUND = tuple(verb for verb in VERBS if not verb.startswith(ALLOCATE))
-"""What is held to the bound. An allocator makes what its choice needs."""
 
 GRAPHS = ("kept", "checkpointed")
 """Of calls in plain torch whose gradients are asked for; the bound holds for calls without, and of checkpoints."""
@@ -208,7 +208,7 @@ _ROW = {
     "type": "object",
     "required": ["verb", "dtype", "backend", "shape", "picture", "result", "peak"],
     "properties": {
-        "verb": {"enum": list(VERBS)},
+        "verb": {"enum": [*VERBS, *ALLOCATORS]},
         "dtype": {"enum": [str(dtype)[6:] for dtype in DTYPES]},
         "backend": {"enum": list(BACKENDS)},
         "shape": {"type": "array", "minItems": 4, "maxItems": 4, "items": {"type": "integer", "minimum": 1}},
@@ -220,7 +220,14 @@ _ROW = {
 SCHEMA: Data = {
     "type": "object",
     "required": ["device", "cpu", "threads", "versions", "commit", "date", "rows"],
-    "properties": {"rows": {"type": "array", "minItems": 1, "items": _ROW}},
+    "properties": {
+        "rows": {"type": "array", "minItems": 1, "items": _ROW},
+        "allocators": {
+            "type": "object",
+            "required": ["commit", "date", "rows"],
+            "properties": {"rows": {"type": "array", "minItems": 1, "items": _ROW}},
+        },
+    },
 }
 
 
@@ -261,7 +268,7 @@ def _one(
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is the system's again at once
     image = picture(dtype, shape).requires_grad_(graph is not None)
-    call = _checkpointed(verb, image) if graph == "checkpointed" else VERBS[verb](image)
+    call = _checkpointed(verb, image) if graph == "checkpointed" else {**VERBS, **ALLOCATORS}[verb](image)
     call(backend)
     if backend == "gl":
         gc.collect()
@@ -353,6 +360,7 @@ def tables(path: Path) -> str:
             f"{data['versions']['torch']}).",
             _table(lines),
             *_with_graphs([row for row in data["rows"] if "graph" in row]),
+            *_of_allocators(data.get("allocators")),
         ]
     )
 
@@ -367,6 +375,22 @@ def _with_graphs(rows: list[Data]) -> list[str]:
         lines.append([f"`{verb}`", dtype, *(f"{value:.2f}" for value in worst)])
     sizes = ", ".join(dict.fromkeys(_name(row) for row in rows))
     about = f"Where gradients are asked for, of a forward in plain torch, the largest share of the bound among {sizes}."
+    return [about, _table(lines)]
+
+
+def _of_allocators(data: Data | None) -> list[str]:
+    if data is None:
+        return []
+    shapes = list(dict.fromkeys(_name(row) for row in data["rows"]))
+    kinds = [(str(dtype)[6:], shape) for dtype in ONLY["GridTopK"][0] for shape in shapes]
+    lines = [["allocator", *(f"{dtype}, {shape}" for dtype, shape in kinds)], ["---"] * (1 + len(kinds))]
+    for name in dict.fromkeys(row["verb"] for row in data["rows"]):
+        own = {(row["dtype"], _name(row)): row["peak"] / row["picture"] for row in data["rows"] if row["verb"] == name}
+        lines.append([name, *(f"{own[kind]:.2f}" for kind in kinds)])
+    about = (
+        f"Allocators, {BUDGET} patches of {PATCH} x {PATCH} (of less, all that there are), relevance given: the peak beside "
+        f"the pictures, in those ({data['date']}, commit {data['commit']})."
+    )
     return [about, _table(lines)]
 
 
@@ -391,19 +415,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--doc", action="store_true", help="bring docs/memory.md up to date, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="one small size, once: to see that it works")
+    parser.add_argument("--allocators", action="store_true", help="measure these, and keep the other rows of the file")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/memory/<device>.json)")
     options = parser.parse_args(arguments)
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
-    if options.quick:
-        found = measure(QUICK_VERBS, QUICK_SIZES, 1) + measure(QUICK_VERBS, QUICK_SIZES, 1, GRAPHS)
-    else:
-        found = measure(VERBS, SIZES) + measure(GRAPH_VERBS, GRAPH_SIZES, graphs=GRAPHS)
     about = common()
     device = f"{about['cpu']} {about['threads']} cores"
     path = options.out or RESULTS / "memory" / f"{slug(device)}.json"
-    data: Data = {"device": device, **about, "rows": found}
+    data: Data = {"device": device, **about}
+    if options.allocators:
+        data = json.loads(path.read_text("utf-8"))
+    elif options.quick:
+        data["rows"] = measure(QUICK_VERBS, QUICK_SIZES, 1) + measure(QUICK_VERBS, QUICK_SIZES, 1, GRAPHS)
+    else:
+        data["rows"] = measure(VERBS, SIZES) + measure(GRAPH_VERBS, GRAPH_SIZES, graphs=GRAPHS)
+    chosen = measure(QUICK_ALLOCATORS, QUICK_SIZES, 1) if options.quick else measure(ALLOCATORS, ALLOCATED_SIZES)
+    data["allocators"] = {"commit": about["commit"], "date": about["date"], "rows": chosen}
     jsonschema.validate(data, SCHEMA)
     write(data, path)
     print(f"{tables(path)}\n\nwrote {path}")
