@@ -8,8 +8,8 @@ shaders are compiled and libraries loaded, and all that it took is given back; w
 highest resident size the system saw during it, less the size before it. Foreign pages can only add to that, so what is
 above the bound is measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
 chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use. Where gradients
-are asked for, the call is the forward. Allocators are not held to it; `--allocators` measures them alone, and leaves the
-other rows of the file as they were, which say of what commit they are.
+are asked for, the call is the forward. Allocators are not held to it; `--allocators` measures them alone, and leaves
+the other rows of the file as they were.
 """
 
 from __future__ import annotations
@@ -388,8 +388,8 @@ def _of_allocators(data: Data | None) -> list[str]:
         own = {(row["dtype"], _name(row)): row["peak"] / row["picture"] for row in data["rows"] if row["verb"] == name}
         lines.append([name, *(f"{own[kind]:.2f}" for kind in kinds)])
     about = (
-        f"Allocators, {BUDGET} patches of {PATCH} x {PATCH} (of less, all that there are), relevance given: the peak beside "
-        f"the pictures, in those ({data['date']}, commit {data['commit']})."
+        f"Allocators, {BUDGET} patches of {PATCH} x {PATCH} (of fewer all), relevance given: the peak beside the "
+        f"pictures, the result too, in those ({data['date']}, commit {data['commit']})."
     )
     return [about, _table(lines)]
 
