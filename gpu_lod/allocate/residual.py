@@ -79,9 +79,8 @@ class Residual(Allocator):
             best = fine.new_zeros(scene.batch)
         else:
             missed = (relevance * (lost / (lost + variance + _STABLE))).double()
-            shown = F.pad(missed.gather(2, index).cumsum(2), (1, 0))
-            shown = shown.gather(2, fine[:, None, None].expand(-1, scene.batch, 1))[..., 0]
-            best = (missed.sum(2) - shown).argmin(0)
+            taken = torch.arange(most, device=scene.device) < fine[:, None, None]
+            best = (missed.sum(2) - (missed.gather(2, index) * taken).sum(2)).argmin(0)
         place, count = torch.arange(self.budget, device=scene.device), self.budget - fine[best, None]
         own = index[best, torch.arange(scene.batch, device=scene.device)]
         patches = scene.sites(0, own.gather(1, (place - count).clamp(0, most - 1)))
