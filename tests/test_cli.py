@@ -235,6 +235,7 @@ def test_pictures_of_any_numbers(tmp_path: Path) -> None:
     assert np.isfinite(json.loads(done(tmp_path, "energy", "any.tif", "--json"))["shares"]).all()
     found = json.loads(done(tmp_path, "cull", "any.tif", "--threshold", "0.5", "--box", "0,0,1,1", "--json"))
     assert found["boxes"][0]["upper"] is None
+    refused(tmp_path, ("cull any.tif", 1, "infinities, or values that are too large. Name a --threshold."))
 
 
 def test_energies_of_the_largest_numbers_have_shares() -> None:

@@ -120,14 +120,14 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
         values = values.double()
     filters: Any = constant(values.device, _filters, wavelet, values.dtype).unbind()
 
-    def transformed(part: torch.Tensor) -> list[torch.Tensor]:
+    def energies_of(part: torch.Tensor) -> list[torch.Tensor]:
         _, *details = wavedec2(part, filters, mode="constant", level=levels)
         return [torch.stack(three).square().sum(0) for three in reversed(details)]
 
     separate = (
         len(filters[0]) == 2 and checks.on_host(values) and not (needs_grad(values) or checks.transformed(values))
     )
-    energies = _by_rows(transformed, values[:, 0], levels) if separate else transformed(values[:, 0])
+    energies = _by_rows(energies_of, values[:, 0], levels) if separate else energies_of(values[:, 0])
     found = []
     for level, energy in enumerate(map(checked, energies)):
         step = 2 ** (level + 1)
@@ -141,9 +141,9 @@ def band_energies(scene: Scene, levels: int, wavelet: str = "haar") -> list[torc
 
 
 def _by_rows(
-    transformed: Callable[[torch.Tensor], list[torch.Tensor]], values: torch.Tensor, levels: int
+    energies_of: Callable[[torch.Tensor], list[torch.Tensor]], values: torch.Tensor, levels: int
 ) -> list[torch.Tensor]:
-    """`transformed(values)`, some rows at a time: Haar's coefficients reach over no others, and what torch's
+    """`energies_of(values)`, some rows at a time: Haar's coefficients reach over no others, and what torch's
     convolutions make of a picture on the way is several times as large.
 
     Args:
@@ -153,7 +153,7 @@ def _by_rows(
     most = 2**levels
     result = [values.new_empty(count, height >> level, width >> level) for level in range(1, levels + 1)]
     for some, rows in bands(count, height // most, width * most):
-        for level, part in enumerate(transformed(values[some, rows.start * most : rows.stop * most]), start=1):
+        for level, part in enumerate(energies_of(values[some, rows.start * most : rows.stop * most]), start=1):
             step = most >> level
             result[level - 1][some, rows.start * step : rows.stop * step] = part
     return result
