@@ -246,5 +246,22 @@ def test_what_is_exact(setting: str, value: str, kind: str, device: str, exact: 
 def test_products_are_exact_if_nobody_says_otherwise() -> None:
     assert all(precision.exact(kind, torch.device("cpu")) for kind in ("matmul", "conv"))
     assert not precision.exact("conv", torch.device("cuda"))
-    with low_products():
+    factor = torch.ones(2, 2)
+    assert precision.factor(factor) is factor
+    with low_products():  # whether this CPU would take fewer bits or not
         assert not precision.exact("matmul", torch.device("cpu"))
+        assert precision.factor(factor).dtype == torch.float64
+
+
+def test_before_there_were_precisions_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.9, on settings that stand for those of a GPU."""
+    for backend, kind in ((torch.backends.mkldnn, "conv"), (torch.backends.cuda, "matmul")):
+        monkeypatch.setattr(backend, kind, object())
+    monkeypatch.setattr(torch.backends.cudnn, "conv", object())
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        assert precision.exact("conv", torch.device("cpu"))
+        assert precision.exact("conv", torch.device("cuda")) is not allowed
+    for word in ("highest", "high"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=word: word)
+        assert precision.exact("matmul", torch.device("cuda")) is (word == "highest")

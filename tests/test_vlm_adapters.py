@@ -661,3 +661,105 @@ def test_a_processor_without_a_factor_rescales_bytes_to_fractions() -> None:
     unnamed = type("Unnamed", (Processor,), {"rescale_factor": None})
     mean, std = normalisation(unnamed(), 3)
     assert mean == pytest.approx(Processor.image_mean) and std == pytest.approx(Processor.image_std)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder(torch.nn.Module):
+    """Stands for the dropout of an attention: what goes through it is the map."""
+
+    def forward(self, attention: torch.Tensor) -> torch.Tensor:
+        self.seen = attention
+        return attention
+
+
+def looked(model: Any, image: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
+    """What vision_attention is to give, by way of another part in each block's place."""
+    drops, entered, left = [], [], []
+    for block in model.blocks:
+        drops.append(block.attn.attn_drop)
+        block.attn.attn_drop, block.attn.fused_attn = Recorder(), False
+    block = model.blocks[layer]
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0])),
+        block.register_forward_hook(lambda module, inputs, output: left.append(output)),
+    ]
+    model.forward_features(image)
+    for hook in hooks:
+        hook.remove()
+    own = block.attn
+    if own.qkv is None:
+        keys = own.k_proj(entered[0])
+    else:
+        bias = own.qkv.bias[32:64] if own.qkv.bias is not None else own.k_bias
+        keys = entered[0] @ own.qkv.weight[32:64].T + bias
+    seen = own.attn_drop.seen
+    for block, drop in zip(model.blocks, drops, strict=True):
+        block.attn.attn_drop, block.attn.fused_attn = drop, True
+    return seen, keys, left[0]
+
+
+ATTENTIVE = [name for name in FAMILIES if name.startswith(("timm", "Eva", "DINOv3"))]
+
+
+@pytest.mark.parametrize("layer", [-2, 1])
+@pytest.mark.parametrize("family", [*ATTENTIVE, "Eva, parts"])
+def test_attention_of_timm(family: str, layer: int) -> None:
+    """Of the whole picture, and of all its patches in some order."""
+    model = eva(qkv_fused=False) if family == "Eva, parts" else FAMILIES[family][0]()
+    for block in model.blocks:
+        if getattr(block.attn, "k_bias", None) is not None:
+            block.attn.k_bias += torch.randn(32)
+    image, shuffled = torch.randn(2, 3, 56, 56), Whole((56, 56), 14, shuffled=True)
+    with torch.no_grad():
+        expected = looked(model, image, layer)
+        found = lod.vlm.vision_attention(model, image, layer)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        prefix = model.num_prefix_tokens
+        rows = torch.cat([torch.arange(prefix), shuffled.order + prefix])
+        found = lod.vlm.vision_attention(model, shuffled(image), layer, size=(56, 56))
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(one, other[:, rows], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(found.attention, expected[0][..., rows, :][..., rows], atol=1e-4, rtol=1e-3)
+    assert found.attention.shape == (2, 2, 16 + prefix, 16 + prefix) and float(found.attention.std()) > 0.01
+    assert all(block.attn.fused_attn for block in model.blocks)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    received = lod.vlm.attention_received(found.attention, prefix)
+    assert lod.vlm.vision_zip(found.hidden[:, prefix:], found.keys[:, prefix:], received, 6, 2).tokens.shape[1] == 8
+
+
+def test_attention_of_timm_at_sizes() -> None:
+    model = vit()
+    with torch.no_grad():
+        assert lod.vlm.vision_attention(model, torch.rand(1, 3, 84, 70)).attention.shape == (1, 2, 31, 31)
+        tokens = lod.TokenSet.stack([lod.allocate.GridTopK(9)(torch.rand(3, *size)) for size in ((70, 84), (98, 56))])
+        found = lod.vlm.vision_attention(model, tokens, size=[(70, 84), (98, 56)])
+        assert found.attention.shape == (2, 2, 10, 10)
+        alone = lod.vlm.vision_attention(model, tokens.unstack()[1], size=(98, 56))
+    torch.testing.assert_close(alone.attention[0], found.attention[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "hint"),
+    [
+        (torch.zeros(1, 3, 56, 56, dtype=torch.uint8), r"torch.uint8; expected a tensor of floats \[B, 3, H, W\]"),
+        ([1.0], "list; expected a tensor of floats"),
+        (torch.rand(3, 56, 56), r"\(3, 56, 56\); VisionTransformer reads \[B, 3, 56, 56\]. .* dynamic_img_size=True"),
+        (torch.rand(1, 1, 56, 56), r"\(1, 1, 56, 56\); VisionTransformer reads"),
+        (torch.rand(1, 3, 70, 56), r"\(1, 3, 70, 56\); VisionTransformer reads"),
+    ],
+)
+def test_pixels_that_timm_does_not_take(pixels: Any, hint: str) -> None:
+    model = timm.models.VisionTransformer(
+        img_size=NATIVE, patch_size=14, embed_dim=32, depth=2, num_heads=2, num_classes=5
+    )
+    with pytest.raises(InputError, match=hint):
+        lod.vlm.vision_attention(model.eval(), pixels)
+    with pytest.raises(InputError, match="VisionTransformer has 2, from 0"):
+        lod.vlm.vision_attention(model, torch.rand(1, 3, 56, 56), -3)
+    model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lod.vlm.vision_attention(model, torch.rand(1, 3, 56, 56), 0)
+    assert model.blocks[0].attn.fused_attn and not model.blocks[0].attn._forward_pre_hooks

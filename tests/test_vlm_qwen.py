@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -433,3 +434,103 @@ def test_windows_of_levels_between_are_those_of_the_nearest() -> None:
     sites[..., 2] = 0.45
     windows = [[n for n in range(16) if (n // 8, n % 4 // 2) == (m // 8, m % 4 // 2)] for m in range(16)]
     assert looked_at(sites, (64, 64)) == windows
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def maps_of(tower: Any, pixels: torch.Tensor, grid: torch.Tensor, layer: int) -> torch.Tensor:
+    """[B, heads, T, T] that the model's own eager attention makes of whole pictures, in the order of the units."""
+    module, seen = sys.modules[type(tower).__module__], []
+    own = module.eager_attention_forward
+
+    def kept(part: Any, *inputs: Any, **how: Any) -> Any:
+        found = own(part, *inputs, **how)
+        if part is tower.blocks[layer].attn:
+            seen.append(found[1][0])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "eager_attention_forward", kept)
+        tower.set_attn_implementation("eager")
+        tower(pixels, grid)
+        tower.set_attn_implementation("sdpa")
+    # Windows of each picture lie one after the other.
+    batch, total = len(grid), sum(one.shape[-1] for one in seen)
+    whole, begin = pixels.new_zeros(seen[0].shape[0], total, total), 0
+    for one in seen:
+        whole[:, begin : begin + one.shape[-1], begin : begin + one.shape[-1]] = one
+        begin += one.shape[-1]
+    rows, columns = (int(side) // 2 for side in grid[0, 1:])
+    order = torch.arange(rows * columns)
+    if hasattr(tower, "fullatt_block_indexes"):  # units lie window by window, each of 2 x 2
+        window = order // columns // 2 * columns + order % columns // 2
+        order = window.argsort(stable=True)
+    order = torch.cat([order + picture * len(order) for picture in range(batch)])
+    back = (4 * order.argsort()[:, None] + torch.arange(4)).flatten()
+    whole = whole[:, back][:, :, back].unflatten(1, (batch, -1)).unflatten(3, (batch, -1))
+    return torch.stack([whole[:, index, :, index] for index in range(batch)])
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@each_model
+def test_attention_of_tokens(make: Any, layer: int) -> None:
+    """With all units, in any order, the maps, keys and states of the untouched tower."""
+    model = make()
+    tower, size, entered, left = model.model.visual, (48, 80), [], []
+    image, part = torch.randn(2, 3, *size), tower.blocks[layer]
+    pixels, grid = pixel_values(image)
+    with torch.no_grad():
+        expected = maps_of(tower, pixels, grid, layer)
+        hook = part.register_forward_hook(lambda module, inputs, output: left.append(output))
+        other = part.attn.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
+        whole = Whole(15)
+        lod.vlm.encode(tower, image, whole)
+        hook.remove()
+        other.remove()
+        allocator = Whole(15, shuffled=True)
+        tokens = allocator(image)
+        found = lod.vlm.vision_attention(model, tokens, layer, size=size)
+        in_order = lod.vlm.vision_attention(tower, whole(image), layer - 3, size=[size, size])
+    places = (4 * allocator.order[:, None] + torch.arange(4)).flatten()
+    torch.testing.assert_close(in_order.attention, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.attention, expected[..., places, :][..., places], atol=1e-5, rtol=1e-4)
+    keys = entered[0] @ part.attn.qkv.weight[32:64].T + part.attn.qkv.bias[32:64]
+    assert in_order.keys.shape == in_order.hidden.shape == (2, 60, 32)
+    for one, others, row in ((in_order.keys, found.keys, keys), (in_order.hidden, found.hidden, left[0])):
+        torch.testing.assert_close(others, one[:, places], atol=1e-4, rtol=1e-3)
+        # The tower's own order is that of its windows.
+        assert torch.allclose(one.flatten(0, 1).sort(0).values, row.sort(0).values, atol=1e-4)
+    windows = make is qwen25 and layer != 1
+    assert bool((found.attention == 0).any()) is windows
+    torch.testing.assert_close(found.attention.sum(-1), torch.ones(2, 2, 60))
+    assert not part.attn._forward_pre_hooks
+
+
+@each_model
+def test_fewer_tokens_by_attention(make: Any) -> None:
+    model, image, size = make(), torch.randn(2, 3, 64, 96), (64, 96)
+    with torch.no_grad():
+        seen = lod.vlm.encode(model, image, lod.allocate.FoveatedPyramid(14, patch=16))
+        look = lod.vlm.vision_attention(model, seen.tokens, 1, size=seen.size)
+        received = lod.vlm.attention_received(look.attention).unflatten(1, (14, 4)).mean(2)
+        keys = look.keys.unflatten(1, (14, 4)).mean(2)
+        fewer = seen.reduced(lod.vlm.vision_zip(seen.features, keys, received, 6, 2))
+        said = lod.vlm.generate(model, prompt(3, 2), fewer, max_new_tokens=2, do_sample=False)
+        one = lod.vlm.vision_attention(model, seen.tokens.unstack()[1], 1, size=size)
+    assert said.shape == (2, 9 + 8 + 2)
+    torch.testing.assert_close(one.attention[0], look.attention[1], atol=1e-5, rtol=1e-4)
+
+
+def test_attention_asks_for_tokens() -> None:
+    tower = qwen25().model.visual
+    pixels, grid = pixel_values(torch.randn(1, 3, 48, 80))
+    with pytest.raises(UnsupportedError, match="Qwen's towers with tokens"):
+        lod.vlm.vision_attention(tower, pixels, grid_thw=grid)
+    with pytest.raises(InputError, match="has 3, from 0"):
+        lod.vlm.vision_attention(tower, Whole(15)(torch.randn(1, 3, 48, 80)), 3, size=(48, 80))
+    tokens = Whole(15)(torch.randn(1, 3, 48, 80))
+    tower.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lod.vlm.vision_attention(tower, tokens, 0, size=(48, 80))
+    assert not tower.blocks[0].attn._forward_pre_hooks

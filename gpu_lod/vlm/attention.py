@@ -16,15 +16,17 @@ from gpu_lod import checks
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.token_set import TokenSet
 from gpu_lod.vlm.adapters import adapter_for
+from gpu_lod.vlm.adapters.qwen import Qwen3, Qwen25
 
 
 class VisionAttention(NamedTuple):
-    """What one layer of a vision encoder computed. T tokens: the patches, after the class token if there is one."""
+    """What one layer of a vision encoder computed. T tokens: the patches, after the class token if there is one. Of
+    Qwen's towers the four patches of each token lie side by side, T = 4 K."""
 
     attention: torch.Tensor
     """[B, heads, T, T]; rows sum to 1"""
     keys: torch.Tensor
-    """[B, T, E], all heads side by side"""
+    """[B, T, E], all heads side by side, before rotary positions"""
     hidden: torch.Tensor
     """[B, T, D], the layer's output"""
 
@@ -35,15 +37,20 @@ torch.serialization.add_safe_globals([VisionAttention])  # torch.load's weights_
 def vision_attention(
     model: nn.Module, pixel_values: torch.Tensor | TokenSet, layer: int = -2, size: Any = None, **inputs: Any
 ) -> VisionAttention:
-    """Attention, keys and output of one layer of a vision model of `transformers`, in one forward pass.
+    """Attention, keys and output of one layer of a vision model of `transformers` or `timm`, in one forward pass.
 
-    It sets the model's attention to "eager" for the call, since the fast kernels never form the map, and back again. It
-    keeps one layer's map, where `output_attentions=True` holds those of all layers: a gigabyte an image for a large
-    tower at 384 pixels. CLIP and its like have a class token before the patches: `attention_received(..., prefix=1)`.
+    The fast kernels never form the map. So models of transformers have their attention set to "eager" for the call, and
+    back again, and the layer alone of timm's and Qwen's computes its map beside. It keeps one layer's map, where
+    `output_attentions=True` holds those of all layers: a gigabyte an image for a large tower at 384 pixels. CLIP and
+    its like have a class token before the patches: `attention_received(..., prefix=1)`; of timm's it is
+    `prefix=model.num_prefix_tokens`.
+
+    Most layers of Qwen2.5-VL attend in windows: take one of `fullatt_block_indexes` of its tower, the last as a rule.
 
     Args:
-        model: a vision tower whose attention has a `k_proj` and returns its weights, as CLIPVisionModel and
-            SiglipVisionModel do; of a model with two towers its `vision_model` is taken.
+        model: a vision tower of transformers whose attention has a `k_proj` and returns its weights, as CLIPVisionModel
+            and SiglipVisionModel do; of a model with two towers its `vision_model` is taken. timm's VisionTransformer
+            or Eva. Or Qwen2.5-VL or Qwen3-VL, their towers or all of them, for tokens.
         pixel_values: as the model takes them, [B, 3, H, W], normalised and of its native size, as 224 x 224. Or tokens
             that an allocator read, [B, K]: T is then the prefix of `Encoded` and these, in their order.
         layer: from 0, or from the last one backward: -2 is the one that LLaVA takes its features from.
@@ -56,58 +63,128 @@ def vision_attention(
         UnsupportedError: a model without such attention, or one that reads text too and has no `vision_model`.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"model is {checks.shown(model)}; expected a vision tower of transformers.")
+        raise InputError(f"model is {checks.shown(model)}; expected a vision tower of transformers or timm.")
     tokens = pixel_values if isinstance(pixel_values, TokenSet) else None
     if (tokens is None) is not (size is None) or (tokens is not None and inputs):
         raise InputError(
             "pixel_values go without size, and tokens with size and nothing else; expected (H, W), or one a picture."
         )
-    run: Callable[[], Any] | None = None if tokens is None else partial(adapter_for(model), tokens, size)
+    run: Callable[[], Any] | None = None
+    if tokens is not None:
+        adapter = adapter_for(model)
+        if isinstance(adapter, (Qwen25, Qwen3)):
+            index = _index(layer, len(adapter.tower.blocks), model)
+            return VisionAttention(*adapter.attention(tokens, size, index))
+        run = partial(adapter, tokens, size)
+    if names := _fused_layers(model):
+        kept = _of_fused(model, names[_index(layer, len(names), model)], run, pixel_values, inputs)
+    else:
+        kept = _of_transformers(model, layer, run, pixel_values, inputs)
+    return VisionAttention(*map(_together, kept))
+
+
+Kept = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+"""Attention, keys and output of a layer each time that it ran: an adapter may run pictures of several sizes one by
+one."""
+
+
+def _of_transformers(
+    model: nn.Module, layer: int, run: Callable[[], Any] | None, pixels: Any, inputs: dict[str, Any]
+) -> Kept:
     if "input_ids" in inspect.signature(model.forward).parameters:
         model = _tower(model)
     names = _layers(model)
     if not names or not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(
-            f"{type(model).__name__} is no transformers model whose attention has a k_proj. Pass CLIPVisionModel, "
-            "SiglipVisionModel or one like them, or hand attention maps of your own to the pruners."
+            f"{type(model).__name__} is no transformers model whose attention has a k_proj, and no ViT of timm. Pass "
+            "CLIPVisionModel, SiglipVisionModel or one like them (Qwen's towers with tokens), or hand attention maps "
+            "of your own to the pruners."
         )
-    if not isinstance(layer, int) or isinstance(layer, bool) or not -len(names) <= layer < len(names):
-        raise InputError(f"layer is {layer!r}; {type(model).__name__} has {len(names)}, from 0 or from -1 backward.")
+    name = names[_index(layer, len(names), model)]
     if run is None:
-        _fit(model, pixel_values, inputs)
-        run = partial(model, pixel_values=pixel_values, **inputs)
-    part: Any = model.get_submodule(names[layer])
+        _fit(model, pixels, inputs)
+        run = partial(model, pixel_values=pixels, **inputs)
+    part: Any = model.get_submodule(name)
     tower: Any = model
-    whole = model.get_submodule(names[layer].rpartition(".")[0])
-    found: dict[str, list[torch.Tensor | None]] = {"attention": [], "keys": [], "hidden": []}
+    found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
 
-    def keep(name: str) -> Any:
-        """What it gives each time: an adapter may run pictures of several sizes one by one."""
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        found[0].append(output[1] if isinstance(output, tuple) else None)
 
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if name == "attention":
-                output = output[1] if isinstance(output, tuple) else None
-            found[name].append(output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
-    watched = {"attention": part, "keys": part.k_proj, "hidden": whole}
-    hooks = []
     before = tower.config._attn_implementation
+    hooks = []
     try:
-        hooks += [module.register_forward_hook(keep(name)) for name, module in watched.items()]
+        hooks.append(part.register_forward_hook(keep))
+        hooks.append(part.k_proj.register_forward_hook(_output(found[1])))
+        hooks.append(model.get_submodule(name.rpartition(".")[0]).register_forward_hook(_output(found[2])))
         tower.set_attn_implementation("eager")
         run()
     finally:
         for hook in hooks:
             hook.remove()
         tower.set_attn_implementation(before)
-    if any(one is None for one in found["attention"]):
+    if any(one is None for one in found[0]):
         raise UnsupportedError(
             f'the attention of {type(model).__name__} returns no weights, with "eager" either. Hand attention maps of '
             "your own to the pruners."
         )
-    return VisionAttention(*(_together([one for one in each if one is not None]) for each in found.values()))
+    return found
+
+
+def _of_fused(model: nn.Module, name: str, run: Callable[[], Any] | None, pixels: Any, inputs: dict[str, Any]) -> Kept:
+    if run is None:
+        run = partial(model, _fits_timm(model, pixels), **inputs)
+    part: Any = model.get_submodule(name)
+    found: Kept = ([], [], [])
+
+    def keep_keys(module: Any, inputs: Any) -> None:
+        x = inputs[0]
+        if module.qkv is None:
+            found[1].append(module.k_proj(x))
+            return
+        keys = module.qkv(x).chunk(3, dim=-1)[1]
+        found[1].append(keys if getattr(module, "q_bias", None) is None else keys + module.k_bias)
+
+    before = part.fused_attn
+    hooks = []
+    try:
+        hooks.append(part.attn_drop.register_forward_pre_hook(lambda module, inputs: found[0].append(inputs[0])))
+        hooks.append(part.register_forward_pre_hook(keep_keys))
+        hooks.append(model.get_submodule(name.rpartition(".")[0]).register_forward_hook(_output(found[2])))
+        part.fused_attn = False
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        part.fused_attn = before
+    return found
+
+
+def _output(found: list[torch.Tensor]) -> Any:
+    """A hook that keeps what a module gives each time."""
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    return keep
+
+
+def _index(layer: Any, count: int, model: nn.Module) -> int:
+    """From the front."""
+    if not isinstance(layer, int) or isinstance(layer, bool) or not -count <= layer < count:
+        raise InputError(f"layer is {layer!r}; {type(model).__name__} has {count}, from 0 or from -1 backward.")
+    return layer % count
+
+
+def _fused_layers(model: nn.Module) -> list[str]:
+    """The names of the attention of each block of a ViT of timm; none of any other model."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
+        return []
+    parts = [getattr(block, "attn", None) for block in blocks]
+    if not all(all(hasattr(part, name) for name in ("fused_attn", "attn_drop", "qkv")) for part in parts):
+        return []
+    return [f"blocks.{index}.attn" for index in range(len(parts))]
 
 
 def _together(each: list[torch.Tensor]) -> torch.Tensor:
@@ -169,6 +246,26 @@ def _fit(model: Any, pixels: Any, inputs: dict[str, Any]) -> None:
             f"pixel_values are {shape}; {name} reads [B, {channels}, {height}, {width}]. Resize the pictures, or pass "
             "interpolate_pos_encoding=True, which has the model interpolate its positions for another size."
         )
+
+
+def _fits_timm(model: Any, pixels: Any) -> torch.Tensor:
+    """Raises what the model would, in words of its own."""
+    what = type(model).__name__
+    stem = model.patch_embed
+    height, width = stem.img_size or (0, 0)
+    channels = getattr(getattr(stem, "proj", None), "in_channels", 3)
+    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
+        kind = str(pixels.dtype) if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+        raise InputError(f"pixel_values is {kind}; expected a tensor of floats [B, {channels}, H, W], normalised.")
+    shape = tuple(pixels.shape)
+    free = not height or bool(getattr(model, "dynamic_img_size", False))
+    if len(shape) != 4 or shape[1] != channels or not (free or shape[2:] == (height, width)):
+        sides = "H, W" if free else f"{height}, {width}"
+        raise InputError(
+            f"pixel_values are {shape}; {what} reads [B, {channels}, {sides}]. Resize the pictures, or make it with "
+            "dynamic_img_size=True."
+        )
+    return pixels
 
 
 def attention_received(attention: torch.Tensor, prefix: int = 0) -> torch.Tensor:

@@ -84,13 +84,7 @@ class Adapter(ABC):
                 at random in it.
             UnsupportedError: a layer of a family whose models merge, or that has none.
         """
-        patches = self._patches(tokens)
-        if what := next(filter(None, map(_random, self.parts())), None):
-            raise InputError(
-                f"{type(self.model).__name__} is in training mode, in which its results are random ({what}). Call "
-                "model.eval(), or set that to 0."
-            )
-        size = _size(size, tokens)
+        one, size = self.checked(tokens, size)
         how: dict[str, Any] = {}
         if layer is not None:
             if not self.layered:
@@ -102,7 +96,6 @@ class Adapter(ABC):
             if isinstance(size[0], tuple) and not self.at_once:
                 return joined([self.run(some_of(tokens, index), one, **how) for index, one in enumerate(size)], tokens)
             return self.run(tokens, size, **how)
-        one = TokenSet(tokens.sites[None], tokens.scores[None], patches[None], tokens.patch)
         found = self.run(one, size, **how)
         return replace(
             found,
@@ -112,6 +105,19 @@ class Adapter(ABC):
             merged=None if found.merged is None else found.merged[0],
             deepstack=tuple(features[0] for features in found.deepstack),
         )
+
+    def checked(self, tokens: TokenSet, size: Any) -> tuple[TokenSet, Size | tuple[Size, ...]]:
+        """Tokens in a batch, and the size or sizes of their pictures, once all is checked that a call says."""
+        patches = self._patches(tokens)
+        if what := next(filter(None, map(_random, self.parts())), None):
+            raise InputError(
+                f"{type(self.model).__name__} is in training mode, in which its results are random ({what}). Call "
+                "model.eval(), or set that to 0."
+            )
+        sizes = _size(size, tokens)
+        if tokens.sites.ndim == 3:
+            return tokens, sizes
+        return TokenSet(tokens.sites[None], tokens.scores[None], patches[None], tokens.patch), sizes
 
     def _patches(self, tokens: Any) -> torch.Tensor:
         """Those of tokens that are what the model takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,31 +36,79 @@ class _Tower(Adapter):
         return [self.tower]
 
     def run(self, tokens: TokenSet, size: Size | tuple[Size, ...]) -> Encoded:
-        batch, budget = tokens.sites.shape[:2]
+        row = self._row(tokens, size)
+        batch, budget = row.order.shape
+        hidden, deepstack = row.hidden, []
+        for index, block in enumerate(self.tower.blocks):
+            hidden = block(hidden, **self._beside(row, index))
+            if index in self.deep_layers():
+                merger = self.tower.deepstack_merger_list[self.deep_layers().index(index)]
+                deepstack.append(row.back(merger(hidden).unflatten(0, (batch, budget))))
+        merged = row.back(self.tower.merger(hidden).unflatten(0, (batch, budget)))
+        hidden = row.back(hidden.unflatten(0, (batch, budget, -1))).flatten(1, 2)
+        return Encoded(hidden, tokens, size, merged=merged, deepstack=tuple(deepstack))
+
+    def attention(self, tokens: TokenSet, size: Any, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a block attends to, its keys before they are turned, and its output: [B, heads, 4 K, 4 K], [B, 4 K, D]
+        and [B, 4 K, D], the four patches of each token side by side. Tokens of other windows are attended to by 0.
+
+        Args:
+            layer: from 0.
+        """
+        tokens, size = self.checked(tokens, size)
+        row, entered = self._row(tokens, size), []
+        batch, budget = row.order.shape
+        hidden, blocks = row.hidden, self.tower.blocks
+        for index, block in enumerate(blocks[:layer]):
+            hidden = block(hidden, **self._beside(row, index))
+        part, beside = blocks[layer].attn, self._beside(row, layer)
+        hook = part.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0]))
+        try:
+            hidden = blocks[layer](hidden, **beside)
+        finally:
+            hook.remove()
+
+        def arranged(values: torch.Tensor) -> torch.Tensor:
+            return row.back(values.unflatten(0, (batch, budget, -1))).flatten(1, 2)
+
+        queries, keys, _ = part.qkv(entered[0]).chunk(3, dim=-1)
+        cos, sin = (arranged(values)[:, :, None].float() for values in beside["position_embeddings"])
+        turned = []
+        for values in (queries, keys):
+            heads = arranged(values).unflatten(-1, (part.num_heads, -1)).float()
+            one, other = heads.chunk(2, dim=-1)
+            turned.append((heads * cos + torch.cat([-other, one], dim=-1) * sin).to(values).transpose(1, 2))
+        scores = turned[0] @ turned[1].mT * part.scaling
+        if row.window is not None and not self._sees_all(layer):
+            window = row.window.repeat_interleave(self.merge**2, dim=1)
+            scores = scores.masked_fill((window[:, :, None] != window[:, None, :])[:, None], -torch.inf)
+        return scores.float().softmax(-1).to(scores), arranged(keys), arranged(hidden)
+
+    def _row(self, tokens: TokenSet, size: Size | tuple[Size, ...]) -> _Row:
         hidden, at, window = batched(self._start, tokens, size)
         assert hidden is not None and at is not None
-        parts = self.merge**2
-        pictures = torch.arange(batch, device=at.device)[:, None]
         order = (torch.zeros_like(tokens.scores) if window is None else window).argsort(dim=1, stable=True)
+        batch, budget = order.shape
+        pictures, parts = torch.arange(batch, device=at.device)[:, None], self.merge**2
 
         def arranged(values: torch.Tensor) -> torch.Tensor:
             return values.unflatten(1, (budget, parts))[pictures, order].flatten(0, 2)
 
-        cos, sin = rotary_embedding(arranged(at), self.tower.rotary_pos_emb.inv_freq)
+        turns = rotary_embedding(arranged(at), self.tower.rotary_pos_emb.inv_freq)
         whole = torch.arange(batch + 1, dtype=torch.int32, device=at.device) * (budget * parts)
         lengths = whole if window is None else _ends(window.gather(1, order), parts)
-        hidden, deepstack = arranged(hidden), []
-        for index, block in enumerate(self.tower.blocks):
-            full = window is None or index in self.tower.fullatt_block_indexes
-            hidden = block(hidden, cu_seqlens=whole if full else lengths, position_embeddings=(cos, sin))
-            if index in self.deep_layers():
-                merger = self.tower.deepstack_merger_list[self.deep_layers().index(index)]
-                deepstack.append(merger(hidden).unflatten(0, (batch, budget)))
-        back = order.argsort(1)
-        merged = self.tower.merger(hidden).unflatten(0, (batch, budget))[pictures, back]
-        hidden = hidden.unflatten(0, (batch, budget, parts))[pictures, back].flatten(1, 2)
-        deepstack = [features[pictures, back] for features in deepstack]
-        return Encoded(hidden, tokens, size, merged=merged, deepstack=tuple(deepstack))
+        return _Row(arranged(hidden), order, turns, whole, lengths, window)
+
+    def _beside(self, row: _Row, index: int) -> dict[str, Any]:
+        """What a block reads beside hidden states."""
+        return {
+            "cu_seqlens": row.whole if self._sees_all(index) else row.lengths,
+            "position_embeddings": row.turns,
+        }
+
+    def _sees_all(self, index: int) -> bool:
+        """Whether a block has no windows."""
+        return index in getattr(self.tower, "fullatt_block_indexes", (index,))
 
     def _start(self, tokens: TokenSet, size: Size) -> tuple[torch.Tensor | None, ...]:
         """What depends on the size of the picture: [B, 4 K, D] patches, [B, 4 K, 2] their positions, [B, K] windows."""
@@ -92,6 +140,27 @@ class _Tower(Adapter):
     def _windows(self, sites: torch.Tensor, size: Size) -> torch.Tensor | None:
         """[B, K] the window that each token attends in, by number, if there are windows."""
         return None
+
+
+class _Row(NamedTuple):
+    """Patches of a batch in one row, each picture's in the order of their windows."""
+
+    hidden: torch.Tensor
+    """[B * 4 K, D]"""
+    order: torch.Tensor
+    """[B, K]: the tokens"""
+    turns: tuple[torch.Tensor, torch.Tensor]
+    """cos and sin of their positions"""
+    whole: torch.Tensor
+    """Where pictures begin and end,"""
+    lengths: torch.Tensor
+    """and where windows do."""
+    window: torch.Tensor | None
+    """[B, K] of each token, in the order of the set"""
+
+    def back(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, K, ...] in the order of the set."""
+        return values[torch.arange(len(values), device=values.device)[:, None], self.order.argsort(1)]
 
 
 def _ends(window: torch.Tensor, parts: int) -> torch.Tensor:
