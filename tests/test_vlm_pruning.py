@@ -275,6 +275,15 @@ def test_models_without_attention_maps() -> None:
         vision_attention(model, torch.rand(1, 3, 32, 32), 3)
 
 
+def test_attention_that_returns_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tower("CLIP")
+    part = model.encoder.layers[1].self_attn
+    own = part.forward
+    monkeypatch.setattr(part, "forward", lambda *inputs, **how: (own(*inputs, **how)[0], None))
+    with pytest.raises(UnsupportedError, match="CLIPVisionModel returns no weights"):
+        vision_attention(model, torch.rand(1, 3, 32, 32))
+
+
 def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
     model = tower("CLIP")
     hook = model.encoder.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
