@@ -166,7 +166,7 @@ def test_exactly_k_sites_of_what_is_searched_for(data: st.DataObject) -> None:
     """Cases that hypothesis looks for, and makes small if one fails; relevance of few values, and of any. Permuting
     the batch permutes the result."""
     name, batch = data.draw(st.sampled_from(NAMES)), data.draw(st.integers(1, 3))
-    rows, columns = (data.draw(st.integers(1, most)) for most in (24, 24))
+    rows, columns = (data.draw(st.integers(1, most)) for most in (40, 40))
     there = sites_there(name, rows, columns)
     budget = data.draw(st.integers(1, min(there, MOST)))
     value = data.draw(st.sampled_from([st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf]), st.floats(width=32)]))
@@ -179,6 +179,13 @@ def test_exactly_k_sites_of_what_is_searched_for(data: st.DataObject) -> None:
     tokens = chosen(name, budget, relevance, ragged=ragged)
     permuted = chosen(name, budget, relevance, ragged=ragged, order=order)
     same(permuted, tokens.sites[order], tokens.scores[order], lod.allocate.make(name, 1).blends)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_relevance_lies_in_memory_as_it_will(name: str) -> None:
+    relevance = torch.rand(2, 16, 23)
+    expected = chosen(name, 60, relevance)
+    same(chosen(name, 60, relevance.mT.contiguous().mT), expected.sites, expected.scores, rounded=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -1291,7 +1298,7 @@ def test_bad_queries(query: torch.Tensor, hint: str) -> None:
 
 
 def test_a_query_that_is_no_embedding_says_what_it_is() -> None:
-    expected = r"expected floats \[1, 4\] or \[4\], weights of the four orientations, no embedding\.$"
+    expected = r"expected floats \[1, 4\] or \[4\], weights of the four orientations, no embedding\. Leave query= out"
     with pytest.raises(InputError, match=expected):
         lod.allocate.FrequencyAware(9)(torch.rand(3, 50, 60), query=torch.rand(768))
 

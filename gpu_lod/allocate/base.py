@@ -406,7 +406,7 @@ class Allocator(ABC):
         values = (values if batched else values[None]).float()
         checks.no_nan(values, "relevance")
         if tuple(values.shape[1:]) == cells:
-            return values
+            return values.contiguous()  # sums of another order are rounded otherwise
         if not checks.readable(values) or bool((values.detach().abs() > 2.0**HIGHEST).any()):
             return self._pooled(values.double()).float()  # sums of such are no numbers of single precision
         return self._pooled(values)
@@ -422,12 +422,16 @@ class Allocator(ABC):
             way_out = ""
             if shape[-1:] not in ((), (0,), (width,)) and "width" in _arguments(type(self)):
                 way_out = f" For queries {shape[-1]} wide make it with width={shape[-1]}."
+            elif "query" in self.takes:
+                way_out = " Leave query= out to do without."
             raise InputError(
                 f"query is {values.dtype} {shape}; expected floats [{batch}, {wide}] or [{wide}]{holds}.{way_out}"
             )
         values = values.float()  # of float8, torch knows little else
         if checks.readable(values) and not torch.isfinite(values.detach()).all():
-            raise InputError("query holds NaN or infinities; expected finite numbers in fp32.")
+            raise InputError(
+                "query holds NaN or infinities; expected finite numbers in fp32. torch.nan_to_num makes them so."
+            )
         return values.expand(batch, *lengths)
 
     def _pooled(self, values: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,10 @@ class FrequencyAware(Allocator):
         """Tokens [B, 4] of each band."""
         if scene.query is not None:
             if checks.readable(scene.query) and (scene.query < 0).any():
-                raise InputError("query holds negative weights; expected 0 or more for each of the four bands.")
+                raise InputError(
+                    "query holds negative weights; expected 0 or more for each of the four bands. query.clamp(min=0) "
+                    "is such."
+                )
             weight = torch.where((scene.query > 0).any(1, keepdim=True), scene.query.double(), weight)
         anything = torch.full_like(weight, self.budget, dtype=torch.long)
         fixed = self.budget * sum(self.split) // _OF
