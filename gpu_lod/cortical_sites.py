@@ -30,7 +30,8 @@ def cortical_sites(
         resolution and each 1 more halves the sampling rate.
     Convention: site i of the spiral stands at angle i pi (3 - sqrt 5), from +x towards +y, and at the eccentricity
         within which c N(e) = i + 1/2 sites lie, where N(e) = ln(1 + e/e0) + e0/(e + e0) - 1 integrates M^2 over a disc.
-        The density c is the one at which exactly K sites of the spiral are inside the image, so no site is moved.
+        The density c is the one at which exactly K sites of the spiral are inside the image, so no site is moved: of
+        273 as many are within any e as M^2 says to 2% of K, in pictures up to 40 : 1.
         Neighbours are (e + e0) sqrt(2 pi / c) apart in every direction (rings x wedges, by contrast, stretch their
         cells), and a patch of `patch` samples covers that distance: level = max(0, log2(longer px * spacing / patch)).
 

@@ -72,9 +72,10 @@ def gather_patches(
     Convention: sample u of 0..P-1 lies (u - (P - 1) / 2) 2^level pixels from the centre along each side, and is read at
         that level of the mean mip chain, trilinear, texel i's centre at (i + 0.5) / n; above the last level the last is
         read. A centre within fp32's rounding, 2^-22 of a side, of a whole or half pixel is there, so that patches on
-        the pixel grid are exactly its pixels. uint8 values are divided by 255 where the result is floating point.
-        Levels above 0 of a uint8 src are uint8 too, each rounded once: a sample there is up to half a step of 255 off
-        that of src.float() / 255, which is four times the memory. Take that where coarse values have to be exact.
+        the pixel grid are exactly its pixels; a sample is as far off as that is of the difference of neighbours. uint8
+        values are divided by 255 where the result is floating point. Levels above 0 of a uint8 src are uint8 too, each
+        rounded once: a sample there is up to half a step of 255 off that of src.float() / 255, which is four times the
+        memory. Take that where coarse values have to be exact.
         OpenGL makes a whole batch of a pyramid in one dispatch, or in as few as storage bindings make ranges of the
         result (128 MiB each on llvmpipe); an image's chain takes more.
 

@@ -62,9 +62,10 @@ def mipmap(
         generator: what makes it on the GL backend. "compute": one dispatch a level. "registers": up to three levels a
             dispatch. "single-pass": one dispatch for all levels and the whole batch, which reads what shaders can read
             at all (`Context.empty`, on llvmpipe any CPU tensor) as it stands: channels last, crops, steps.
-            "single-pass-texture": the same from a texture, by bilinear fetches; mean only, and at odd sides by single
-            texels. "fragment": a draw a level. "driver": glGenerateMipmap, mean only, and at odd sides OpenGL leaves
-            the filter open. "auto" takes the one for the device; naming one implies backend="gl".
+            "single-pass-texture": the same from a texture, by bilinear fetches, whose places are fp32: where sides are
+            no powers of two, 2^-23 of a side off, and as much of the difference of neighbours; mean only, and at odd
+            sides by single texels. "fragment": a draw a level. "driver": glGenerateMipmap, mean only, and at odd sides
+            OpenGL leaves the filter open. "auto" takes the one for the device; naming one implies backend="gl".
         backend: "gl", "cuda" (one launch, or two or three for large pictures; CUDA tensors only), "torch" or "auto",
             which takes what measures fastest; `explain(mipmap, image)` says why. All give gradients.
         mean, std: a number a channel; the pyramid is one of (value - mean) / std. "single-pass" does it, and a change

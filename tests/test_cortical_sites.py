@@ -39,7 +39,7 @@ def test_corners_and_edges(corner: tuple[float, float], size: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("fixation", [(0.5, 0.5), (0.2, 0.7), (0.0, 0.0), (1.0, 0.4)])
-@pytest.mark.parametrize("size", [(1024, 1024), (600, 1000)])
+@pytest.mark.parametrize("size", [(1024, 1024), (600, 1000), (40, 1600)])
 def test_density_follows_the_integral_of_magnification(fixation: tuple[float, float], size: tuple[int, int]) -> None:
     """The share of sites within an eccentricity is M^2's share there, within 2% of K, over the image that there is."""
     height, width = size
