@@ -287,6 +287,12 @@ def test_bad_conversions(arguments: dict[str, object], hint: str) -> None:
             lod.mipmap(noise(3, 8, 8), **arguments, **how)  # type: ignore[arg-type]
 
 
+def test_bytes_are_no_fractions() -> None:
+    """Not if they are the image's own dtype, either."""
+    with pytest.raises(InputError, match="mean and std give fractions"):
+        lod.mipmap(noise(3, 8, 8, dtype=torch.uint8), dtype=torch.uint8, std=[0.5] * 3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("generator", ONE_DISPATCH)
 @pytest.mark.parametrize("limit", [9000, 20_000, 60_000])
