@@ -407,6 +407,17 @@ def test_tokens_go_to_the_level_that_shows_it(level: int) -> None:
     assert (sites[:, 2] == level).all()
 
 
+@pytest.mark.parametrize("levels", [1, 2, 3, 5])
+def test_no_more_levels_than_are_asked_for(levels: int) -> None:
+    """Where all that there is to see is in a coarser one, and as many tokens as there are patches."""
+    image, relevance = checks_of(2**levels, 128, 128, 0.2)[None, None], torch.ones(1, 16, 16)
+    there = [(16 >> level) ** 2 for level in range(levels)]
+    sites = lod.allocate.Wavelet(sum(there), 8, levels=levels)(image, relevance).sites[0]
+    assert [int((sites[:, 2] == level).sum()) for level in range(levels)] == there
+    with pytest.raises(InputError, match=f"there are {sum(there)} patches of {levels} level"):
+        lod.allocate.Wavelet(sum(there) + 1, 8, levels=levels)(image, relevance)
+
+
 def test_levels_share_by_energy_and_relevance() -> None:
     """Fine detail on the left, coarse detail of twice the amplitude, four times the energy, on the right."""
     image = torch.cat([checks_of(1, 128, 64, 0.1), checks_of(4, 128, 64, 0.2)], dim=1)[None, None]
