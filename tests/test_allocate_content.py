@@ -339,6 +339,16 @@ def test_energies_are_of_the_patches_handed_out(height: int, width: int, patch: 
         assert torch.allclose(energy, over_patches(band, patch, cells), rtol=1e-5)
 
 
+def test_roots_may_be_patches_of_the_grid() -> None:
+    """With max_level=0 they are the tokens, and there is nothing to split."""
+    image, relevance = torch.rand(1, 3, 40, 50), torch.rand(1, 5, 7)
+    for name in ("TokenDAG", "FoveatedPyramid"):
+        sites = lod.allocate.make(name, 35, 8, max_level=0)(image, relevance).sites[0]
+        assert (sites[:, 2] == 0).all() and len(sites[:, :2].unique(dim=0)) == 35
+        with pytest.raises(InputError, match="34"):
+            lod.allocate.make(name, 34, 8, max_level=0)(image, relevance)
+
+
 # -- Wavelet -----------------------------------------------------------------------------------------------------------
 
 
