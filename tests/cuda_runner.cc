@@ -41,10 +41,22 @@ void complain(const char* what, int line) {
     if (!wrong[0]) snprintf(wrong, sizeof wrong, "%s (line %d), block %u, thread %d", what, line, blockIdx.x, running);
 }
 
-// What -fsanitize=alignment calls, in place of its own library: GCC and Clang pass where it was met, {file, line, column},
-// first.
-extern "C" void __ubsan_handle_type_mismatch_v1(void* met, void*) {
-    complain("memory is read or written where nothing of its type may begin", *(int*)((char*)met + sizeof(char*)));
+// What -fsanitize calls, in place of its own library: GCC and Clang pass where it was met, {file, line, column}, first.
+static int line_of(void* met) { return *(int*)((char*)met + sizeof(char*)); }
+
+extern "C" {
+void __ubsan_handle_type_mismatch_v1(void* met, void*) {
+    complain("memory is read or written where nothing of its type may begin", line_of(met));
+}
+void __ubsan_handle_out_of_bounds(void* met, void*) { complain("an array ends before what is read or written", line_of(met)); }
+void __ubsan_handle_shift_out_of_bounds(void* met, void*, void*) {
+    complain("a number has fewer bits than it is shifted by", line_of(met));
+}
+void __ubsan_handle_add_overflow(void* met, void*, void*) { complain("a sum is no int", line_of(met)); }
+void __ubsan_handle_sub_overflow(void* met, void*, void*) { complain("a difference is no int", line_of(met)); }
+void __ubsan_handle_mul_overflow(void* met, void*, void*) { complain("a product is no int", line_of(met)); }
+void __ubsan_handle_negate_overflow(void* met, void*) { complain("a negative is no int", line_of(met)); }
+void __ubsan_handle_divrem_overflow(void* met, void*, void*) { complain("a quotient is no int", line_of(met)); }  // and dies
 }
 
 static void suspend() {

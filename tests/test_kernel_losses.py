@@ -53,6 +53,30 @@ def test_no_order_of_threads_matters(emulated: EmulatedDevice, order: int) -> No
     assert all(map(torch.equal, errors(images, 9, plain=False), expected))
 
 
+MOST = "area = p.patch * p.patch;"
+UNDEFINED = {
+    "an array ends before": ("for (int i = 0; i < 2; ++i)", "for (int i = 0; i <= 2; ++i)"),
+    **{
+        words: (MOST, f"{MOST} volatile int most = 2147483647, least = -most - 1, unused = {sum_};")
+        for words, sum_ in (
+            ("fewer bits than it is shifted", "area << (most >> 25)"),
+            ("a sum is no int", "most + area"),
+            ("a difference is no int", "least - area"),
+            ("a product is no int", "most * area"),
+            ("a negative is no int", "-least"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("words", UNDEFINED)
+def test_what_a_gpu_may_do_as_it_likes_is_seen(emulated: EmulatedDevice, words: str) -> None:
+    """A result may be right all the same."""
+    emulated.changes = (UNDEFINED[words],)
+    with pytest.raises(AssertionError, match=words):
+        errors(noise(1, 3, 32, 32), 8, plain=False)
+
+
 def test_what_is_not_finite_is_named(emulated: EmulatedDevice) -> None:
     for value in (math.nan, math.inf):
         images = noise(1, 3, 40, 40)

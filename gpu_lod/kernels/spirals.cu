@@ -261,10 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) spirals(const Spirals p) {
     double* sites = p.sites + 3ull * image * (unsigned)p.budget;
     for (int site = begin; site < end; ++site) {
         double from = enters(site);
-        int row = before + inside + min(equal, last.ties);
+        unsigned row = (unsigned)before + (unsigned)inside + (unsigned)min(equal, last.ties);
         inside += from < last.kth;
         bool taken = from < last.kth || (from == last.kth && equal++ < last.ties);
-        if (!taken || row < 0 || row >= p.budget) continue;  // counts of what is no number sum to anything
+        if (!taken || row >= (unsigned)p.budget) continue;  // counts of what is no number sum to anything
         Turn turn = turn_of(law, site);
         Way way = way_at(cell, turn.angle);
         Placed place = placed(law, site, turn, way.reach, scale);
