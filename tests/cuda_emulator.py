@@ -33,7 +33,7 @@ _FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w", *_POPCOUNT),
     "-U_FORTIFY_SOURCE",  # which takes a jump to another stack for an error
 )
-_CHECKS = ("-fsanitize=alignment,bounds,shift,signed-integer-overflow",)
+_CHECKS = ("-fsanitize=alignment,bounds,shift,signed-integer-overflow,float-cast-overflow",)
 """Of what a GPU does otherwise than a CPU, or says nothing about. Only to compile with: what they call is in the
 runner."""
 _BYTES = {"uint8": 1, "float16": 2, "float32": 4}

@@ -52,6 +52,7 @@ void __ubsan_handle_out_of_bounds(void* met, void*) { complain("an array ends be
 void __ubsan_handle_shift_out_of_bounds(void* met, void*, void*) {
     complain("a number has fewer bits than it is shifted by", line_of(met));
 }
+void __ubsan_handle_float_cast_overflow(void* met, void*) { complain("no int is as large", line_of(met)); }
 void __ubsan_handle_add_overflow(void* met, void*, void*) { complain("a sum is no int", line_of(met)); }
 void __ubsan_handle_sub_overflow(void* met, void*, void*) { complain("a difference is no int", line_of(met)); }
 void __ubsan_handle_mul_overflow(void* met, void*, void*) { complain("a product is no int", line_of(met)); }

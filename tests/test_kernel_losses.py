@@ -60,6 +60,7 @@ UNDEFINED = {
         words: (MOST, f"{MOST} volatile int most = 2147483647, least = -most - 1, unused = {sum_};")
         for words, sum_ in (
             ("fewer bits than it is shifted", "area << (most >> 25)"),
+            ("no int is as large", "(int)(2.0f * most)"),
             ("a sum is no int", "most + area"),
             ("a difference is no int", "least - area"),
             ("a product is no int", "most * area"),

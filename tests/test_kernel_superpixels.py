@@ -324,9 +324,10 @@ def test_every_barrier_is_needed(
         broken(emulated, patch, kernel, *INSIDE.get(kernel, ()))
         assert made()
     broken(emulated, monkeypatch, kernel, (before + "__syncthreads();", before), *INSIDE.get(kernel, ()))
-    with pytest.raises(AssertionError, match="barrier"):
+    # Or the emulator says that threads wait at different barriers, or that a place made of rubbish is no int.
+    with pytest.raises(AssertionError, match=r"barrier|no int is as large"):
         for emulated.seed, emulated.order in enumerate((0, DESCENDING, SHUFFLED, SHUFFLED)):
-            assert made(), "no barrier"  # or the emulator says that threads wait at different barriers
+            assert made(), "no barrier"
 
 
 # -- what HybridAtlas makes of them ------------------------------------------------------------------------------------
