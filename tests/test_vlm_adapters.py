@@ -721,8 +721,8 @@ def test_attention_of_timm(family: str, layer: int) -> None:
         rows = torch.cat([torch.arange(prefix), shuffled.order + prefix])
         found = lod.vlm.vision_attention(model, shuffled(image), layer, size=(56, 56))
         for one, other in zip(found[1:], expected[1:], strict=True):
-            torch.testing.assert_close(one, other[:, rows], atol=1e-4, rtol=1e-3)
-        torch.testing.assert_close(found.attention, expected[0][..., rows, :][..., rows], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(one, other[:, rows], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.attention, expected[0][..., rows, :][..., rows], atol=1e-5, rtol=1e-4)
     assert found.attention.shape == (2, 2, 16 + prefix, 16 + prefix) and float(found.attention.std()) > 0.01
     assert all(block.attn.fused_attn for block in model.blocks)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

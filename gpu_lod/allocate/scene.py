@@ -188,8 +188,8 @@ def label_maps(labels: Any, batched: bool, batch: int, size: tuple[int, int], pa
         first, all_alike = ((batch,), ", or one such map for all images") if batched else ((), "")
         raise InputError(
             f"labels are {kind} {shape}; expected integers, {(*first, *size)} one a pixel, or {(*first, *cells)} "
-            f"one a patch{all_alike}. interpolate(labels[:, None].float(), size)[:, 0] of torch.nn.functional "
-            "resizes by nearest neighbours."
+            f"one a patch{all_alike}. torch.nn.functional.interpolate resizes [B, 1, H, W] of floats by nearest "
+            "neighbours."
         )
     return values.long().expand(batch, *shape[-2:])
 

@@ -142,7 +142,7 @@ def _of_fused(model: nn.Module, name: str, run: Callable[[], Any] | None, pixels
         if module.qkv is None:
             found[1].append(module.k_proj(x))
             return
-        keys = module.qkv(x).chunk(3, dim=-1)[1]
+        keys = module.qkv(x).chunk(3, dim=-1)[1]  # once more: with a q_bias the module itself is not called
         found[1].append(keys if getattr(module, "q_bias", None) is None else keys + module.k_bias)
 
     before = part.fused_attn
@@ -216,8 +216,7 @@ def _tower(model: Any) -> nn.Module:
 def _fit(model: Any, pixels: Any, inputs: dict[str, Any]) -> None:
     """Raises what the model would, in words of its own."""
     name = type(model).__name__
-    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
-        what = str(pixels.dtype) if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+    if what := _no_floats(pixels):
         raise InputError(
             f"pixel_values is {what}; expected a tensor of floats [B, 3, H, W], whole pictures: not tokens. Resize the "
             f"pictures to what {name} reads and normalise them, as its processor does."
@@ -248,14 +247,20 @@ def _fit(model: Any, pixels: Any, inputs: dict[str, Any]) -> None:
         )
 
 
+def _no_floats(pixels: Any) -> str:
+    """What they are, if no tensor of floats."""
+    if not isinstance(pixels, torch.Tensor):
+        return type(pixels).__name__
+    return "" if pixels.is_floating_point() else str(pixels.dtype)
+
+
 def _fits_timm(model: Any, pixels: Any) -> torch.Tensor:
     """Raises what the model would, in words of its own."""
     what = type(model).__name__
     stem = model.patch_embed
-    height, width = stem.img_size or (0, 0)
+    height, width = getattr(stem, "img_size", None) or (0, 0)
     channels = getattr(getattr(stem, "proj", None), "in_channels", 3)
-    if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
-        kind = str(pixels.dtype) if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+    if kind := _no_floats(pixels):
         raise InputError(f"pixel_values is {kind}; expected a tensor of floats [B, {channels}, H, W], normalised.")
     shape = tuple(pixels.shape)
     free = not height or bool(getattr(model, "dynamic_img_size", False))

@@ -107,7 +107,11 @@ class Adapter(ABC):
         )
 
     def checked(self, tokens: TokenSet, size: Any) -> tuple[TokenSet, Size | tuple[Size, ...]]:
-        """Tokens in a batch, and the size or sizes of their pictures, once all is checked that a call says."""
+        """Tokens in a batch, [B, K, ...], and (H, W) of their pictures, or of each.
+
+        Raises:
+            InputError: as a call.
+        """
         patches = self._patches(tokens)
         if what := next(filter(None, map(_random, self.parts())), None):
             raise InputError(

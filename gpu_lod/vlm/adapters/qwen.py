@@ -53,7 +53,11 @@ class _Tower(Adapter):
         and [B, 4 K, D], the four patches of each token side by side. Tokens of other windows are attended to by 0.
 
         Args:
+            tokens, size: as for a call.
             layer: from 0.
+
+        Raises:
+            InputError: as a call.
         """
         tokens, size = self.checked(tokens, size)
         row, entered = self._row(tokens, size), []
