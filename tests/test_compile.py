@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import random
@@ -274,15 +273,6 @@ def test_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert torch.allclose(one, two)
     (one,), (two,) = torch.autograd.grad(one, image), torch.autograd.grad(two, image)
     assert torch.allclose(one, two, atol=1e-5)
-
-
-def test_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    section = (CHECKOUT / "README.md").read_text().partition("## Gradients, torch.compile, vmap")[2]
-    names: dict[str, Any] = {"torch": torch, "lod": lod, "image": noise(1, 3, 32, 40)}
-    exec(section.partition("```python")[2].partition("```")[0], names)
-    assert names["polar"].shape == (1, 3, 16, 32) and names["small"].shape == (1, 3, 8, 10)
-    assert isinstance(names["pyramid"], lod.Pyramid) and names["each"].shape == (5, 3, 16, 32)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_the_readme_has_what_matters_of_each_task() -> None:
         names = [row[2] for row in rows]
         assert {"GridTopK", "Downsample", "Random", FULL.label} <= set(names)
         assert len(set(names) - {"GridTopK", "Downsample", "Random", FULL.label}) == docs.BEST
-        assert f"- **{title}** (" in text
+        assert f"{title} ([full form, " in text
     assert "oracle" not in text
 
 

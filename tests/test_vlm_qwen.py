@@ -34,10 +34,10 @@ def language(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def qwen25(attention: str = "sdpa") -> Any:
+def qwen25(attention: str = "sdpa", side: int = SIDE) -> Any:
     vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": SIDE, "window_size": 32,
-        "fullatt_block_indexes": [1], "out_hidden_size": 32,
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": side,
+        "window_size": 4 * side, "fullatt_block_indexes": [1], "out_hidden_size": 32,
     }  # fmt: skip
     return started(Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, vision, attention)
 

@@ -90,12 +90,12 @@ def learned_relevance(data: Data) -> Cells:
 
 
 def readme() -> str:
-    """Of each task a sentence, and the rows that matter, by the longest form that has it."""
+    """Of each task the rows that matter, by the longest form that has it."""
     cells = [["task", "K", "method", "relevance", "accuracy", "x 1000 / K", "peak memory", "verdict"]]
-    sentences = []
+    forms = []
     for task, form in longest().values():
         budget = tables.usual_budget(task)
-        sentences.append(f"- {tables.in_a_sentence(task)} {form}")
+        forms.append(f"{task['title']} {form}")
         shown = tables.best_of(task, budget, BEST) + tables.baselines(task, budget)
         for row in [row for row in tables.rows_at(task, budget) if row in shown]:
             cells.append(
@@ -105,8 +105,8 @@ def readme() -> str:
                     tables.size(row["peak_bytes"]), row["verdict"],
                 ]
             )  # fmt: skip
-    about = "Means ± half the 95% interval over pictures."
-    return "\n\n".join([about, "\n".join(sentences), piped(cells)])
+    about = f"Means ± half the 95% interval over pictures: {', '.join(forms)}."
+    return "\n\n".join([about, piped(cells)])
 
 
 def longest() -> dict[str, tuple[Data, str]]:

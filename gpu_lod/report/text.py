@@ -26,6 +26,8 @@ _WITH_KERNELS = {"best GL, ms": "best of ours, ms", "GL against torch": "ours ag
 MARKS = "<!-- table: python bench/report.py --readme -->", "<!-- end of table -->"
 _SHOWN = [1024, 1024]
 """The size that the README shows."""
+_BACKWARD = "forward and backward"
+"""In the note of rows of gradients."""
 
 
 def on_cuda(data: Data) -> bool:
@@ -38,11 +40,16 @@ def machine(data: Data) -> str:
     return f"{data['device']}, {data['cpu']}, {data['threads']} cores"
 
 
-def missing(data: Data) -> str:
-    """What the file says was not measured."""
+def missing(data: Data, *, every: bool = True) -> str:
+    """What the file says was not measured.
+
+    Args:
+        every: name what was left out, else say how much it is.
+    """
     parts = []
-    if data.get("left_out"):
-        parts.append(f"Left out for lack of time: {', '.join(data['left_out'])}.")
+    if left := data.get("left_out"):
+        said = ", ".join(left) if every else f"{len(left)} {'job' if len(left) == 1 else 'jobs'}"
+        parts.append(f"Left out for lack of time: {said}.")
     if data.get("failures"):
         parts.append(f"Failed: {', '.join(dict.fromkeys(one['name'] for one in data['failures']))}.")
     if data.get("absent"):
@@ -143,12 +150,12 @@ def is_call(row: Row) -> bool:
 
 
 def in_readme(row: Row) -> bool:
-    """A picture of one size in fp32, warm, and what tells of batches and of the cost of a call; chosen by what was
-    measured, never by who has won."""
-    if row["part"] == "fixed cost" or "gl a call for each image" in row["sides"]:
+    """A picture of one size in fp32, warm, in ordinary memory, without gradients, and what tells of the cost of a call;
+    chosen by what was measured, never by who has won."""
+    if row["part"] == "fixed cost":
         return True
     one = row["size"] == _SHOWN and row["batch"] == 1 and row["dtype"] == "float32" and row["cache"] == "warm"
-    return is_call(row) and one
+    return row["part"] == "end to end" and one and _BACKWARD not in row["note"]
 
 
 def markdown(path: Path, folder: Path, data: Data | None = None, *, every: bool = False) -> str:
@@ -170,7 +177,7 @@ def markdown(path: Path, folder: Path, data: Data | None = None, *, every: bool 
         "|" + " --- |" * len(HEADINGS),
         *("| " + " | ".join(map(_escape, cells(row, kernels))) + " |" for row in calls if every or in_readme(row)),
     ]
-    if left := missing(data):
+    if left := missing(data, every=every):
         lines += ["", _escape(left)]
     return "\n".join(lines)
 
