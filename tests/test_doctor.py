@@ -25,11 +25,13 @@ from cuda_emulator import EmulatedDevice
 from fake_cuda import FakeCuda
 
 import gpu_lod as lod
-from gpu_lod import dispatch, doctor, doctor_cuda, doctor_shaders, several_levels
+from gpu_lod import dispatch, doctor, several_levels
 from gpu_lod.bridge import Device, InteropBridge
 from gpu_lod.bridge.devices import Gpu
 from gpu_lod.commands import printing
-from gpu_lod.doctor import Finding, advice, safely
+from gpu_lod.doctor import Finding, drivers, opengl, parity
+from gpu_lod.doctor import cuda as cuda_checks
+from gpu_lod.doctor.finding import REPORT, advice, safely
 from gpu_lod.errors import (
     BufferMovedError,
     GLUnavailableError,
@@ -120,7 +122,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         "_CGROUP": place("cgroup")[0],
         "_refused": made.refused,
     }.items():
-        monkeypatch.setattr(doctor, name, value)
+        monkeypatch.setattr(drivers, name, value)
     for variable in ("__EGL_VENDOR_LIBRARY_FILENAMES", "__EGL_VENDOR_LIBRARY_DIRS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     return made
@@ -165,13 +167,13 @@ def test_an_error_becomes_the_last_finding_of_its_check() -> None:
         Finding("a", "ok", "well"),
         Finding("b", "fail", "No GL", "Install it. Or do not."),
     ]
-    assert list(safely("b", check))[1] == Finding("b", "fail", "RuntimeError: two lines", doctor.REPORT)
+    assert list(safely("b", check))[1] == Finding("b", "fail", "RuntimeError: two lines", REPORT)
 
 
 def test_advice_of_an_error_that_gives_none() -> None:
     assert advice(InteropError("libEGL.so.1 and OpenGL 4.3 failed.")) == (
         "libEGL.so.1 and OpenGL 4.3 failed.",
-        doctor.REPORT,
+        REPORT,
     )
 
 
@@ -202,7 +204,7 @@ def test_a_fix_is_printed_in_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 def test_without_cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For real: Mesa's software renderer, or what there is."""
     set_torch(monkeypatch, None)
-    monkeypatch.setattr(doctor, "_CONTROL", str(tmp_path / "nvidiactl"))
+    monkeypatch.setattr(drivers, "_CONTROL", str(tmp_path / "nvidiactl"))
     findings = checked(doctor.examine())
     assert not [name for name in findings if "NVIDIA" in name or name.startswith("cuda")]
     assert [name for name in findings if "CUDA" in name] == ["CUDA"]
@@ -213,16 +215,26 @@ def test_without_cuda(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert doctor.as_dict([*findings.values()])["ok"]
 
 
-@pytest.mark.parametrize("check", ["_versions", "_library", "_vendors", "_nvidia", "_devices", "_context"])
+@pytest.mark.parametrize(
+    "where, check",
+    [
+        (doctor, "_versions"),
+        (drivers, "library"),
+        (drivers, "vendors"),
+        (drivers, "nvidia"),
+        (doctor, "_devices"),
+        (opengl, "context"),
+    ],
+)
 def test_a_check_that_raises_is_a_finding_and_the_others_still_run(
-    check: str, ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
+    where: types.ModuleType, check: str, ctx: lod.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> Iterator[Finding]:
         raise ZeroDivisionError("bang")
 
     set_torch(monkeypatch, None)
-    monkeypatch.setattr(doctor, "nvidia_there", lambda: True)
-    monkeypatch.setattr(doctor, check, broken)
+    monkeypatch.setattr(drivers, "nvidia_there", lambda: True)
+    monkeypatch.setattr(where, check, broken)
     findings = checked(doctor.examine())
     hit = [finding for finding in findings.values() if "bang" in finding.found]
     assert hit and all(finding.found == "ZeroDivisionError: bang" for finding in hit)
@@ -238,12 +250,12 @@ def test_cuda_checks_that_raise_are_findings(ctx: lod.Context, monkeypatch: pyte
     install(monkeypatch)
     names = {"_bindings": "cuda-bindings", "_cupy": "CuPy", "_pycuda": "PyCUDA", "gpu": "CUDA device 1"}
     for attribute in names:
-        monkeypatch.setattr(doctor_cuda, attribute, broken)
-    findings = checked(list(doctor_cuda.examine([device()], None, None)))
+        monkeypatch.setattr(cuda_checks, attribute, broken)
+    findings = checked(list(cuda_checks.examine([device()], None, None)))
     assert set(findings) == {"CUDA", "CUDA device 0", *names.values()}
     assert all(findings[name].status == "fail" for name in names.values())
     monkeypatch.setattr(torch.cuda, "device_count", broken)
-    assert checked(doctor.examine())["CUDA"] == Finding("CUDA", "fail", "ZeroDivisionError: bang", doctor.REPORT)
+    assert checked(doctor.examine())["CUDA"] == Finding("CUDA", "fail", "ZeroDivisionError: bang", REPORT)
 
 
 def test_environment_variables_stay(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +277,7 @@ def test_environment_variables_stay(ctx: lod.Context, monkeypatch: pytest.Monkey
 def test_one_device_alone_and_one_that_is_not_there(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [device(), SOFTWARE]
     monkeypatch.setattr(doctor, "devices", lambda: listed)
-    monkeypatch.setattr(doctor, "Context", lambda index: ctx)
+    monkeypatch.setattr(opengl, "Context", lambda index: ctx)
     findings = checked(doctor.examine(1))
     assert "OpenGL on device 1" in findings and "OpenGL on device 0" not in findings
     findings = checked(doctor.examine(7))
@@ -281,7 +293,7 @@ def test_one_good_device_is_enough(ctx: lod.Context, monkeypatch: pytest.MonkeyP
 
     bad = {0}
     monkeypatch.setattr(doctor, "devices", lambda: [device(), SOFTWARE])
-    monkeypatch.setattr(doctor, "Context", open_one)
+    monkeypatch.setattr(opengl, "Context", open_one)
     findings = checked(doctor.examine())
     assert findings["OpenGL on device 0"].status == "warn"
     assert findings["host bridge on device 1"].status == "ok"
@@ -313,10 +325,10 @@ def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_egl_library_sends_everyone_to_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_LOD_LIBEGL", "/nonexistent.so")
     set_torch(monkeypatch, "13.0", 1)
-    monkeypatch.setattr(doctor_cuda, "gpu", lambda ordinal: GPU)
+    monkeypatch.setattr(cuda_checks, "gpu", lambda ordinal: GPU)
     findings = checked(doctor.examine())
     assert "EGL vendors" not in findings and "EGL devices" not in findings
-    line = f"unset GPU_LOD_LIBEGL, or {doctor.INSTALL}"
+    line = f"unset GPU_LOD_LIBEGL, or {drivers.INSTALL}"
     assert findings["EGL library"].fix == findings["CUDA device 0"].fix == line
 
 
@@ -324,19 +336,19 @@ def test_no_egl_library_sends_everyone_to_the_same_line(monkeypatch: pytest.Monk
 
 
 def test_vendors(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(doctor._vendors()) == Finding("EGL vendors", "warn", "none listed for glvnd", doctor.INSTALL)
+    assert only(drivers.vendors()) == Finding("EGL vendors", "warn", "none listed for glvnd", drivers.INSTALL)
     machine.mesa()
-    assert only(doctor._vendors()) == Finding("EGL vendors", "ok", "libEGL_mesa.so.0 (50_mesa.json)")
+    assert only(drivers.vendors()) == Finding("EGL vendors", "ok", "libEGL_mesa.so.0 (50_mesa.json)")
     left = machine.nvidia(loads=False)  # of an image that was made for GPUs
-    assert only(doctor._vendors()) == Finding(
+    assert only(drivers.vendors()) == Finding(
         "EGL vendors", "ok", f"libEGL_mesa.so.0 (50_mesa.json); listed but not loadable: {left}"
     )
     machine.loadable.add(EGL_LIBRARY)
-    assert only(doctor._vendors()).found == "libEGL_nvidia.so.0 (10_nvidia.json), libEGL_mesa.so.0 (50_mesa.json)"
+    assert only(drivers.vendors()).found == "libEGL_nvidia.so.0 (10_nvidia.json), libEGL_mesa.so.0 (50_mesa.json)"
     machine.loadable.remove("libEGL_mesa.so.0")
-    assert only(doctor._vendors()).fix == doctor.INSTALL
+    assert only(drivers.vendors()).fix == drivers.INSTALL
     machine.loadable.clear()
-    assert only(doctor._vendors()).found.startswith("none listed for glvnd; listed but not loadable: ")
+    assert only(drivers.vendors()).found.startswith("none listed for glvnd; listed but not loadable: ")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"ICD": {}}', '{"ICD": 1}'])
@@ -344,63 +356,63 @@ def test_vendor_files_that_say_nothing(text: str, machine: Machine) -> None:
     machine.mesa()
     file = machine.file("etc/egl/60_odd.json", text)
     machine.file("etc/egl/README", "no vendor file")
-    finding = only(doctor._vendors())
-    assert (finding.status, finding.fix) == ("warn", doctor.INSTALL)
+    finding = only(drivers.vendors())
+    assert (finding.status, finding.fix) == ("warn", drivers.INSTALL)
     assert finding.found.endswith(f"not loadable: {file}")
 
 
 def test_vendors_that_variables_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.mesa()
     other = machine.vendor("else/where", "1.json", "libEGL_mesa.so.0")
-    default = only(doctor._vendors()).found
+    default = only(drivers.vendors()).found
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_DIRS", str(Path(other).parent))
-    assert only(doctor._vendors()).found == "libEGL_mesa.so.0 (1.json)"
+    assert only(drivers.vendors()).found == "libEGL_mesa.so.0 (1.json)"
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_DIRS", "")  # glvnd takes it for a list of none
-    assert only(doctor._vendors()).found == "none listed for glvnd"
+    assert only(drivers.vendors()).found == "none listed for glvnd"
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", f"{other}:{machine.root}/share/egl/50_mesa.json")
-    assert only(doctor._vendors()).found == "libEGL_mesa.so.0 (1.json), libEGL_mesa.so.0 (50_mesa.json)"
+    assert only(drivers.vendors()).found == "libEGL_mesa.so.0 (1.json), libEGL_mesa.so.0 (50_mesa.json)"
     monkeypatch.delenv("__EGL_VENDOR_LIBRARY_DIRS")
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", f"{other}:/nonexistent.json")
     show = "unset __EGL_VENDOR_LIBRARY_FILENAMES __EGL_VENDOR_LIBRARY_DIRS"  # what is installed would do
     found = "libEGL_mesa.so.0 (1.json); listed but not loadable: /nonexistent.json"
-    assert only(doctor._vendors()) == Finding("EGL vendors", "warn", found, show)
+    assert only(drivers.vendors()) == Finding("EGL vendors", "warn", found, show)
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "")
-    assert only(doctor._vendors()) == Finding("EGL vendors", "warn", "none listed for glvnd", show)
+    assert only(drivers.vendors()) == Finding("EGL vendors", "warn", "none listed for glvnd", show)
     machine.loadable.clear()
-    assert only(doctor._vendors()).fix == doctor.INSTALL
+    assert only(drivers.vendors()).fix == drivers.INSTALL
     machine.loadable.add("libEGL_mesa.so.0")
     monkeypatch.delenv("__EGL_VENDOR_LIBRARY_FILENAMES")
-    assert only(doctor._vendors()).found == default != "none listed for glvnd"
+    assert only(drivers.vendors()).found == default != "none listed for glvnd"
 
 
 def test_refused_asks_the_loader() -> None:
-    assert doctor._refused(ctypes.util.find_library("c") or "") is None
-    assert "/nonexistent.so" in (doctor._refused("/nonexistent.so") or "")
+    assert drivers._refused(ctypes.util.find_library("c") or "") is None
+    assert "/nonexistent.so" in (drivers._refused("/nonexistent.so") or "")
 
 
 def test_egl_library_that_loads() -> None:
-    finding = only(doctor._library())
+    finding = only(drivers.library())
     assert finding.status == "ok" and "/libEGL.so" in finding.found
 
 
 def test_a_library_that_is_no_egl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_LOD_LIBEGL", "libc.so.6")
     findings = checked(doctor.examine())
-    line = f"unset GPU_LOD_LIBEGL, or {doctor.INSTALL}"
+    line = f"unset GPU_LOD_LIBEGL, or {drivers.INSTALL}"
     assert findings["EGL library"] == Finding("EGL library", "fail", "libc.so.6 is another library", line)
     assert "EGL devices" not in findings
 
 
 def test_nvidia_egl_in_order(machine: Machine) -> None:
     machine.nvidia()
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding == Finding("NVIDIA EGL", "ok", "libEGL_nvidia.so.0 of driver unknown, kernel module unknown")
 
 
 def test_nvidia_vendor_file_elsewhere(machine: Machine) -> None:
     machine.mesa()
     file = machine.nvidia("local/egl")
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding.fix == f"export __EGL_VENDOR_LIBRARY_FILENAMES={file}"
     assert file in finding.found and "there is an NVIDIA GPU" in finding.found
 
@@ -408,20 +420,20 @@ def test_nvidia_vendor_file_elsewhere(machine: Machine) -> None:
 def test_nvidia_vendor_file_that_a_variable_hides(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.nvidia()
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", machine.vendor("a", "50_mesa.json", "libEGL_mesa.so.0"))
-    assert only(doctor._nvidia()).fix == "unset __EGL_VENDOR_LIBRARY_FILENAMES __EGL_VENDOR_LIBRARY_DIRS"
+    assert only(drivers.nvidia()).fix == "unset __EGL_VENDOR_LIBRARY_FILENAMES __EGL_VENDOR_LIBRARY_DIRS"
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", machine.nvidia("b"))
-    assert only(doctor._nvidia()).status == "ok"
+    assert only(drivers.nvidia()).status == "ok"
 
 
 def test_nvidia_library_outside_the_loaders_folders(machine: Machine) -> None:
     machine.nvidia(loads=False)
     machine.file(f"local/lib/{EGL_LIBRARY}")
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding.fix == f"export LD_LIBRARY_PATH={machine.root}/local/lib:$LD_LIBRARY_PATH"
     assert "cannot open shared object file" in finding.found
     (machine.root / "share/egl/10_nvidia.json").unlink()
     file = machine.nvidia("local/egl", loads=False)  # both elsewhere, as where the driver is mounted in one folder
-    assert only(doctor._nvidia()).fix == (
+    assert only(drivers.nvidia()).fix == (
         f"export LD_LIBRARY_PATH={machine.root}/local/lib:$LD_LIBRARY_PATH && "
         f"export __EGL_VENDOR_LIBRARY_FILENAMES={file}"
     )
@@ -430,11 +442,11 @@ def test_nvidia_library_outside_the_loaders_folders(machine: Machine) -> None:
 def test_nvidia_library_without_a_vendor_file(machine: Machine) -> None:
     machine.mesa()
     machine.loadable.add(EGL_LIBRARY)
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding.fix is not None and "no vendor file names its libEGL_nvidia.so.0" in finding.found
     assert os.system(finding.fix) == 0  # the line does what it says
-    assert doctor._library_of(f"{machine.root}/etc/egl/10_nvidia.json") == EGL_LIBRARY
-    assert only(doctor._nvidia()).status == "ok"
+    assert drivers._library_of(f"{machine.root}/etc/egl/10_nvidia.json") == EGL_LIBRARY
+    assert only(drivers.nvidia()).status == "ok"
 
 
 CONTAINER = "start the container with NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility, or inside it "
@@ -443,22 +455,22 @@ CONTAINER = "start the container with NVIDIA_DRIVER_CAPABILITIES=graphics,comput
 def test_nvidia_library_nowhere(machine: Machine) -> None:
     machine.mesa()
     machine.driver()
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding.fix == "install the driver's libnvidia-gl, of the same version as its kernel module"
     assert "cannot open shared object file" in finding.found
     machine.nvidia(loads=False)  # a vendor file alone is no help
     machine.driver("535.104.05")
     line = "apt-get install libnvidia-gl-535 (of the kernel module's version, 535.104.05)"
-    assert only(doctor._nvidia()).fix == line
+    assert only(drivers.nvidia()).fix == line
     machine.file("dockerenv")
-    assert only(doctor._nvidia()).fix == CONTAINER + line
+    assert only(drivers.nvidia()).fix == CONTAINER + line
 
 
 def test_wsl_has_no_way_out(machine: Machine) -> None:
     machine.file("dxg")
-    assert "backend='torch'" in (only(doctor._nvidia()).fix or "")
+    assert "backend='torch'" in (only(drivers.nvidia()).fix or "")
     machine.driver()  # a Linux that has both is not WSL
-    assert "libnvidia-gl" in (only(doctor._nvidia()).fix or "")
+    assert "libnvidia-gl" in (only(drivers.nvidia()).fix or "")
 
 
 @pytest.mark.parametrize(
@@ -477,7 +489,7 @@ def test_wsl_has_no_way_out(machine: Machine) -> None:
 )
 def test_containers(file: str, text: str, inside: bool, machine: Machine) -> None:
     machine.file(file, text)
-    assert doctor._in_container() is inside
+    assert drivers._in_container() is inside
 
 
 @pytest.mark.parametrize(
@@ -491,37 +503,37 @@ def test_containers(file: str, text: str, inside: bool, machine: Machine) -> Non
     ],
 )
 def test_version_of_the_kernel_module(text: str, version: str | None, machine: Machine) -> None:
-    assert doctor._kernel_version() is None
+    assert drivers._kernel_version() is None
     machine.file("version", text)
-    assert doctor._kernel_version() == version
+    assert drivers._kernel_version() == version
 
 
 def test_driver_and_kernel_module_apart(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.nvidia()
-    monkeypatch.setattr(doctor, "_MAPS", str(machine.root / "maps"))
+    monkeypatch.setattr(drivers, "_MAPS", str(machine.root / "maps"))
     line = "7f00-7f01 r-xp 00000000 08:01 1  /usr/lib/{}\n"
     names = ("libEGL.so.1.1.0", "libEGL_nvidia.so.580.65.06")
     machine.file("maps", "7f00-7f01 rw-p 00000000 00:00 0\n" + "".join(map(line.format, names)))
     machine.driver("580.65.06")
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding == Finding("NVIDIA EGL", "ok", "libEGL_nvidia.so.0 of driver 580.65.06, kernel module 580.65.06")
     machine.driver("575.57.08")
-    finding = only(doctor._nvidia())
+    finding = only(drivers.nvidia())
     assert finding.status == "warn" and "580.65.06, kernel module 575.57.08" in finding.found
     assert (finding.fix or "").startswith("reboot")
     machine.file("cgroup", "0::/docker/1")
-    assert (only(doctor._nvidia()).fix or "").endswith("NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility")
+    assert (only(drivers.nvidia()).fix or "").endswith("NVIDIA_DRIVER_CAPABILITIES=graphics,compute,utility")
 
 
 def test_nvidia_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     set_torch(monkeypatch, "13.0")
-    assert not doctor.nvidia_there()
+    assert not drivers.nvidia_there()
     set_torch(monkeypatch, "13.0", 1)
-    assert doctor.nvidia_there()
+    assert drivers.nvidia_there()
     set_torch(monkeypatch, None, 1)  # ROCm: its devices are "cuda" too
-    assert not doctor.nvidia_there()
+    assert not drivers.nvidia_there()
     machine.driver()
-    assert doctor.nvidia_there()
+    assert drivers.nvidia_there()
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -534,7 +546,7 @@ def test_nvidia_egl_is_looked_for_only_where_there_is_a_gpu(
     if there:
         machine.driver("535.104.05")
     monkeypatch.setattr(doctor, "devices", lambda: [Device(0, SOFTWARE.extensions, None, None)])
-    monkeypatch.setattr(doctor, "Context", lambda index: renderer(ctx, "llvmpipe"))
+    monkeypatch.setattr(opengl, "Context", lambda index: renderer(ctx, "llvmpipe"))
     findings = checked(doctor.examine())
     assert ("NVIDIA EGL" in findings) is there
     shown = findings["OpenGL on device 0"]
@@ -568,8 +580,8 @@ def test_contexts_good_and_poor(ctx: lod.Context, monkeypatch: pytest.MonkeyPatc
 
     def look(name: str = "NVIDIA H100", graphics: str | None = "fix", **what: Any) -> dict[str, str]:
         what = {"limits": rich, "extensions": every, "version": 430, **what}
-        monkeypatch.setattr(doctor, "Context", lambda index: renderer(ctx, name, **what))
-        return {name: one.status for name, one in checked([*doctor._context(SOFTWARE, graphics)]).items()}
+        monkeypatch.setattr(opengl, "Context", lambda index: renderer(ctx, name, **what))
+        return {name: one.status for name, one in checked([*opengl.context(SOFTWARE, graphics)]).items()}
 
     names = ("OpenGL on", "limits of", "GL_ARB_buffer_storage of", "GL_EXT_texture_filter_minmax of")
     well = {f"{name} device 1": "ok" for name in names}
@@ -587,7 +599,7 @@ CPU = torch.device("cpu")
 
 
 def test_round_trip(ctx: lod.Context) -> None:
-    finding = doctor.round_trip("a", ctx, CPU)
+    finding = opengl.round_trip("a", ctx, CPU)
     assert (finding.name, finding.status, finding.fix) == ("a", "ok", None)
     assert "6 levels in place, no copy" in finding.found
 
@@ -595,8 +607,8 @@ def test_round_trip(ctx: lod.Context) -> None:
 def test_host_bridge_takes_host_memory(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a context whose tensors are on CUDA by default."""
     monkeypatch.setattr(lod.Context, "tensor_device", property(lambda self: torch.device("cuda", 0)))
-    monkeypatch.setattr(doctor, "Context", lambda index: ctx)
-    trip, _ = doctor._host_bridge(SOFTWARE)
+    monkeypatch.setattr(opengl, "Context", lambda index: ctx)
+    trip, _ = opengl.host_bridge(SOFTWARE)
     assert trip.name.startswith("host bridge") and trip.status == "ok"
 
 
@@ -610,8 +622,8 @@ def test_round_trip_of_wrong_values(
         levels[level] = levels[level] + wrong
         return levels
 
-    monkeypatch.setattr(doctor, "mipmap", off)
-    finding = only([doctor.round_trip("a", ctx, CPU)])
+    monkeypatch.setattr(opengl, "mipmap", off)
+    finding = only([opengl.round_trip("a", ctx, CPU)])
     assert finding.status == "fail" and text in finding.found
 
 
@@ -625,9 +637,9 @@ def test_round_trip_with_a_copy(level: int, ctx: lod.Context, monkeypatch: pytes
     def in_gl(tensor: torch.Tensor) -> torch.Tensor:
         return ctx.empty(*tensor.shape, device="cpu").copy_(tensor)
 
-    monkeypatch.setattr(doctor, "mipmap", copying)
+    monkeypatch.setattr(opengl, "mipmap", copying)
     for elsewhere in (torch.clone, in_gl):
-        finding = only([doctor.round_trip("a", ctx, CPU)])
+        finding = only([opengl.round_trip("a", ctx, CPU)])
         # A level below the first one may lie anywhere in GL memory.
         assert finding.status == ("ok" if level and elsewhere is in_gl else "fail")
         assert "copied" in finding.found or finding.status == "ok"
@@ -637,7 +649,7 @@ SOME_JOBS = [job for job in small() if job.verb in (lod.hiz, lod.cull) and "37 x
 
 
 def test_shaders_that_agree_with_torch(ctx: lod.Context) -> None:
-    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    finding = only(parity.compare("shaders", 0, CPU, SOME_JOBS))
     ways = len(dispatch.ways("hiz")) - 1 + len(dispatch.ways("cull")) - 1
     found = f"{4 * ways} results of 2 verbs are torch's, but for rounding"
     assert finding == Finding("shaders", "ok", found)
@@ -652,15 +664,15 @@ def test_shaders_that_do_not(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) 
         rightly(context, chain, "min", one)
 
     monkeypatch.setattr(several_levels, "reduce_chain", wrongly)
-    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    finding = only(parity.compare("shaders", 0, CPU, SOME_JOBS))
     assert finding.status == "fail" and finding.fix is not None and "backend='torch'" in finding.fix
     example = "hiz on gl registers in 4 (2 x 1 x 64 x 96 float32: level 1: "
     assert finding.found.startswith(f"4 of 20 results are not torch's: {example}")
     error = ShaderError("a broken compiler")
-    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    finding = only(parity.compare("shaders", 0, CPU, SOME_JOBS))
     assert finding.found.endswith("hiz on gl registers in 4 (2 x 1 x 64 x 96 float32: a broken compiler)")
     error = UnsupportedError("none of that")
-    finding = only(doctor_shaders.compare("shaders", 0, CPU, SOME_JOBS))
+    finding = only(parity.compare("shaders", 0, CPU, SOME_JOBS))
     assert finding.status == "ok" and finding.found.startswith("16 results")
 
 
@@ -671,34 +683,34 @@ def test_shaders_are_compared_when_asked_for(ctx: lod.Context, monkeypatch: pyte
         asked.append(about)
         yield Finding(str(about[0]), "ok", "alike")
 
-    monkeypatch.setattr(doctor_shaders, "compare", compare)
+    monkeypatch.setattr(parity, "compare", compare)
     assert "shaders of device 0" not in checked(doctor.examine(0)) and asked == []
     assert checked(doctor.examine(0, shaders=True))["shaders of device 0"].found == "alike"
     assert asked == [("shaders of device 0", 0, CPU)]
-    monkeypatch.setattr(doctor_cuda, "look", lambda: (True, ""))
+    monkeypatch.setattr(cuda_checks, "look", lambda: (True, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
-        doctor_cuda, "_match", lambda name, ordinal, known, graphics, found: found.append(device()) or []
+        cuda_checks, "_match", lambda name, ordinal, known, graphics, found: found.append(device()) or []
     )
     name, cuda = "shaders and kernels on cuda:0", torch.device("cuda", 0)
-    assert name not in checked(list(doctor_cuda.examine([device()], None, None)))
-    assert checked(list(doctor_cuda.examine([device()], None, None, True)))[name].found == "alike"
+    assert name not in checked(list(cuda_checks.examine([device()], None, None)))
+    assert checked(list(cuda_checks.examine([device()], None, None, True)))[name].found == "alike"
     assert asked[1:] == [(name, cuda, cuda)]
-    monkeypatch.setattr(doctor_cuda, "_match", lambda *about: iter(()))
-    alone = checked(list(doctor_cuda.examine([], None, None, True)))
+    monkeypatch.setattr(cuda_checks, "_match", lambda *about: iter(()))
+    alone = checked(list(cuda_checks.examine([], None, None, True)))
     assert alone["kernels on cuda:0"].found == "alike" and name not in alone
     assert asked[2:] == [("kernels on cuda:0", None, cuda)]
-    assert "kernels on cuda:0" not in checked(list(doctor_cuda.examine([device()], 0, None, True)))
+    assert "kernels on cuda:0" not in checked(list(cuda_checks.examine([device()], 0, None, True)))
 
 
 def test_kernels_where_there_is_no_opengl(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     mipmaps = sys.modules["gpu_lod.mipmap"]
     chain = mipmaps.chain
-    monkeypatch.setattr(doctor_shaders, "Context", None)
-    finding = only(doctor_shaders.compare("kernels", None, CPU, SOME_JOBS))
+    monkeypatch.setattr(parity, "Context", None)
+    finding = only(parity.compare("kernels", None, CPU, SOME_JOBS))
     assert finding == Finding("kernels", "ok", "4 results of 1 verbs are torch's, but for rounding")
     monkeypatch.setattr(mipmaps, "chain", lambda *about: [level.zero_() for level in chain(*about)])
-    finding = only(doctor_shaders.compare("kernels", None, CPU, SOME_JOBS))
+    finding = only(parity.compare("kernels", None, CPU, SOME_JOBS))
     assert finding.status == "fail" and finding.found.startswith("4 of 4 results are not torch's: hiz on cuda in 4 (")
 
 
@@ -746,7 +758,7 @@ def test_no_cuda(
         machine.driver()
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    finding = only(doctor_cuda.examine([SOFTWARE], None, None))
+    finding = only(cuda_checks.examine([SOFTWARE], None, None))
     assert (finding.name, finding.status) == ("CUDA", status)
     assert finding.found.startswith("none (") and text in finding.found
     assert (finding.fix or "").startswith(fix or "") and bool(finding.fix) == bool(fix)
@@ -755,31 +767,31 @@ def test_no_cuda(
 def test_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     fix = "pip install 'cuda-bindings==13.*'"
     install(monkeypatch)
-    assert only(doctor_cuda._bindings()) == Finding(
+    assert only(cuda_checks._bindings()) == Finding(
         "cuda-bindings", "warn", "not installed; the CUDA bridge needs it", fix
     )
     install(monkeypatch, cuda_bindings="13.1.0")
     provide(monkeypatch, "cuda", "cuda.bindings", "cuda.bindings.runtime")
-    assert only(doctor_cuda._bindings()) == Finding("cuda-bindings", "ok", "13.1.0")
+    assert only(cuda_checks._bindings()) == Finding("cuda-bindings", "ok", "13.1.0")
     provide(monkeypatch, broken=("cuda.bindings.runtime",))
-    finding = only(doctor_cuda._bindings())
+    finding = only(cuda_checks._bindings())
     assert (finding.status, finding.fix) == ("warn", fix)
     assert finding.found.startswith("13.1.0, does not load: ModuleNotFoundError: ")
 
 
 def test_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    assert only(doctor_cuda._cupy()) == Finding("CuPy", "ok", "not installed (optional)")
+    assert only(cuda_checks._cupy()) == Finding("CuPy", "ok", "not installed (optional)")
     for name in ("cupy", "cupy_cuda12x", "cupy_cuda13x"):
         install(monkeypatch, **{name: "13.6.0"})
         provide(monkeypatch, "cupy")
         dashed = name.replace("_", "-")
-        assert only(doctor_cuda._cupy()) == Finding("CuPy", "ok", f"{dashed} 13.6.0")
+        assert only(cuda_checks._cupy()) == Finding("CuPy", "ok", f"{dashed} 13.6.0")
         provide(monkeypatch, broken=("cupy",))
-        assert only(doctor_cuda._cupy()).fix == f"pip install --force-reinstall {dashed}"
+        assert only(cuda_checks._cupy()).fix == f"pip install --force-reinstall {dashed}"
     install(monkeypatch, cupy_cuda12x="13.5.0", cupy_cuda13x="13.6.0")
     provide(monkeypatch, "cupy")
-    assert only(doctor_cuda._cupy()) == Finding(
+    assert only(cuda_checks._cupy()) == Finding(
         "CuPy",
         "warn",
         "cupy-cuda12x 13.5.0, cupy-cuda13x 13.6.0",
@@ -789,16 +801,16 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    assert only(doctor_cuda._pycuda()) == Finding("PyCUDA", "ok", "not installed (optional)")
+    assert only(cuda_checks._pycuda()) == Finding("PyCUDA", "ok", "not installed (optional)")
     install(monkeypatch, pycuda="2025.1")
     provide(monkeypatch, "pycuda", "pycuda.driver", "pycuda.gl")
-    assert only(doctor_cuda._pycuda()) == Finding("PyCUDA", "ok", "2025.1, with OpenGL")
+    assert only(cuda_checks._pycuda()) == Finding("PyCUDA", "ok", "2025.1, with OpenGL")
     provide(monkeypatch, broken=("pycuda.gl",))
-    finding = only(doctor_cuda._pycuda())
+    finding = only(cuda_checks._pycuda())
     assert finding.status == "warn" and finding.found.startswith("2025.1, without OpenGL: ")
     assert "--cuda-enable-gl" in (finding.fix or "")
     provide(monkeypatch, broken=("pycuda.driver",))
-    finding = only(doctor_cuda._pycuda())
+    finding = only(cuda_checks._pycuda())
     assert finding.status == "warn" and finding.found.startswith("2025.1, does not load: ")
 
 
@@ -818,17 +830,17 @@ def test_pycuda(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_gpu_and_its_egl_device(found: list[Device], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(doctor_cuda, "gpu", lambda ordinal: GPU)
+    monkeypatch.setattr(cuda_checks, "gpu", lambda ordinal: GPU)
     matches: list[Device] = []
-    finding = only(doctor_cuda._match("a", 0, found, "graphics", matches))
+    finding = only(cuda_checks._match("a", 0, found, "graphics", matches))
     assert finding == Finding("a", "ok", f"NVIDIA H100, PCI 0000:65:00.0, UUID {UUID}: {text}")
     assert text.startswith(f"EGL device {matches[0].index} ")
 
 
 def test_a_gpu_that_torch_hardly_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_cuda, "gpu", lambda ordinal: Gpu(0, "Tesla", None, None))
+    monkeypatch.setattr(cuda_checks, "gpu", lambda ordinal: Gpu(0, "Tesla", None, None))
     for one, how in ((device(0, None), "elimination"), (device(0, 0, None), "CUDA ordinal")):
-        found = only(doctor_cuda._match("a", 0, [one], None, [])).found
+        found = only(cuda_checks._match("a", 0, [one], None, [])).found
         assert found.startswith(f"Tesla, PCI unknown, UUID unknown: EGL device 0 by {how}, a hint")
 
 
@@ -841,13 +853,13 @@ def test_a_gpu_that_torch_hardly_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_gpu_that_no_egl_device_is(found: list[Device], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_cuda, "gpu", lambda ordinal: GPU)
+    monkeypatch.setattr(cuda_checks, "gpu", lambda ordinal: GPU)
     matches: list[Device] = []
-    finding = only(doctor_cuda._match("a", 0, found, None, matches))
+    finding = only(cuda_checks._match("a", 0, found, None, matches))
     assert finding.status == "warn" and text in finding.found and "NVIDIA H100" in finding.found
     assert finding.fix is not None and "backend='torch'" in finding.fix
     assert not matches
-    assert only(doctor_cuda._match("a", 0, found, "the line", matches)).fix == "the line"
+    assert only(cuda_checks._match("a", 0, found, "the line", matches)).fix == "the line"
 
 
 # -- the bridges ------------------------------------------------------------------------------------------------------
@@ -877,7 +889,7 @@ class Cuda:
         return self.ctx.empty(*shape, device="cpu")  # where the fake's memory is
 
     def examine(self, device: int | None = None, known: list[Device] | None = None) -> dict[str, Finding]:
-        found = doctor_cuda.examine([Device(0, NVIDIA, None, 0, UUID)] if known is None else known, device, None)
+        found = cuda_checks.examine([Device(0, NVIDIA, None, 0, UUID)] if known is None else known, device, None)
         return checked(list(found))
 
 
@@ -887,22 +899,22 @@ def cuda(ctx: lod.Context, machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     set_torch(monkeypatch, "13.0", 1)
     install(monkeypatch, cuda_bindings="13.1.0")
     provide(monkeypatch, "cuda", "cuda.bindings", "cuda.bindings.runtime")
-    monkeypatch.setattr(doctor_cuda, "gpu", lambda ordinal: GPU)
-    monkeypatch.setattr(doctor_cuda, "Context", made.open)
-    monkeypatch.setattr(doctor_cuda, "_HAND_OVERS", 20)
-    monkeypatch.setattr(doctor_cuda, "_WARM_UP", 3)
+    monkeypatch.setattr(cuda_checks, "gpu", lambda ordinal: GPU)
+    monkeypatch.setattr(cuda_checks, "Context", made.open)
+    monkeypatch.setattr(cuda_checks, "_HAND_OVERS", 20)
+    monkeypatch.setattr(cuda_checks, "_WARM_UP", 3)
     set_clock(monkeypatch, [10_000] * 23)
     before, ctx.interop = ctx.interop, None
     yield made
     ctx.interop = None
-    assert doctor.round_trip("", ctx, CPU).status == "ok"  # whatever happened, the context works
+    assert opengl.round_trip("", ctx, CPU).status == "ok"  # whatever happened, the context works
     ctx.interop = before
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, durations: list[int]) -> None:
     """Nanoseconds that each hand-over takes."""
     times = iter([time for duration in durations for time in (0, duration)])
-    monkeypatch.setattr(doctor_cuda, "perf_counter_ns", lambda: next(times))
+    monkeypatch.setattr(cuda_checks, "perf_counter_ns", lambda: next(times))
 
 
 BRIDGE, TIMES = "CUDA bridge on cuda:0", "map and unmap on cuda:0"
@@ -956,7 +968,7 @@ def test_a_bridge_that_another_thread_uses_by_now_is_left(cuda: Cuda, monkeypatc
         kept.append(cuda.ctx.empty(4, 4))
         yield Finding(TIMES, "ok", "")
 
-    monkeypatch.setattr(doctor_cuda, "_hand_over", also)
+    monkeypatch.setattr(cuda_checks, "_hand_over", also)
     cuda.examine()
     assert cuda.ctx.interop is cuda.made[0] and cuda.ctx.owns(kept.pop())
     with cuda.ctx.active():
@@ -970,7 +982,7 @@ def test_a_bridge_that_cannot_be_trimmed_is_dropped_all_the_same(cuda: Cuda, mon
     monkeypatch.setattr(InteropBridge, "trim", fail)
     monkeypatch.setattr(InteropBridge, "drain", lambda self: None)  # what tensors gave back is still in its queue
     known = [Device(0, NVIDIA, None, 0, UUID)]
-    findings = list(doctor_cuda.examine(known, None, None))
+    findings = list(cuda_checks.examine(known, None, None))
     assert [one.status for one in findings if one.name == BRIDGE] == ["ok", "fail"]
     assert findings[-1].name == "PyCUDA bridge on cuda:0"
     assert cuda.ctx.interop is None
@@ -1054,9 +1066,9 @@ def test_hand_overs_are_timed_on_an_idle_gpu(cuda: Cuda, monkeypatch: pytest.Mon
 
     for name in ("unmap", "map", "synchronize"):
         monkeypatch.setattr(cuda.fake, name, partial(noted, name, getattr(cuda.fake, name)))
-    monkeypatch.setattr(doctor_cuda, "perf_counter_ns", lambda: order.append("clock") or 0)
+    monkeypatch.setattr(cuda_checks, "perf_counter_ns", lambda: order.append("clock") or 0)
     bridge = cuda.ctx.interop = InteropBridge(cuda.ctx.gl, cuda.fake)
-    only(doctor_cuda._hand_over("a", cuda.ctx, bridge))
+    only(cuda_checks._hand_over("a", cuda.ctx, bridge))
     start = order.index("synchronize")
     assert order[start : start + 5 * 23] == ["synchronize", "clock", "unmap", "map", "clock"] * 23
     assert order[start + 5 * 23 :].count("clock") == 0
@@ -1083,7 +1095,7 @@ class Event:
 )
 def test_what_a_hand_over_takes_the_gpu(fails: str, says: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Event] = []
-    monkeypatch.setattr(doctor_cuda, "_event", lambda device, busy=False: Event(made, fails))
+    monkeypatch.setattr(cuda_checks, "_event", lambda device, busy=False: Event(made, fails))
     for durations in ([10_000] * 23, [40_000] * 23):
         set_clock(monkeypatch, durations)
         finding = cuda.examine()[TIMES]
@@ -1099,9 +1111,9 @@ def test_events_stand_on_a_gpu_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(order.append(str(device))))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("busy"), raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
-    assert doctor_cuda._event(CPU) is None and not order
-    assert doctor_cuda._event(torch.device("cuda", 1)) is event and order == ["cuda:1", "record"]
-    assert doctor_cuda._event(torch.device("cuda", 1), busy=True) is event and order[3:] == ["busy", "record"]
+    assert cuda_checks._event(CPU) is None and not order
+    assert cuda_checks._event(torch.device("cuda", 1)) is event and order == ["cuda:1", "record"]
+    assert cuda_checks._event(torch.device("cuda", 1), busy=True) is event and order[3:] == ["busy", "record"]
 
 
 def test_events_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1110,15 +1122,15 @@ def test_events_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     done: list[int] = []
     monkeypatch.setattr(torch.cuda, "device", fail)
-    assert doctor_cuda._event(torch.device("cuda", 0)) is None
-    assert doctor_cuda._on_gpu(lambda: done.append(1), torch.device("cuda", 0)) is None and not done
+    assert cuda_checks._event(torch.device("cuda", 0)) is None
+    assert cuda_checks._on_gpu(lambda: done.append(1), torch.device("cuda", 0)) is None and not done
     events = iter([Event([], ""), None])
-    monkeypatch.setattr(doctor_cuda, "_event", lambda device, busy=False: next(events))
-    assert doctor_cuda._on_gpu(lambda: done.append(1), torch.device("cuda", 0)) is None and len(done) == 100
+    monkeypatch.setattr(cuda_checks, "_event", lambda device, busy=False: next(events))
+    assert cuda_checks._on_gpu(lambda: done.append(1), torch.device("cuda", 0)) is None and len(done) == 100
 
 
 def test_a_thousand_hand_overs() -> None:
-    assert doctor_cuda._HAND_OVERS == 1000
+    assert cuda_checks._HAND_OVERS == 1000
 
 
 @pytest.mark.parametrize("call", ["map", "unmap"])
@@ -1133,7 +1145,7 @@ def test_the_buffer_is_mapped_whatever_happens(call: str, cuda: Cuda, monkeypatc
     bridge = cuda.ctx.interop = InteropBridge(cuda.ctx.gl, cuda.fake)
     real = getattr(cuda.fake, call)
     monkeypatch.setattr(cuda.fake, call, fails_later)
-    finding = only(safely("a", lambda: doctor_cuda._hand_over("a", cuda.ctx, bridge)))
+    finding = only(safely("a", lambda: cuda_checks._hand_over("a", cuda.ctx, bridge)))
     assert finding == Finding("a", "fail", "CUDA reports error 999", "Nobody knows.")
     assert counts[call] >= 3
     assert cuda.fake.mapped == set(cuda.fake.resources) and len(cuda.fake.resources) == 1
@@ -1155,7 +1167,7 @@ def bridge_trimmed(cuda: Cuda) -> None:
 
 def test_the_buffer_is_mapped_in_the_end(cuda: Cuda) -> None:
     bridge = cuda.ctx.interop = InteropBridge(cuda.ctx.gl, cuda.fake)
-    only(doctor_cuda._hand_over("a", cuda.ctx, bridge))
+    only(cuda_checks._hand_over("a", cuda.ctx, bridge))
     assert cuda.fake.mapped == set(cuda.fake.resources) and len(cuda.fake.resources) == 1
     streams = {call[2] for call in cuda.fake.calls if call[0] in ("map", "unmap")}
     assert streams == {cuda.fake.stream_now}
@@ -1180,7 +1192,7 @@ def test_a_buffer_that_moves_is_noticed(cuda: Cuda) -> None:
 
     cuda.fake.unmap = unmap  # type: ignore[method-assign]
     with pytest.raises(BufferMovedError):
-        list(doctor_cuda._hand_over("a", cuda.ctx, bridge))
+        list(cuda_checks._hand_over("a", cuda.ctx, bridge))
     cuda.fake.move = False
     with cuda.ctx.active(device=CPU):
         lease = bridge.lease(2**16)
@@ -1193,14 +1205,14 @@ def test_a_buffer_that_moves_is_noticed(cuda: Cuda) -> None:
 @pytest.mark.parametrize("q", [0, 1, 50, 99, 100])
 def test_percentile(count: int, q: int) -> None:
     values = random.Random(count).sample(range(10 * count), count)
-    assert doctor_cuda.percentile(values, q) == np.percentile(values, q, method="inverted_cdf")
+    assert cuda_checks.percentile(values, q) == np.percentile(values, q, method="inverted_cdf")
 
 
 def test_percentiles_of_a_thousand() -> None:
     values = [float(n) for n in range(1, 1001)]
     random.Random(0).shuffle(values)
-    assert doctor_cuda.percentile(values, 50) == 500
-    assert doctor_cuda.percentile(values, 99) == 990
+    assert cuda_checks.percentile(values, 50) == 500
+    assert cuda_checks.percentile(values, 99) == 990
 
 
 # -- PyCUDA -----------------------------------------------------------------------------------------------------------

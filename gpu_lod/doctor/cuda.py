@@ -17,12 +17,14 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import doctor_shaders
 from gpu_lod.bridge import Device, InteropBridge
 from gpu_lod.bridge.cuda import INSTALL as BINDINGS
 from gpu_lod.bridge.devices import Gpu, gpu, match
 from gpu_lod.context import Context, _registry
-from gpu_lod.doctor import Finding, advice, has_driver, look, round_trip, safely
+from gpu_lod.doctor import parity
+from gpu_lod.doctor.drivers import has_driver, look
+from gpu_lod.doctor.finding import Finding, advice, safely
+from gpu_lod.doctor.opengl import round_trip
 from gpu_lod.errors import GLUnavailableError, InputError
 
 _HAND_OVERS, _WARM_UP, _QUEUED = 1000, 50, 100
@@ -63,7 +65,7 @@ def examine(
             yield from _bridges(cuda, bound)
         if shaders:
             name = f"{'shaders and ' if matches else ''}kernels on {cuda}"
-            yield from safely(name, partial(doctor_shaders.compare, name, cuda if matches else None, cuda))
+            yield from safely(name, partial(parity.compare, name, cuda if matches else None, cuda))
 
 
 def _bridges(cuda: torch.device, bound: bool) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import torch
 from gpu_lod import agreement
 from gpu_lod.context import Context
 from gpu_lod.dispatch import named, ways
-from gpu_lod.doctor import REPORT, Finding
+from gpu_lod.doctor.finding import REPORT, Finding
 from gpu_lod.errors import GpuLodError, LimitError, UnsupportedError
 from gpu_lod.jobs import Job, small
 
