@@ -365,7 +365,7 @@ def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch
             here = uniforms | {"u_first_site": first * budget} | texture.reading
             reading = ctx.textures.reading(texture)
             # With smaller texels there are fewer lines, and what it costs is more than the waiting.
-            touch = ctx.software and reading["BUFFERED"] and texture.key.texel_bytes >= 16
+            touch = ctx.software and reading.get("BUFFERED") and texture.key.texel_bytes >= 16
             _make(ctx, part, channels, here, defines | reading | {"TOUCH": touch})
         ctx.gl.MemoryBarrier(G.SHADER_STORAGE_BARRIER_BIT)
     return result if pyramid.batched else result[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -38,6 +38,10 @@ class Texture(Lease[ArrayTexture]):
     def reading(self) -> dict[str, Any]:
         """Uniforms of the shaders that sample it."""
         return {}
+
+    def defines(self, *, software: bool) -> dict[str, bool | int]:
+        """Of the same (shaders/texels.glsl): who filters, and where texels are."""
+        return {"FETCHED": software and self.key.storage == "uint8"}
 
     @property
     def texel_scale(self) -> float:
@@ -87,6 +91,10 @@ class Texels(Lease[TexelBuffer]):
         """Uniforms of the shaders that sample it."""
         return self.item.reading
 
+    def defines(self, *, software: bool) -> dict[str, bool | int]:
+        """Of the same."""
+        return {"FETCHED": True, "BUFFERED": True, "BFLOAT16_TEXELS": self.key.storage == "bfloat16"}
+
     def bind(self, gl: GL) -> None:
         """To texture unit 0, where every shader of ours expects it."""
         gl.ActiveTexture(G.TEXTURE0)
@@ -98,6 +106,20 @@ class Texels(Lease[TexelBuffer]):
 
 
 Sampled = Texture | Texels
+
+
+class Readable(Protocol):
+    """Mip levels as shaders read them: textures, or planes in memory."""
+
+    @property
+    def key(self) -> TextureKey: ...
+
+    @property
+    def reading(self) -> dict[str, Any]: ...
+
+    def defines(self, *, software: bool) -> dict[str, bool | int]: ...
+
+    def bind(self, gl: GL) -> None: ...
 
 
 class TexturePool:
@@ -123,14 +145,9 @@ class TexturePool:
             return "bfloat16"
         return "unorm16" if filtered and self._software and dtype == torch.uint8 else _STORAGE[dtype]
 
-    def reading(self, texture: Sampled) -> dict[str, bool]:
-        """Defines of the shaders that sample it (shaders/texels.glsl): who filters, and where texels are."""
-        buffered, storage = isinstance(texture, Texels), texture.key.storage
-        return {
-            "FETCHED": buffered or (self._software and storage == "uint8"),
-            "BUFFERED": buffered,
-            "BFLOAT16_TEXELS": storage == "bfloat16",
-        }
+    def reading(self, texture: Readable) -> dict[str, bool | int]:
+        """Defines of the shaders that sample it."""
+        return texture.defines(software=self._software)
 
     def lease(
         self,

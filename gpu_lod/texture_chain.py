@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import dispatch, generators, recording, several_levels
+from gpu_lod import dispatch, generators, memory_chain, recording, several_levels
 from gpu_lod.adjoints import Adjoint, linear
 from gpu_lod.context import Context, context_for
 from gpu_lod.copies import put
+from gpu_lod.memory_chain import MemoryChain
 from gpu_lod.mipmap import image_gradient, mipmap
 from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
@@ -190,7 +191,7 @@ def _steps(span: Span, step: int) -> list[Span]:
     return [(first, min(first + step, span[1])) for first in range(*span, step)]
 
 
-Source = Pyramid | TextureChain
+Source = Pyramid | TextureChain | MemoryChain
 
 
 def source(
@@ -203,8 +204,8 @@ def source(
     """What a sampler's shaders or kernels read.
 
     Of an image it is textures alone on a software renderer, where torch and OpenGL share memory in the midst of a verb.
-    Hardware would wait for every band of it, and a plan that is recorded repeats OpenGL's work alone: there it is a
-    pyramid.
+    Hardware would wait for every band of it, and reads levels in memory. A plan that is recorded repeats OpenGL's work
+    alone: there, on a software renderer, it is a pyramid, as it is beyond what storage-buffer bindings hold.
 
     Args:
         levels: that an image's chain is to have.
@@ -212,9 +213,11 @@ def source(
     """
     if isinstance(src, Pyramid):
         return src
-    if backend == "gl" and recording.current() is None:
+    if backend == "gl":
         ctx = context_for(src)
-        if ctx.software and ctx.coherent_with(src):
+        if not ctx.software and memory_chain.fits(ctx, src, levels):
+            return MemoryChain(src, levels)
+        if ctx.software and recording.current() is None and ctx.coherent_with(src):
             return TextureChain(src, levels, result_bytes=result_bytes)
     return mipmap(src, levels, backend=backend)
 

@@ -7,7 +7,7 @@
 // ANISOTROPIC   footprints are u_anisotropy times as long along the radius as across it
 // PROBES        with ANISOTROPIC: they are sampled here, as foveate.py does it; without it, by the texture unit. llvmpipe's
 //               reads level 0 whatever the footprint, where a compute shader asks
-// FETCHED, BUFFERED   trilinear.glsl
+// FETCHED, BUFFERED, PLANAR   trilinear.glsl
 #include "words.glsl"
 #include "place.glsl"
 #include "foveate.glsl"

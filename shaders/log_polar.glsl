@@ -1,5 +1,6 @@
 // One sample of the log-polar map. The tables hold what does not depend on the picture, computed in double precision.
-// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED: trilinear.glsl
+// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED,
+// PLANAR: trilinear.glsl
 
 #include "trilinear.glsl"
 layout(std430, binding = 1) readonly buffer Rings { vec2 b_rings[]; };          // radius / longer side, level

@@ -1,5 +1,6 @@
 // The patch at a site: PATCH x PATCH samples 2^level pixels apart, read from a mean pyramid.
-// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED: trilinear.glsl
+// BORDER_ZERO: positions outside the image give 0; without it they are clamped to the edge. FETCHED, BUFFERED,
+// PLANAR: trilinear.glsl
 // SHARPER: u_bias is below 0, and samples may be further apart than texels of the coarser level that is read
 
 #include "trilinear.glsl"

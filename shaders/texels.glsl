@@ -1,7 +1,23 @@
 // Single texels of a pyramid.
-// BUFFERED          it lies in a buffer, level behind level, layer behind layer; without it, in an array texture
+// BUFFERED          it lies in a buffer texture, level behind level, layer behind layer
 // BFLOAT16_TEXELS   with BUFFERED: texels are the bits of bfloat16
-#ifdef BUFFERED
+// PLANAR            it lies in storage buffers as tensors do, channel behind channel: level 0, and all below it
+// TEXELS_PER_WORD, BFLOAT16_TEXELS, CHANNELS   with PLANAR: elements of a word, 1 = fp32, 2 = fp16 or bfloat16, 4 = uint8
+// Without either, in an array texture.
+#if defined(BUFFERED) || defined(PLANAR)
+uniform int u_starts[16];  // where the levels begin
+uniform ivec2 u_top;       // size of level 0
+uniform int u_levels;
+
+ivec2 top_size() { return u_top; }
+int last_level() { return u_levels - 1; }
+#endif
+
+#ifdef PLANAR
+layout(std430, binding = 6) readonly buffer Top { uint b_top[]; };
+layout(std430, binding = 7) readonly buffer Below { uint b_below[]; };
+
+#elif defined(BUFFERED)
 #ifdef BFLOAT16_TEXELS
 layout(binding = 0) uniform usamplerBuffer t_pyramid;
 #define VALUE_OF(texel_) uintBitsToFloat((texel_) << 16)
@@ -9,12 +25,7 @@ layout(binding = 0) uniform usamplerBuffer t_pyramid;
 layout(binding = 0) uniform samplerBuffer t_pyramid;
 #define VALUE_OF(texel_) (texel_)
 #endif
-uniform int u_starts[16];  // where the levels begin
-uniform ivec2 u_top;       // size of level 0
-uniform int u_levels;
 
-ivec2 top_size() { return u_top; }
-int last_level() { return u_levels - 1; }
 #else
 layout(binding = 0) uniform sampler2DArray t_pyramid;
 
@@ -24,7 +35,10 @@ int last_level() { return textureQueryLevels(t_pyramid) - 1; }
 
 struct Level {
     ivec2 size;
-#ifdef BUFFERED
+#ifdef PLANAR
+    int start;
+    bool top;
+#elif defined(BUFFERED)
     int start;
 #else
     int layer;
@@ -35,7 +49,10 @@ struct Level {
 Level level_at(int layer, int level) {
     Level l;
     l.size = max(top_size() >> level, 1);  // llvmpipe's textureSize gives the size of one lane's level to all
-#ifdef BUFFERED
+#ifdef PLANAR
+    l.start = u_starts[level] + layer * CHANNELS * l.size.x * l.size.y;
+    l.top = level == 0;
+#elif defined(BUFFERED)
     l.start = u_starts[level] + layer * l.size.x * l.size.y;
 #else
     l.layer = layer;
@@ -44,7 +61,29 @@ Level level_at(int layer, int level) {
     return l;
 }
 
-#ifdef BUFFERED
+#ifdef PLANAR
+float element_of(Level l, int index) {
+    int at = index / TEXELS_PER_WORD;
+    uint word = l.top ? b_top[at] : b_below[at];
+#if TEXELS_PER_WORD == 1
+    return uintBitsToFloat(word);
+#elif TEXELS_PER_WORD == 4
+    return float((word >> (index % 4 * 8)) & 0xffu) / 255.0;  // as an array texture has them
+#elif defined(BFLOAT16_TEXELS)
+    return uintBitsToFloat((word >> (index % 2 * 16)) << 16);
+#else
+    return unpackHalf2x16(word >> (index % 2 * 16)).x;
+#endif
+}
+
+vec4 texel_at(Level l, ivec2 at) {
+    int index = l.start + at.y * l.size.x + at.x, plane = l.size.x * l.size.y;
+    vec4 texel = vec4(0.0);
+    for (int c = 0; c < CHANNELS; ++c) texel[c] = element_of(l, index + c * plane);
+    return texel;
+}
+#define TEXEL_AT(l_, at_) texel_at(l_, at_)
+#elif defined(BUFFERED)
 #define TEXEL_AT(l_, at_) VALUE_OF(texelFetch(t_pyramid, (l_).start + (at_).y * (l_).size.x + (at_).x))
 #else
 #define TEXEL_AT(l_, at_) texelFetch(t_pyramid, ivec3(at_, (l_).layer), (l_).level)

@@ -1,6 +1,6 @@
 // Trilinear samples of a mean pyramid.
 // FETCHED   filtered here in fp32, from single texels: software renderers filter 8-bit textures with weights of 8 bits, off
-//           by more than a count, and fetch faster than they filter. Always so from a buffer (texels.glsl: BUFFERED).
+//           by more than a count, and fetch faster than they filter. Always so from a buffer (texels.glsl: BUFFERED, PLANAR).
 #include "texels.glsl"
 
 #ifdef FETCHED

@@ -10,11 +10,16 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.bridge.gl import GL
 
 RENDERER = "hardware"
+_ROUND = """
+#ifndef PLANAR
+    {0} = round({0} * 256.0) / 256.0;
+#endif"""
+"""Of what texture units filter; what lies in memory shaders do."""
 _ROUNDED = {
     "trilinear.glsl": {
         "#ifdef FETCHED": "#if 1",  # where weights can be rounded
-        "share = place - whole;": "share = round((place - whole) * 256.0) / 256.0;",
-        "l.share = level - float(fine);": "l.share = round((level - float(fine)) * 256.0) / 256.0;",
+        "share = place - whole;": f"share = place - whole;{_ROUND.format('share')}",
+        "l.share = level - float(fine);": f"l.share = level - float(fine);{_ROUND.format('l.share')}",
     },
     # llvmpipe's anisotropic filter reads level 0 alone from compute shaders.
     "foveate.comp": {"#ifdef PROBES": "#if 1"},

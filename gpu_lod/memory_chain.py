@@ -1,0 +1,131 @@
+"""The mean chain of an image that is sampled once, read where it is in memory: no texture is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gpu_lod.bridge import Buffer
+from gpu_lod.bridge.gl import GL
+from gpu_lod.context import Context
+from gpu_lod.mipmap import mipmap
+from gpu_lod.pyramid import level_sizes
+from gpu_lod.texture import Readable
+from gpu_lod.texture_storage import MOST_LEVELS, Storage, TextureKey
+from gpu_lod.transfer import ALIGNMENT, Planes, layer_groups, packed_bytes
+
+_TOP, _BELOW = 6, 7
+"""Bindings of level 0 and of the others (shaders/texels.glsl)."""
+_STORAGE: dict[torch.dtype, Storage] = {
+    torch.uint8: "uint8",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+_ELEMENTS = 2**31
+"""Shaders count them by 32-bit integers."""
+
+
+class MemoryChain:
+    """An image on its way to samplers: to them a `Pyramid`, but one that is made for one call. Hardware makes it in
+    memory, and shaders filter it there by weights of fp32: a texture would be 1.78 times an RGB image beside that.
+
+    Args:
+        image: [B, C, H, W] or [C, H, W].
+        levels: how many, level 0 included; None goes down to 1 x 1.
+    """
+
+    def __init__(self, image: torch.Tensor, levels: int | None = None) -> None:
+        self.image = image
+        # Gradients pass to the image: of a chain that knows of none, level 0 is the copy that OpenGL reads.
+        self._pyramid = mipmap(image.detach() if image.requires_grad else image, levels, backend="gl")
+        self.size = self._pyramid.size
+        self.batched = image.ndim == 4
+        self.batch = image.shape[0] if self.batched else 1
+        self.channels = image.shape[-3]
+        self.dtype, self.device = image.dtype, image.device
+
+    def __len__(self) -> int:
+        return len(self._pyramid)
+
+    @property
+    def levels(self) -> tuple[torch.Tensor, ...]:
+        """What gradients pass to."""
+        return (self.image,)
+
+    def texture_context(self) -> Context | None:
+        """None: it is a texture nowhere."""
+        return None
+
+    def textures(self, ctx: Context, *, filtered: bool = False) -> Sequence[tuple[int, Readable]]:
+        """As of `Pyramid`, but levels in memory, unless nothing but a texture unit's own filter will do."""
+        if filtered:
+            return self._pyramid.textures(ctx, filtered=True)
+        planes = [self._pyramid.planes(ctx, level) for level in range(len(self))]
+        groups = layer_groups(ctx, self.batch, _at_once(ctx, self.image))
+        return [(first, LevelsInMemory(planes, first, count, self.channels)) for first, count in groups]
+
+
+def fits(ctx: Context, image: torch.Tensor, levels: int | None) -> bool:
+    """Whether storage-buffer bindings hold an image's chain: all levels below the first in one of them."""
+    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
+    batch = image.shape[0] if image.ndim == 4 else 1
+    below = packed_bytes(batch, image.shape[-3], sizes[1:], image.dtype)
+    # Images go into groups that begin at whole words of the result.
+    together = _at_once(ctx, image) >= min(batch, ALIGNMENT)
+    return together and below <= _room(ctx, image.dtype) and len(sizes) <= MOST_LEVELS
+
+
+def _room(ctx: Context, dtype: torch.dtype) -> int:
+    """Bytes of such elements that a binding holds, wherever they begin."""
+    return max(min(ctx.limits.storage_bytes, _ELEMENTS * dtype.itemsize) - 2 * ALIGNMENT, 0)
+
+
+def _at_once(ctx: Context, image: torch.Tensor) -> int:
+    """How many images a binding holds."""
+    return _room(ctx, image.dtype) // (math.prod(image.shape[-3:]) * image.dtype.itemsize)
+
+
+class LevelsInMemory:
+    """Some images of a chain, as samplers read a texture.
+
+    Args:
+        planes: of all images, a level each; those below the first are in one buffer.
+        first, layers: the images.
+    """
+
+    def __init__(self, planes: Sequence[Planes], first: int, layers: int, channels: int) -> None:
+        top, *below = (level.layers(first * channels, layers * channels) for level in planes)
+        self.key = TextureKey(top.width, top.height, layers, len(planes), _STORAGE[top.dtype], channels)
+        self._per_word = top.per_word
+        self._ranges = [(_TOP, *_range([top])), (_BELOW, *_range(below or [top]))]
+        starts = [
+            (level.offset - begin) // level.dtype.itemsize
+            for levels, (_, _, begin, _) in zip(([top], below), self._ranges, strict=True)
+            for level in levels
+        ]
+        self.reading: dict[str, Any] = {
+            "u_starts": (*starts, *(0,) * (MOST_LEVELS - len(planes))),
+            "u_top": (top.width, top.height),
+            "u_levels": len(planes),
+        }
+
+    def defines(self, *, software: bool) -> dict[str, bool | int]:
+        """Of the shaders that sample it (shaders/texels.glsl)."""
+        how = {"CHANNELS": self.key.channels, "TEXELS_PER_WORD": self._per_word}
+        return {"FETCHED": True, "PLANAR": True, "BFLOAT16_TEXELS": self.key.storage == "bfloat16", **how}
+
+    def bind(self, gl: GL) -> None:
+        """To the storage-buffer bindings where every shader of ours expects it."""
+        for binding, buffer, begin, end in self._ranges:
+            buffer.bind(binding, begin, end - begin)
+
+
+def _range(levels: Sequence[Planes]) -> tuple[Buffer, int, int]:
+    """The buffer of some levels, and the first and the last byte (exclusive) of them: whole words, aligned."""
+    first, last = levels[0], levels[-1]
+    assert all(level.buffer is first.buffer for level in levels), "generators pack what they make"
+    return first.buffer, first.offset // ALIGNMENT * ALIGNMENT, -(-(last.offset + last.nbytes) // 4) * 4

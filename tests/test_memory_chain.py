@@ -1,0 +1,191 @@
+"""Samplers of an image on hardware: its chain is read in memory, and no texture is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from compare import TOLERANCES, assert_matches, stored_range
+from images import DTYPES, noise
+
+import gpu_lod as lod
+from gpu_lod import memory_chain
+from gpu_lod.foveate import reference as foveated
+from gpu_lod.gather_patches import _look
+from gpu_lod.gather_patches import reference as patches
+from gpu_lod.log_polar import reference as polar_map
+from gpu_lod.log_polar import ring_rule
+from gpu_lod.memory_chain import LevelsInMemory, MemoryChain
+from gpu_lod.texture import TexturePool
+
+SHAPES = ((2, 3, 64, 96), (1, 1, 31, 17), (3, 2, 33, 128), (2, 4, 45, 77), (3, 101, 77), (1, 3, 1, 9), (2, 3, 1, 1))
+Sampler = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+
+
+@pytest.fixture
+def hardware(restored_limits: lod.Context, monkeypatch: pytest.MonkeyPatch) -> lod.Context:
+    """The context, taken for that of a GPU's driver."""
+    monkeypatch.setattr(restored_limits, "renderer", "hardware")
+    return restored_limits
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[LevelsInMemory]:
+    """All that was read in memory; textures are made of nothing."""
+    found: list[LevelsInMemory] = []
+    bind = LevelsInMemory.bind
+
+    def counted(levels: LevelsInMemory, gl: Any) -> None:
+        found.append(levels)
+        bind(levels, gl)
+
+    def none(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a texture is made")
+
+    monkeypatch.setattr(LevelsInMemory, "bind", counted)
+    monkeypatch.setattr(TexturePool, "lease", none)
+    monkeypatch.setattr(TexturePool, "texels", none)
+    return found
+
+
+def sites_of(points: torch.Tensor) -> torch.Tensor:
+    """Twenty sites about each of some points, of whole levels and of others."""
+    offsets = torch.linspace(-0.4, 0.4, 20)[:, None] * torch.tensor([1.0, -1.0])
+    places = (points[:, None] + offsets).clamp(0, 1)
+    levels = torch.cat([torch.zeros(4), torch.ones(4), torch.linspace(0, 4, 12)])
+    return torch.cat([places, levels[:, None].expand(len(points), -1, 1)], dim=-1)
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "log_polar": lambda x, points, how: lod.log_polar(x, points, 19, 33, backend=how),
+    "log_polar, zero": lambda x, points, how: lod.log_polar(x, points, 16, 32, r_max=0.9, border="zero", backend=how),
+    "foveate": lambda x, points, how: lod.foveate(x, points, backend=how),
+    "foveate, biased": lambda x, points, how: lod.foveate(x, points, bias=1.3, backend=how),
+    "gather_patches": lambda x, points, how: lod.gather_patches(x, sites_of(points), 14, backend=how),
+    "gather_patches, zero": lambda x, points, how: lod.gather_patches(x, sites_of(points), 7, "zero", backend=how),
+    "gather_patches, sharper": lambda x, points, how: lod.gather_patches(
+        x, sites_of(points), 8, bias=-0.7, backend=how
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samples_are_torchs(name: str, dtype: torch.dtype, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    sample = SAMPLERS[name]
+    for shape in SHAPES:
+        image = noise(*shape, dtype=dtype)
+        points = torch.rand(shape[0] if len(shape) == 4 else 1, 2)
+        found = sample(image, points, "gl")
+        assert bound and all(levels.key.layers == len(points) for levels in bound), shape
+        # Of the chain as OpenGL stores it: of small dtypes a last place of a level is a last place of a sample.
+        chain = [level.double() for level in lod.mipmap(image, backend="gl")]
+        assert_matches(found, oracle(name, chain, points, image), "trilinear", where=str(shape))
+        bound.clear()
+
+
+def oracle(name: str, chain: list[torch.Tensor], points: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """The same in torch, in float64."""
+    verb, _, how = name.partition(", ")
+    if verb == "log_polar":
+        rings, wedges, r_max = (16, 32, 0.9) if how else (19, 33, 0.7)
+        rule = ring_rule(rings, wedges, None, r_max, "log", 0.05)
+        return polar_map(chain, points.double(), rule, how or "clamp")
+    if verb == "foveate":
+        return foveated(chain, points.double(), 0.05, 1.3 if how else 0.0)
+    patch, border, bias = {"": (14, "clamp", 0.0), "zero": (7, "zero", 0.0), "sharper": (8, "clamp", -0.7)}[how]
+    look = _look(image.double(), patch, border, None, None, None, bias)
+    return patches(chain, sites_of(points), look)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_patches_of_other_dtypes(dtype: torch.dtype, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    image, points = noise(2, 3, 64, 50, dtype=dtype), torch.rand(2, 2)
+    how: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    for other in (torch.float32, torch.float16, torch.bfloat16):
+        found, expected = (
+            lod.gather_patches(image, sites_of(points), 8, **how, dtype=other, backend=backend)
+            for backend in ("gl", "torch")
+        )
+        assert bound and found.dtype == other
+        # A level's last place is at most a fifth of a standard deviation's.
+        last = TOLERANCES["trilinear"][dtype] / stored_range(dtype) / 0.2 if dtype != torch.float32 else 1e-5
+        torch.testing.assert_close(found, expected, atol=last + 2 * torch.finfo(other).eps, rtol=torch.finfo(other).eps)
+
+
+def test_drawn_maps_too(hardware: lod.Context) -> None:
+    """They need a texture to draw to, and none to read."""
+    for dtype in DTYPES:
+        image, point = noise(2, 3, 64, 96, dtype=dtype), torch.rand(2, 2)
+        found = lod.log_polar(image, point, 16, 32, generator="fragment", backend="gl")
+        torch.testing.assert_close(found, lod.log_polar(image, point, 16, 32, backend="gl"), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["log_polar", "foveate", "gather_patches"])
+def test_more_images_than_a_binding_holds(name: str, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    sample, points = SAMPLERS[name], torch.rand(600, 2)
+    for dtype in DTYPES:
+        image = noise(600, 3, 24, 25, dtype=dtype)
+        expected = sample(image, points, "gl")
+        assert len(bound) == 1
+        bound.clear()
+        nbytes = image.nbytes // len(image)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardware.limits, "storage_bytes", 300 * nbytes + 512)
+            assert torch.equal(sample(image, points, "gl"), expected), dtype
+        assert [levels.key.layers for levels in bound] == [256, 256, 88]
+        bound.clear()
+
+
+def test_what_bindings_do_not_hold_becomes_a_texture(hardware: lod.Context) -> None:
+    image = noise(3, 3, 40, 52)
+    whole, below = image.nbytes, 3 * 3 * 4 * (20 * 26 + 10 * 13 + 5 * 6 + 2 * 3 + 1)
+    hardware.limits.storage_bytes = whole + 512
+    assert memory_chain.fits(hardware, image, None)
+    for less in (whole + 508, below + 512):
+        hardware.limits.storage_bytes = less
+        assert not memory_chain.fits(hardware, image, None)
+        expected = lod.log_polar(image, (0.3, 0.4), 8, 12, backend="torch")
+        assert torch.allclose(lod.log_polar(image, (0.3, 0.4), 8, 12, backend="gl"), expected, atol=2e-2)
+    hardware.limits.storage_bytes = 2**27
+    assert not memory_chain.fits(hardware, torch.empty(1, 1, 2**16), None), "17 levels"
+    assert memory_chain.fits(hardware, torch.empty(1, 1, 2**16), 16)
+    # Shaders count elements by integers, whatever a binding holds.
+    hardware.limits.storage_bytes = 2**40
+    wide = torch.empty(1, 1, device="meta", dtype=torch.uint8).expand(1, 1, 2**15, 2**16)
+    assert memory_chain._at_once(hardware, wide) == 0 and memory_chain._at_once(hardware, wide[..., 1000:, :]) == 1
+
+
+@pytest.mark.parametrize("name", ["log_polar", "foveate", "gather_patches"])
+def test_gradients_are_torchs(name: str, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    sample, points = SAMPLERS[name], torch.rand(2, 2)
+    image = noise(2, 3, 33, 48).requires_grad_()
+    found, expected = (sample(image, points, how) for how in ("gl", "torch"))
+    weights = torch.rand_like(found)
+    one, two = (torch.autograd.grad((made * weights).sum(), image)[0] for made in (found, expected))
+    assert bound and torch.allclose(one, two, atol=1e-5)
+
+
+def test_a_plan_reads_the_next_image(hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    image, point = noise(2, 3, 33, 48), torch.rand(2, 2)
+    planned = lod.plan(lambda x, where: lod.log_polar(x, where, 16, 20, backend="gl"), image, point)
+    assert "GL commands are repeated" in planned.reason
+    for _ in range(2):
+        image, point = noise(2, 3, 33, 48), torch.rand(2, 2)
+        assert torch.allclose(planned(image, point), lod.log_polar(image, point, 16, 20, backend="torch"), atol=2e-5)
+    assert bound
+
+
+def test_anisotropy_is_the_texture_units(hardware: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    textures = MemoryChain.textures
+
+    def watched(chain: MemoryChain, ctx: lod.Context, *, filtered: bool = False) -> Any:
+        asked.append(filtered)
+        return textures(chain, ctx, filtered=filtered)
+
+    monkeypatch.setattr(MemoryChain, "textures", watched)
+    lod.foveate(noise(3, 32, 32), (0.5, 0.5), anisotropy=4, backend="gl")
+    assert asked == [True]
