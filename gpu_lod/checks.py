@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +38,9 @@ def tensor(value: Any, name: str) -> torch.Tensor:
         hint = "Make a list a tensor with torch.tensor(values)."
         if not torch.compiler.is_compiling() and type(value).__module__.startswith("PIL."):
             hint = "Make a picture of Pillow one: torch.from_numpy(numpy.array(picture)).movedim(-1, -3)."
+        elif isinstance(value, (str, PurePath)):
+            picture = "numpy.array(Image.open(path).convert('RGB'))"
+            hint = f"Open a picture's file with Pillow: torch.from_numpy({picture}).movedim(-1, -3)."
         elif isinstance(value, (list, tuple)) and any(hasattr(one, "shape") for one in value):
             hint = "Make tensors of one size one by torch.stack; of several sizes, call this for each."
         raise InputError(
@@ -237,7 +241,9 @@ LONGEST = 2**24
 def size(value: Any, *, at_most: int | None = None) -> tuple[int, int]:
     """(height, width) in pixels."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InputError(f"size is {shown(value)}; expected (height, width) in pixels.")
+        tensor_ = isinstance(value, torch.Tensor)
+        said, hint = (_kind(value), " An image's is image.shape[-2:].") if tensor_ else (shown(value), "")
+        raise InputError(f"size is {said}; expected (height, width) in pixels.{hint}")
     height, width = (
         integer(side, name, at_least=1, at_most=at_most) for side, name in zip(value, ("height", "width"), strict=True)
     )

@@ -16,13 +16,14 @@ from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import InputError, LimitError
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.shapes import summary
 from gpu_lod.transfer import Planes, packed_bytes, packed_planes, word_defines
 
 _KEPT, _PRUNED = 1, 2
 """States of a node in cull.comp; 0 was never looked at. The mask is the bytes of level 0, as bool."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Culled:
     """What `cull` keeps and what it prunes; together they cover level 0 exactly once."""
 
@@ -35,6 +36,9 @@ class Culled:
     row-major. A node stands for every level-0 texel whose canonical ancestor it is."""
     tested: int
     """How many texels, of all levels, were compared with the threshold."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
 
 torch.serialization.add_safe_globals([Culled])  # torch.load's weights_only

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gpu_lod import checks, dispatch, operators, planewise, texture_chain
+from gpu_lod import checks, dispatch, operators, planewise, recording, texture_chain
 from gpu_lod.adjoints import Adjoint, linear
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
@@ -91,8 +92,9 @@ def foveate(
     checks.no_counts(points, image.dtype, "fixation")
     # Beyond these every pixel reads level 0, or the last.
     rule = (max(float(e0), 1e-18), min(max(float(bias), -1e4), 1e4), float(anisotropy))
-    levels = None  # all, where it would take waiting to know which are read
-    if not isinstance(src, Pyramid) and (not cuda or checks.on_host(points)):
+    # All, where it would take waiting to know which are read, or another run may read others.
+    levels = None
+    if not isinstance(src, Pyramid) and recording.current() is None and (not cuda or checks.on_host(points)):
         levels = _levels(image, points, *rule[:2])
     if chosen.backend == "torch":
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, *rule))
@@ -157,6 +159,8 @@ def _choose(
     )
     if anisotropy > 1 and chosen.backend == "gl" and not (context or context_for(image)).software:
         return Choice("torch", BY_UNIT)
+    if not isinstance(src, Pyramid) and chosen.figures:
+        return replace(chosen, reason=f"{chosen.reason}; beside the image's chain, which is made as mipmap(image) is")
     return chosen
 
 
@@ -321,6 +325,7 @@ def _gl(
             elif anisotropy > 1:
                 _pixels(ctx, part, here | {"u_anisotropy": anisotropy}, how | {"ANISOTROPIC": True, "PROBES": True})
             elif ctx.software and part.width % part.per_word == 0 and (ranges := list(ranges_of(ctx, part, channels))):
+                recording.decides("a software renderer foveates in tiles that the fixation's values decide", fixation)
                 size = height, width
                 blocks(ctx, part, ranges, fixation[first : first + count], size, len(pyramid), (e0, bias), here, how)
             else:

@@ -12,6 +12,7 @@ from gpu_lod import checks, dispatch, operators, token_margins
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import centres_of, on_pixels
 from gpu_lod.halving import stored
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import TokenSet
 from gpu_lod.uncompiled import in_one_piece
 
@@ -29,6 +30,9 @@ class Rebuilt(NamedTuple):
     """[B, C, H, W], of the patches' dtype."""
     covered: torch.Tensor
     """bool [B, H, W]: which pixels some token covers."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @property
     def coverage(self) -> torch.Tensor:
@@ -170,7 +174,10 @@ def _parts(tokens: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
         raise InputError(f"tokens are {type(tokens).__name__}; expected a TokenSet, which allocators return.")
     patches, sites = tokens.patches, tokens.sites.detach()
     if patches is None:
-        raise InputError("these tokens have no patches to paint with; give the allocator an image=.")
+        raise InputError(
+            "these tokens have no patches to paint with. Give the allocator an image=, or read them: "
+            "dataclasses.replace(tokens, patches=gather_patches(image, tokens.sites, tokens.patch))."
+        )
     patches, sites = checks.dense(patches, "patches"), checks.real(sites, "sites")
     shape = (*sites.shape[:-1], patches.shape[-3] if patches.ndim > 2 else "C", tokens.patch, tokens.patch)
     if tuple(patches.shape) != shape or not patches.numel():

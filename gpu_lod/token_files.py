@@ -32,7 +32,7 @@ def check_sites_path(path: Path, patches: bool) -> None:
         raise FileError(f"{path}: JSON holds no patches. Write .safetensors, or leave --patches out.")
 
 
-def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bool = False) -> None:
+def write_sites(path: str | Path, tokens: TokenSet, about: dict[str, Any] | None = None, patches: bool = False) -> None:
     """Sites [K, 3] and scores [K] of unbatched tokens, with what is known about them. Makes the parent folder.
 
     JSON has no infinity and no NaN: null stands for them. Features [K, D] are written too if there are any, which JSON
@@ -56,6 +56,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         )
     if patches and tokens.patches is None:
         raise InputError("these tokens hold no patches to write. Allocate with image=, or leave patches out.")
+    about = {} if about is None else about
     if not isinstance(about, dict) or not all(isinstance(key, str) for key in about):
         raise InputError(f"about is {about!r}; expected a dict whose keys are strings.")
     if own := {"sites", "scores", "budget", "patch", "convention"} & set(about):
@@ -93,7 +94,7 @@ def write_sites(path: Path, tokens: TokenSet, about: dict[str, Any], patches: bo
         raise FileError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def read_sites(path: Path) -> tuple[TokenSet, dict[str, Any]]:
+def read_sites(path: str | Path) -> tuple[TokenSet, dict[str, Any]]:
     """What `write_sites` wrote: tokens on the CPU, of fp32 where they come from JSON, and what is known about them.
 
     A score that JSON does not hold is infinite: scores are high first, so it is inf before a finite one and -inf after.

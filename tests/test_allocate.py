@@ -1249,6 +1249,12 @@ def test_relevance_that_is_no_number(name: str, shape: tuple[int, int]) -> None:
         ({"image": torch.rand(1, 3, 50, 60), "relevance": torch.rand(1, 4, 4)}, r"\(1, 4, 5\)"),
         ({"image": torch.rand(1, 3, 50, 60), "fixation": (0.5, 2.0)}, "fixation"),
         ({"image": torch.rand(1, 3, 50, 60), "query": torch.rand(8)}, "takes no query, but fixation, image, relevance"),
+        (
+            {"image": torch.rand(3, 50, 60), "relevance": torch.rand(1, 4, 5)},
+            r"pass relevance\[0\], or image",
+        ),
+        ({"image": torch.rand(3, 50, 60), "relevance": torch.rand(1, 50, 60)}, r"no batch: pass relevance\[0\]"),
+        ({"image": torch.rand(3, 50, 60), "relevance": torch.rand(1, 5, 4)}, "Resize it with"),
         ({"image": torch.rand(1, 3, 50, 60), "labels": torch.zeros(1, 50, 60)}, "takes no labels"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import io
 import itertools
 import math
@@ -22,6 +23,7 @@ import gpu_lod as lod
 from gpu_lod import checks
 from gpu_lod.allocate import (
     AdaptiveStratified,
+    Allocator,
     GridTopK,
     Learned,
     PseudoLogPolar,
@@ -236,6 +238,14 @@ def tokens_of(allocator: Learned, relevance: torch.Tensor, **more: Any) -> lod.T
     tokens = allocator(relevance=relevance, **more)
     assert isinstance(tokens, lod.TokenSet)
     return tokens
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_call_takes_what_others_take_and_says_so(name: str) -> None:
+    """torch's module has a call of any arguments, and a text that tells subclasses to write one."""
+    forward = getattr(lod.allocate, name).forward
+    assert inspect.signature(forward) == inspect.signature(Allocator.__call__)
+    assert inspect.getdoc(forward) == inspect.getdoc(Allocator.__call__) and forward.__name__ == "forward"
 
 
 @pytest.mark.parametrize("name", LEARNED)

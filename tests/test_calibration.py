@@ -239,8 +239,10 @@ def test_jobs_that_are_unsteady_are_told_and_take_no_place(
     assert kept["region_max"] == rounded(before) != rounded(after) and "hiz" in kept
     printing.show_tables([Table(machine, tuple(measured))], new=True)
     printing.show_left_out([], report.unsteady, "")
+    printing.show_left_out(["a: no time was left"] * 3, [], "", 2, 0.5)
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("unsteady: as before") == 1 and "The times of 1 jobs spread too much" in printed
+    assert "No time was left for the 3 least telling jobs of 5: --minutes 2 would do for all." in printed
 
 
 def test_the_fastest_of_several_clear_ways() -> None:

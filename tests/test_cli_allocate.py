@@ -133,10 +133,11 @@ def test_features_are_written_beside_patches(tmp_path: Path) -> None:
 
 def test_weights_are_written(tmp_path: Path) -> None:
     tokens = lod.allocate.SoftVortex(4, 4)(torch.rand(3, 16, 24)).detach()
-    token_files.write_sites(str(tmp_path / "t.safetensors"), tokens, {})  # type: ignore[arg-type]
+    token_files.write_sites(str(tmp_path / "t.safetensors"), tokens, {})
     with safe_open(tmp_path / "t.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("weights"), tokens.weights)
-    token_files.write_sites(tmp_path / "t.json", tokens, {})
+    token_files.write_sites(tmp_path / "t.json", tokens)
+    assert token_files.read_sites(tmp_path / "t.json")[1] == {}
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.safetensors"])
@@ -152,7 +153,7 @@ def test_sites_are_read_back(tmp_path: Path, name: str) -> None:
         if name.endswith("tensors"):
             tokens = replace(tokens, features=torch.rand(tokens.budget, 3).bfloat16())
         token_files.write_sites(tmp_path / name, tokens, about, patches)
-        found, said = token_files.read_sites(str(tmp_path / name))  # type: ignore[arg-type]
+        found, said = token_files.read_sites(str(tmp_path / name))
         assert said == about and found.patch == 4
         for field in ("sites", "scores", "patches", "weights", "features"):
             held, read = getattr(tokens, field), getattr(found, field)
@@ -212,7 +213,7 @@ def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
         (tokens, {"what": circle}, False, "what JSON does not"),
         (tokens, {1: "a"}, False, "keys are strings"),
         (tokens, {"sites": [], "patch": 3}, False, "about holds patch, sites, which the tokens say"),
-        (tokens, None, False, "about is None"),
+        (tokens, "a picture", False, "about is .a picture.; expected a dict"),
     ):
         with pytest.raises((FileError, InputError), match=message):
             token_files.write_sites(tmp_path / name, held, about, patches)  # type: ignore[arg-type]

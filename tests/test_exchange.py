@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,9 @@ def test_a_picture_of_pillow_is_told_how_to_become_a_tensor() -> None:
     picture = Image.new("RGB", (5, 4))
     with pytest.raises(InputError, match=r"Pillow one: torch.from_numpy\(numpy.array\(picture\)\)"):
         lod.mipmap(picture)  # type: ignore[arg-type]
+    for path in ("photo.jpg", Path("photo.jpg")):
+        with pytest.raises(InputError, match=r"with Pillow: torch.from_numpy\(numpy.array\(Image.open\(path\)"):
+            lod.mipmap(path)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"torch.tensor\(values\)"):
         lod.mipmap([[[0.5]]])  # type: ignore[arg-type]
 

@@ -558,6 +558,8 @@ def test_auto_makes_a_texture_where_that_pays_at_once(
         for at in (source, source[None].expand(2, -1, -1, -1)):
             assert lod.explain(lod.foveate, at, (0.5, 0.5), anisotropy=2).backend == "torch"
             assert lod.explain(lod.foveate, at, torch.tensor([0.5, 0.5], requires_grad=True)).backend == "torch"
+        for at in (source, lod.mipmap(source)):
+            assert (at is source) == ("beside the image's chain" in lod.explain(lod.foveate, at, (0.5, 0.5)).reason)
         found = lod.foveate(source, (0.3, 0.6))
         assert ctx.owns(found)
         expected = lod.foveate(source, (0.3, 0.6), backend="torch")

@@ -178,6 +178,15 @@ def test_a_plan_reads_the_next_image(hardware: lod.Context, bound: list[LevelsIn
     assert bound
 
 
+def test_a_plan_of_a_fixation_that_changes(hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    """How many levels it reads would be the fixation's to say: all are made."""
+    image, point = noise(3, 33, 48), torch.rand(2)
+    planned = lod.plan(lambda x, where: lod.foveate(x, where, backend="gl"), image, point)
+    assert "GL commands are repeated" in planned.reason
+    for point in (torch.tensor([0.1, 0.9]), torch.tensor([0.5, 0.5])):
+        assert torch.allclose(planned(image, point), lod.foveate(image, point, backend="torch"), atol=2e-5)
+
+
 def test_anisotropy_is_the_texture_units(hardware: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     textures = MemoryChain.textures

@@ -229,8 +229,24 @@ def test_what_cannot_be_repeated_is_run_again(function: Callable[..., torch.Tens
 def test_blocks_of_a_fixation_that_may_change_are_made_again() -> None:
     """Where there are texture units no block is chosen on the host."""
     is_run_again(
-        lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"), "tolist|numpy|torch computes"
+        lambda x: lod.foveate(lod.mipmap(x, backend="gl"), x[0, 0, 0, :2], backend="gl"), "values decide|torch computes"
     )
+
+
+@pytest.mark.usefixtures("llvmpipe")
+def test_a_fixation_that_may_change_is_named() -> None:
+    image, point = noise(3, 12, 16), torch.tensor([0.4, 0.6])
+
+    def of_image(x: torch.Tensor, at: Any) -> torch.Tensor:
+        return lod.foveate(x, at, backend="gl")
+
+    def of_pyramid(x: torch.Tensor, at: Any) -> torch.Tensor:
+        return lod.foveate(lod.mipmap(x, backend="gl"), at, backend="gl")
+
+    for see in (of_image, of_pyramid):
+        planned = lod.plan(see, image, point)
+        assert not planned.replays and "tiles that the fixation's values decide" in planned.reason
+        assert lod.plan(lambda x, see=see: see(x, (0.4, 0.6)), image).replays
 
 
 def _turned(pyramid: lod.Pyramid) -> torch.Tensor:

@@ -350,11 +350,17 @@ def test_bad_input_says_what_came() -> None:
     good = token_set([(0.5, 0.5, 0)], torch.zeros(1, 1, 2, 2))
     halved = _pytree.tree_map(lambda leaf: leaf[..., :1, :] if leaf is good.patches else leaf, good)  # unchecked
     cases: list[tuple[Any, Any, Any, str]] = [
-        (replace(good, patches=None), (4, 4), None, "give the allocator an image="),
+        (
+            replace(good, patches=None),
+            (4, 4),
+            None,
+            r"an image=, or read them: .*gather_patches\(image, ",
+        ),
         (halved, (4, 4), None, r"patches are \(1, 1, 1, 2\); expected \(1, 1"),
         (good.sites, (4, 4), None, "expected a TokenSet"),
         (good, (4, 0), None, "width is 0"),
         (good, 4, None, "size is 4"),
+        (good, torch.zeros(3, 5, 5), None, r"size is .*tensor \(3, 5, 5\); .*image.shape\[-2:\]"),
         (good, (4, 4), (1.0, 2.0), "expected 1 numbers"),
         (good, (4, 4), math.nan, "fill is nan"),
         (token_set([(0.5, 1.5, 0)], torch.zeros(1, 1, 2, 2)), (4, 4), None, "sites have y from"),

@@ -78,3 +78,7 @@ __all__ = [
     "soft_top_k",
     "tree_cut",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -398,10 +398,12 @@ class Allocator(ABC):
         cells = cells_of(size, self.patch)
         expected = [(batch, *cells), (batch, *size)] if batched else [cells, size]
         if tuple(values.shape) not in expected or values.dtype == torch.bool:
+            hint = "Resize it with torch.nn.functional.interpolate, and make masks numbers with .float()."
+            if not batched and tuple(values.shape) in [(1, *shape) for shape in expected]:
+                hint = "The picture is no batch: pass relevance[0], or image[None]."
             raise InputError(
                 f"relevance is {values.dtype} {tuple(values.shape)}; expected numbers of shape {expected[0]}, one a "
-                f"patch, or {expected[1]}, one a pixel. Resize it with torch.nn.functional.interpolate, and make masks "
-                "numbers with .float()."
+                f"patch, or {expected[1]}, one a pixel. {hint}"
             )
         values = (values if batched else values[None]).float()
         checks.no_nan(values, "relevance")

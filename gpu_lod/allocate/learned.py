@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -42,6 +43,10 @@ class Learned(nn.Module, Allocator):
                     "of before it diverged, and train at a lower rate."
                 )
         return scene, batched
+
+
+# torch's module says nothing of what a call takes.
+functools.update_wrapper(Learned.forward, Allocator.__call__, assigned=["__doc__"])
 
 
 def parameter(values: torch.Tensor) -> nn.Parameter:

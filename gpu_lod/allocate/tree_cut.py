@@ -16,10 +16,11 @@ from gpu_lod.allocate.scene import TABLE, Scene, sites_of
 from gpu_lod.cached import constant, known, numbers
 from gpu_lod.errors import InputError
 from gpu_lod.patch_grid import coarser
+from gpu_lod.shapes import summary
 from gpu_lod.uncompiled import as_it_stands
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cut:
     """Nodes of a quadtree that cover the grid exactly once, and detail cells beside them: K together.
 
@@ -29,6 +30,9 @@ class Cut:
     leaves: tuple[torch.Tensor, ...]
     detail: torch.Tensor
     """Finest cells that what was left of the budget went to: none of them is a leaf."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
 
 @as_it_stands

@@ -101,7 +101,8 @@ def calibrate(
         )
     elif measured:
         printing.show_tables(measured, new=True)
-        printing.show_left_out(report.left_out, report.unsteady, report.busy)
+        count = sum(len(table.entries) for table in measured)
+        printing.show_left_out(report.left_out, report.unsteady, report.busy, count, minutes)
         printing.show_wrong(report.wrong)
         printing.show_written(report.paths)
     if isinstance(problem, KeyboardInterrupt):

@@ -143,13 +143,18 @@ def _spread(timed: Timed) -> str:
     return f"{timed.median_ms:.3g} ± {timed.iqr_ms / 2:.2g}"
 
 
-def show_left_out(jobs: list[str], unsteady: list[str], busy: str) -> None:
+def show_left_out(jobs: list[str], unsteady: list[str], busy: str, measured: int = 0, minutes: float = 0) -> None:
+    """
+    Args:
+        measured: how many jobs were, in how many minutes.
+    """
     late = sum(job.endswith("no time was left") for job in jobs)
     for job in jobs:
         if not job.endswith("no time was left"):
             _console().print(f"not measured: {job}", soft_wrap=True, markup=False)
     if late:
-        _console().print(f"No time was left for {late} jobs: --minutes gives more.")
+        more = f" {math.ceil(minutes * (1 + late / measured))} would do for all" if measured else " gives more"
+        _console().print(f"No time was left for the {late} least telling jobs of {late + measured}: --minutes{more}.")
     if unsteady:
         _console().print(
             f"The times of {len(unsteady)} jobs spread too much to say what is fastest: there auto goes by what was "

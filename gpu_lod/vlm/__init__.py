@@ -68,3 +68,7 @@ __all__ = [
     "vision_attention",
     "vision_zip",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

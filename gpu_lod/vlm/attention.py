@@ -14,6 +14,7 @@ from torch import nn
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError, UnsupportedError
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import TokenSet
 from gpu_lod.vlm.adapters import adapter_for
 from gpu_lod.vlm.adapters.qwen import Qwen3, Qwen25
@@ -29,6 +30,9 @@ class VisionAttention(NamedTuple):
     """[B, T, E], all heads side by side, before rotary positions"""
     hidden: torch.Tensor
     """[B, T, D], the layer's output"""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
 
 torch.serialization.add_safe_globals([VisionAttention])  # torch.load's weights_only

@@ -59,8 +59,8 @@ def encode(
         bias: of the levels that patches are read at, as for the allocator: -0.5 is sharper.
 
     Raises:
-        InputError: a model without an adapter, or one in training mode; an allocator that reads other patches than the
-            encoder; an image of other channels; what the allocator refuses.
+        InputError: a model without an adapter, or one in a training mode that does something; an allocator that reads
+            other patches than the encoder; an image of other channels; what the allocator refuses.
     """
     adapter = model if isinstance(model, Adapter) else adapter_for(model)
     if not isinstance(allocator, (Allocator, Saccades)):

@@ -18,6 +18,7 @@ from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.pyramid import Pyramid
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import TokenSet
 from gpu_lod.uncompiled import as_it_stands
 
@@ -115,6 +116,9 @@ class Glanced(NamedTuple):
     """fp32 [B], in [0, 1]"""
     base: int
     """How many tokens are the first glance's."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @property
     def mask(self) -> torch.Tensor:

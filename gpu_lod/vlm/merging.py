@@ -11,10 +11,11 @@ from torch.utils import _pytree
 from gpu_lod import checks, operators, precision
 from gpu_lod.allocate.ordering import ordered, places
 from gpu_lod.errors import InputError
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import device_of, register_tree
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Merged:
     """K tokens made of N, and which went into which. It is a pytree."""
 
@@ -27,6 +28,9 @@ class Merged:
     """int64 [B, K]: where, of the N, each token stands: the one that the others were merged into."""
     owner: torch.Tensor
     """int64 [B, N]: which of the K each of the N went into; -1 for none."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     def merge(self, values: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
         """Other things of the N, [B, N, ...], averaged as the tokens were, [B, K, ...]: positions, say.

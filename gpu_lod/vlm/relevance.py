@@ -19,6 +19,7 @@ from gpu_lod.gather_patches import on_pixels
 from gpu_lod.patch_grid import pooled
 from gpu_lod.rebuild import AT_ONCE
 from gpu_lod.salient_cells import finite, saliency_cells
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import TokenSet
 from gpu_lod.uncompiled import in_one_piece
 
@@ -45,6 +46,9 @@ class Relevance(NamedTuple):
     """[B, 3, Hg, Wg], in (0, 1), in the order of `HEADS`"""
     weights: torch.Tensor
     """[B, 3], which sum to 1"""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
 
 torch.serialization.add_safe_globals([Relevance])  # torch.load's weights_only

@@ -11,6 +11,7 @@ from gpu_lod import checks, operators
 from gpu_lod.allocate.learned import soft_top_k
 from gpu_lod.allocate.ordering import ordered
 from gpu_lod.errors import InputError
+from gpu_lod.shapes import summary
 from gpu_lod.uncompiled import in_one_piece
 
 
@@ -21,6 +22,9 @@ class Selection(NamedTuple):
     """int64 [B, K]; of a map [B, Hg, Wg] row by row"""
     weights: torch.Tensor
     """[B, K], exactly 1 each; their gradient is that of the soft top-k"""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @in_one_piece
     def take(self, features: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.patch_grid import Pool, pooled
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import TokenSet
 from gpu_lod.uncompiled import as_it_stands
 
@@ -31,6 +32,9 @@ class Streamed(NamedTuple):
     what they were, bit by bit, and so is all that is made of each patch alone."""
     churn: torch.Tensor
     """fp32 [B]: the share of slots that were replaced."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @property
     def order(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from gpu_lod import checks
 from gpu_lod.errors import InputError
+from gpu_lod.shapes import summary
 from gpu_lod.token_set import TokenSet, device_of, register_tree
 from gpu_lod.vlm.merging import Merged
 
@@ -17,7 +18,7 @@ Size = tuple[int, int]
 """(H, W) in pixels."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Encoded:
     """What an encoder made of tokens, in their order. It is a pytree.
 
@@ -38,6 +39,9 @@ class Encoded:
     """What a language model reads, of encoders that merge."""
     deepstack: tuple[torch.Tensor, ...] = ()
     """What the first layers of the language model add, of encoders that have such."""
+
+    def __repr__(self) -> str:
+        return summary(self)
 
     @property
     def sizes(self) -> tuple[Size, ...]:
