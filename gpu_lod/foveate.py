@@ -310,8 +310,8 @@ def _gl(
     }
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
     with ctx.active(pyramid.device):
-        textures = pyramid.textures(ctx, filtered=by_unit)
         target, result, done = new_rows(ctx, (batch, channels, height, width), dtype, longer=spare)
+        textures = pyramid.textures(ctx, filtered=by_unit)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
         for first, texture in textures:

@@ -354,8 +354,8 @@ def _gl(ctx: Context, pyramid: Source, sites: torch.Tensor, look: Look) -> torch
     }
     defines = {"CHANNELS": channels, "PATCH": patch, "BORDER_ZERO": look.zero, "SHARPER": look.bias < 0}
     with ctx.active(pyramid.device):
-        textures = pyramid.textures(ctx)
         target, result = new_planes(ctx, (batch, budget, channels, patch, patch), look.dtype)
+        textures = pyramid.textures(ctx)
         table = ctx.private.lease(batch * budget * 12).write(sites.float().expand(batch, -1, -1))
         bind_table(ctx, 1, table)
         for first, texture in textures:

@@ -92,6 +92,17 @@ def build(
 
     Runs inside `ctx.active()`.
 
+    Raises: as `chain_of`.
+    """
+    chain, textures = chain_of(ctx, image, levels, reduce, generator, strided=generator == "single-pass")
+    return chain.tensors, textures
+
+
+def chain_of(
+    ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str, *, strided: bool = False
+) -> tuple[Chain, Textures | None]:
+    """The same, as planes too.
+
     Raises:
         UnsupportedError: the generator cannot do this reduction, here or at all.
         LimitError: larger than the device allows.
@@ -106,11 +117,11 @@ def build(
             "they give NaN wherever the footprint holds one."
         )
     height, width = image.shape[-2:]
-    chain = Chain(ctx, image, level_sizes(height, width, levels), strided=generator == "single-pass")
+    chain = Chain(ctx, image, level_sizes(height, width, levels), strided=strided)
     textures = None
     if levels > 1 or generator == "driver":
         textures = _MAKERS[generator](ctx, chain, reduce)
-    return chain.tensors, textures
+    return chain, textures
 
 
 def build_converted(ctx: Context, image: torch.Tensor, levels: int, values: Conversion) -> list[torch.Tensor]:

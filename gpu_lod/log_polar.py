@@ -361,8 +361,8 @@ def _gl(ctx: Context, pyramid: Source, fixation: torch.Tensor, rule: Rule, borde
     channels, batch = pyramid.channels, pyramid.batch
     shape = (batch, channels, rule.rings, rule.wedges)
     with ctx.active(pyramid.device):
+        target, result = new_planes(ctx, shape, pyramid.dtype)  # first: a chain in memory goes over to OpenGL with it
         textures = pyramid.textures(ctx)
-        target, result = new_planes(ctx, shape, pyramid.dtype)
         rings, wedges = _tables(ctx, rule, longer, len(pyramid) - 1)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         for binding, table in ((1, rings), (2, wedges), (3, points)):

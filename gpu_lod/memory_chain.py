@@ -11,11 +11,13 @@ import torch
 from gpu_lod.bridge import Buffer
 from gpu_lod.bridge.gl import GL
 from gpu_lod.context import Context
-from gpu_lod.mipmap import mipmap
+from gpu_lod.generators import chain_of
 from gpu_lod.pyramid import level_sizes
 from gpu_lod.texture import Readable
 from gpu_lod.texture_storage import MOST_LEVELS, Storage, TextureKey
 from gpu_lod.transfer import ALIGNMENT, Planes, layer_groups, packed_bytes
+from gpu_lod.tuning import generator_of
+from gpu_lod.uploads import new_textures, tensors_to_textures
 
 _TOP, _BELOW = 6, 7
 """Bindings of level 0 and of the others (shaders/texels.glsl)."""
@@ -30,8 +32,8 @@ _ELEMENTS = 2**31
 
 
 class MemoryChain:
-    """An image on its way to samplers: to them a `Pyramid`, but one that is made for one call. Hardware makes it in
-    memory, and shaders filter it there by weights of fp32: a texture would be 1.78 times an RGB image beside that.
+    """An image on its way to samplers: to them a `Pyramid`, but one that is made anew at each call. Hardware makes it
+    in memory, and shaders filter it there by weights of fp32: a texture would be 1.78 times an RGB image beside that.
 
     Args:
         image: [B, C, H, W] or [C, H, W].
@@ -40,16 +42,15 @@ class MemoryChain:
 
     def __init__(self, image: torch.Tensor, levels: int | None = None) -> None:
         self.image = image
-        # Gradients pass to the image: of a chain that knows of none, level 0 is the copy that OpenGL reads.
-        self._pyramid = mipmap(image.detach() if image.requires_grad else image, levels, backend="gl")
-        self.size = self._pyramid.size
+        self.size = (image.shape[-2], image.shape[-1])
+        self._levels = len(level_sizes(*self.size, levels))
         self.batched = image.ndim == 4
         self.batch = image.shape[0] if self.batched else 1
         self.channels = image.shape[-3]
         self.dtype, self.device = image.dtype, image.device
 
     def __len__(self) -> int:
-        return len(self._pyramid)
+        return self._levels
 
     @property
     def levels(self) -> tuple[torch.Tensor, ...]:
@@ -61,12 +62,20 @@ class MemoryChain:
         return None
 
     def textures(self, ctx: Context, *, filtered: bool = False) -> Sequence[tuple[int, Readable]]:
-        """As of `Pyramid`, but levels in memory, unless nothing but a texture unit's own filter will do."""
+        """As of `Pyramid`, but levels in memory, unless nothing but a texture unit's own filter will do.
+
+        Raises:
+            LimitError: `filtered`, and larger than the device's textures.
+        """
+        image = (self.image if self.batched else self.image[None]).detach()
+        chain, _ = chain_of(ctx, image, len(self), "mean", generator_of(ctx.tuning, image))
         if filtered:
-            return self._pyramid.textures(ctx, filtered=True)
-        planes = [self._pyramid.planes(ctx, level) for level in range(len(self))]
+            how: dict[str, Any] = {"dtype": self.dtype, "channels": self.channels, "filtered": True}
+            textures = new_textures(ctx, self.size, layers=self.batch, levels=len(self), **how)
+            tensors_to_textures(ctx, chain.tensors, textures)
+            return textures
         groups = layer_groups(ctx, self.batch, _at_once(ctx, self.image))
-        return [(first, LevelsInMemory(planes, first, count, self.channels)) for first, count in groups]
+        return [(first, LevelsInMemory(chain.planes, first, count, self.channels)) for first, count in groups]
 
 
 def fits(ctx: Context, image: torch.Tensor, levels: int | None) -> bool:

@@ -230,6 +230,29 @@ def test_one_unmap_and_one_map_a_verb(ctx: lod.Context, cuda: FakeCuda) -> None:
     assert calls[0][2] == calls[1][2] == cuda.stream_now
 
 
+IN_MEMORY = ["log_polar fragment", "foveate", "gather_patches", "gather_patches bfloat16"]
+
+
+@pytest.mark.parametrize("verb", IN_MEMORY)
+@pytest.mark.parametrize("resident", [False, True])
+def test_samplers_of_an_image_on_hardware_hand_over_once(
+    ctx: lod.Context, cuda: FakeCuda, verb: str, resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their chain is made and read within the verb."""
+    image = noise(2, 3, 37, 53)
+    expected = VERBS[verb](image)
+    monkeypatch.setattr(ctx, "renderer", "hardware")
+    source = ctx.empty(image.shape) if resident else image
+    source.copy_(image)
+    VERBS[verb](source)
+    cuda.calls.clear()
+    found = VERBS[verb](source)
+    assert [name for name in cuda.names() if name in ("map", "unmap")] == ["unmap", "map"]
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-2 if one.dtype == torch.bfloat16 else 0)
+    assert torch.equal(source, image) and cuda.mapped == set(cuda.resources)
+
+
 @pytest.mark.parametrize("verb", ["fragment", "sampler", "oriented_energy", "feature_maps half"])
 def test_one_unmap_and_one_map_whatever_a_verb_makes_of_an_image(ctx: lod.Context, cuda: FakeCuda, verb: str) -> None:
     image = ctx.empty(2, 3, 37, 56)
@@ -364,6 +387,20 @@ def test_levels_that_torch_made_go_over_together(ctx: lod.Context, cuda: FakeCud
     cuda.calls.clear()
     lod.cull(hz, 0.5, backend="gl")
     assert [name for name in cuda.names() if name in ("map", "unmap")] == ["unmap", "map"]
+
+
+def test_what_becomes_a_texture_on_the_way_goes_over_with_the_result(ctx: lod.Context, cuda: FakeCuda) -> None:
+    image, boxes = noise(2, 3, 37, 53), torch.tensor([[0.1, 0.2, 0.4, 0.5]])
+    for sample in (
+        lambda: lod.log_polar(lod.mipmap(image, backend="torch"), (0.4, 0.6), 13, 21, backend="gl"),
+        lambda: lod.foveate(lod.mipmap(image, backend="torch"), (0.4, 0.6), backend="gl"),
+        lambda: lod.gather_patches(lod.mipmap(image, backend="torch"), _sites(), 5, backend="gl"),
+        lambda: lod.region_max(lod.hiz(image, backend="torch"), boxes, backend="gl"),
+    ):
+        sample()  # registers its buffers
+        cuda.calls.clear()
+        sample()
+        assert [name for name in cuda.names() if name in ("map", "unmap")] == ["unmap", "map"]
 
 
 def test_only_what_is_bound_goes_over(ctx: lod.Context, cuda: FakeCuda) -> None:
