@@ -812,10 +812,10 @@ def test_residual_has_tiles_alone_where_they_are_of_level_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("HybridAtlas", 1.6), ("FrequencyAware", 4.1), ("Wavelet", 3.5), ("Residual", 4.7)]
+    ("name", "most"), [("HybridAtlas", 1.6), ("FrequencyAware", 5.4), ("Wavelet", 3.5), ("Residual", 4.7)]
 )
-def test_a_picture_of_bytes_is_not_made_four_times_as_large(name: str, most: float) -> None:
-    """In fp32 it would be, twice: before and after it is divided by 255."""
+def test_a_picture_of_bytes_is_not_made_four_times_as_large(name: str, most: float, unseeded: Path) -> None:
+    """In fp32 it would be, twice: before and after it is divided by 255. In torch, for OpenGL's memory is not seen."""
     image = torch.randint(0, 256, (1, 3, 1024, 1024), dtype=torch.uint8)
     allocator, relevance = lod.allocate.make(name, 273, 16), torch.rand(1, 64, 64)
     allocator(image, relevance=relevance)  # tables are made once

@@ -6,9 +6,10 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import as_hardware
 import pytest
 import torch
-from compare import assert_matches, stored_range
+from compare import HARDWARE_WEIGHT_ERROR, assert_matches, stored_range
 from hypothesis import given
 from hypothesis import strategies as st
 from images import DTYPES, noise
@@ -87,6 +88,7 @@ def _fractions(image: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_taken_where_nothing_is_named(ctx: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     image = noise(1, 8, 8)
+    monkeypatch.setattr(ctx, "tuning", tuning(software=True))
     assert lod.mipmap(image, backend="gl").generator == lod.hiz(image, backend="gl").generator == "registers"
     monkeypatch.setattr(ctx, "tuning", tuning(software=False))
     assert lod.mipmap(image, backend="gl").generator == "single-pass"
@@ -152,7 +154,7 @@ def test_any_size(height: int, width: int, channels: int, dtype: torch.dtype, ge
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(64, 96), (37, 53), (4, 300), (1, 1), (2, 1), (300, 3000)], ids=str)
-def test_bilinear_fetches(size: tuple[int, int], dtype: torch.dtype) -> None:
+def test_bilinear_fetches(size: tuple[int, int], dtype: torch.dtype, ctx: lod.Context) -> None:
     """A fetch in the middle of four texels is their mean, as precise as the texture unit places it: a coordinate is
     fp32 in [0, 1], and rounded twice on its way to texels."""
     image = noise(2, 3, *size, dtype=dtype)
@@ -160,6 +162,8 @@ def test_bilinear_fetches(size: tuple[int, int], dtype: torch.dtype) -> None:
         zip(lod.mipmap(image, generator="single-pass-texture"), mean_chain(image), strict=True)
     ):
         slack = max(size) * 2.0**-23 * stored_range(dtype)
+        if dtype == torch.uint8 and ctx.renderer == as_hardware.RENDERER:  # Mesa filters bytes in 8 bits
+            slack += 255 * 2 * HARDWARE_WEIGHT_ERROR
         assert_matches(actual, oracle, "box", slack=slack, where=f"level {level} of {size}")
 
 

@@ -95,27 +95,56 @@ def test_every_verb(hardware: lod.Context, name: str, dtype: torch.dtype, sample
             )
 
 
-@pytest.mark.parametrize("name", [name for name in VERBS if name in SAMPLERS])
-def test_it_is_the_way_of_a_gpu(hardware: lod.Context, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pixel or row an invocation, filtered by texture units, and GL's work waited for once a verb: a chain and a
-    sampler here."""
-    made: list[tuple[str, dict[str, Any]]] = []
-    compute, finish, waited = Programs.compute, hardware.gl.Finish, []
+@pytest.fixture
+def made(hardware: lod.Context, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The compute shaders that are asked for, and how."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    compute = Programs.compute
 
     def noted(programs: Programs, shader: str, **defines: Any) -> Program:
-        made.append((shader, defines))
+        found.append((shader, defines))
         return compute(programs, shader, **defines)
 
     monkeypatch.setattr(Programs, "compute", noted)
-    monkeypatch.setattr(hardware.gl, "Finish", lambda: (waited.append(1), finish()))
-    VERBS[name][1](noise(2, 3, 48, 64, dtype=torch.uint8), "gl")
-    assert len(waited) == 2
+    return found
+
+
+@pytest.fixture
+def waited(hardware: lod.Context, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each time that all of GL's work is waited for."""
+    found: list[int] = []
+    finish = hardware.gl.Finish
+    monkeypatch.setattr(hardware.gl, "Finish", lambda: (found.append(1), finish()))
+    return found
+
+
+OF_PYRAMIDS: dict[str, Callable[[lod.Pyramid], object]] = {
+    "log_polar": lambda x: lod.log_polar(x, FIXATION, 13, 22, backend="gl"),
+    "foveate": lambda x: lod.foveate(x, FIXATION, 0.1, backend="gl"),
+    "gather_patches": lambda x: lod.gather_patches(x, SITES, 7, backend="gl"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_it_is_the_way_of_a_gpu(name: str, made: list[tuple[str, dict[str, Any]]], waited: list[int]) -> None:
+    """One pixel or row an invocation, filtered by texture units, and GL's work waited for once."""
+    OF_PYRAMIDS[name](lod.mipmap(noise(2, 3, 48, 64, dtype=torch.uint8), backend="torch"))
+    assert len(waited) == 1
     shaders = [shader for shader, _ in made]
-    assert shaders[0] == "single_pass.comp" and "planes_to_texels.comp" in shaders
-    assert "foveate_blocks.comp" not in shaders
+    assert shaders[0] == "planes_to_texels.comp" and "foveate_blocks.comp" not in shaders
     last = made[-1][1]
-    assert not last["FETCHED"]
+    assert not last["FETCHED"] and "PLANAR" not in last
     assert last.get("RINGS_AT_ONCE", 1) == last.get("STEPS_AT_ONCE", 1) == 1
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_image_becomes_no_texture(name: str, made: list[tuple[str, dict[str, Any]]], waited: list[int]) -> None:
+    """Its chain is read in memory, and waited for with its samples."""
+    VERBS[name][1](noise(2, 3, 48, 64, dtype=torch.uint8), "gl")
+    assert len(waited) == 1
+    shaders = [shader for shader, _ in made]
+    assert shaders[0] == "single_pass.comp" and "planes_to_texels.comp" not in shaders
+    assert made[-1][1]["PLANAR"] and "foveate_blocks.comp" not in shaders
 
 
 def test_zink_over_a_software_vulkan_reads_no_buffer_textures(
