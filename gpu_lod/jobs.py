@@ -89,6 +89,10 @@ def small() -> Iterator[Job]:
             yield _job(foveate, shape, dtype, _seen, "")
             yield replace(_job(foveate, shape, dtype, _by_probes, f"anisotropy {PROBES}"), own_filter=True)
             yield _job(gather_patches, shape, dtype, partial(_sites, 32, False, False), "32 x 14 x 14 samples")
+            # Of an image OpenGL makes no texture, but on software renderers.
+            yield _job(log_polar, shape, dtype, partial(_alone, 16, 32), "16 x 32 samples of an image")
+            yield _job(foveate, shape, dtype, _alone, "of an image")
+            yield _job(gather_patches, shape, dtype, _sites_alone, "8 x 14 x 14 samples of an image")
             yield _job(cull, maps, dtype, _sparse, "20% kept")
             yield _job(region_max, maps, dtype, _boxes, "4096 boxes")
 
@@ -228,6 +232,18 @@ def _seen_once(*numbers: Any) -> Arguments:
     *sizes, image = numbers
     levels, points = mipmap(image, backend="torch").levels, _points(image)
     return lambda: (Pyramid(levels), next(points), *sizes)
+
+
+def _alone(*numbers: Any) -> Arguments:
+    *sizes, image = numbers
+    points = _points(image)
+    return lambda: (image, next(points), *sizes)
+
+
+def _sites_alone(image: torch.Tensor) -> Arguments:
+    batch, _, height, width = image.shape
+    sites = cortical_sites(torch.rand(batch, 2), 8, (height, width)).to(image.device)
+    return lambda: (image, sites)
 
 
 def _sites(budget: int, whole: bool, once: bool, image: torch.Tensor) -> Arguments:

@@ -12,9 +12,11 @@ from images import DTYPES, noise
 
 import gpu_lod as lod
 from gpu_lod import memory_chain
+from gpu_lod.doctor import parity
 from gpu_lod.foveate import reference as foveated
 from gpu_lod.gather_patches import _look
 from gpu_lod.gather_patches import reference as patches
+from gpu_lod.jobs import small
 from gpu_lod.log_polar import reference as polar_map
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.memory_chain import LevelsInMemory, MemoryChain
@@ -199,6 +201,12 @@ def test_a_plan_of_a_fixation_that_changes(hardware: lod.Context, bound: list[Le
     assert "GL commands are repeated" in planned.reason
     for point in (torch.tensor([0.1, 0.9]), torch.tensor([0.5, 0.5])):
         assert torch.allclose(planned(image, point), lod.foveate(image, point, backend="torch"), atol=2e-5)
+
+
+def test_the_doctor_looks_at_it(hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+    jobs = [job for job in small() if job.at.endswith("of an image") and job.verb is not lod.log_polar]
+    (finding,) = parity.compare("shaders", 0, torch.device("cpu"), jobs)
+    assert finding.status == "ok" and finding.found.startswith("16 results of 2 verbs") and len(bound) == 16
 
 
 def test_anisotropy_is_the_texture_units(hardware: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:
