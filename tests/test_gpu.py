@@ -24,14 +24,18 @@ from oracle import log_polar as polar_oracle
 from scripts import HERE, succeed
 from test_feature_maps import check as check_features
 from test_feature_maps import truth as feature_oracle
+from test_memory_chain import SAMPLERS, SHAPES, bound, oracle
 
 import gpu_lod as lod
 from gpu_lod import errors, subgroups
 from gpu_lod.bridge.devices import gpu
 from gpu_lod.bridge.interop import InteropBridge
+from gpu_lod.memory_chain import LevelsInMemory
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda:0"
+__all__ = ["bound"]
+"""Fixtures of another module."""
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +300,20 @@ def test_anisotropy_by_texture_units(gl: lod.Context) -> None:
         assert float((found - expected).abs().max()) < 0.03, a  # without anisotropy it is up to 0.06
         flat = lod.foveate(torch.full_like(smooth, 0.75), middle, 0.1, anisotropy=a, backend="gl")
         assert float((flat - 0.75).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_of_images(gl: lod.Context, name: str, dtype: torch.dtype, bound: list[LevelsInMemory]) -> None:
+    """Their chains are read in memory, by weights of fp32."""
+    for shape in SHAPES:
+        image = noise(*shape, dtype=dtype).to(CUDA)
+        points = torch.rand(shape[0] if len(shape) == 4 else 1, 2)
+        found = SAMPLERS[name](image, points, "gl")
+        assert bound and found.device == torch.device(CUDA), shape
+        chain = [level.double() for level in on_host(lod.mipmap(image, backend="gl"))]
+        assert_matches(found.cpu(), oracle(name, chain, points, image.cpu()), "trilinear", where=str(shape))
+        bound.clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

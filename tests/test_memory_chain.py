@@ -88,20 +88,6 @@ def test_samples_are_torchs(name: str, dtype: torch.dtype, hardware: lod.Context
         bound.clear()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samples_of_cuda_tensors_are_torchs(name: str, dtype: torch.dtype, bound: list[LevelsInMemory]) -> None:
-    for shape in SHAPES:
-        image = noise(*shape, dtype=dtype).cuda()
-        points = torch.rand(shape[0] if len(shape) == 4 else 1, 2)
-        found = SAMPLERS[name](image, points, "gl")
-        assert bound, shape
-        chain = [level.cpu().double() for level in lod.mipmap(image, backend="gl")]
-        assert_matches(found.cpu(), oracle(name, chain, points, image.cpu()), "trilinear", where=str(shape))
-        bound.clear()
-
-
 def oracle(name: str, chain: list[torch.Tensor], points: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
     """The same in torch, in float64."""
     verb, _, how = name.partition(", ")
