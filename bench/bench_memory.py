@@ -59,9 +59,8 @@ RUNS = 3
 FIXATION = torch.tensor([0.4, 0.6])
 OF_RESULT, OF_PICTURE = 2.0, 1.8
 ALLOWANCE = {"gl": 2**18, "torch": 3 * 2**20}
-"""Bytes beside the bound, whatever the sizes. gl: the three smallest tiles that a chain is made through as texels (64
-KiB each, texture_chain.TILE_BYTES), and what one and the same call varies by. torch: what is made on the way of
-pictures of one part, of up to `planewise.PART` texels: smaller parts would take chains up to twice the time."""
+"""Bytes beside the bound, whatever the sizes. gl: what one and the same call varies by. torch: what is made on the way
+of pictures of one part, of up to `planewise.PART` texels: smaller parts would take chains up to twice the time."""
 
 Data = dict[str, Any]
 Call = Callable[[str], Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpu_lod import checks, dispatch, operators, planewise, recording, texture_chain
+from gpu_lod import checks, dispatch, operators, planewise, recording, sources
 from gpu_lod.adjoints import Adjoint, linear
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
@@ -23,7 +23,7 @@ from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.pyramid import Pyramid, level_sizes
-from gpu_lod.texture_chain import Source
+from gpu_lod.sources import Source
 from gpu_lod.transfer import Planes, bind_table, chunks, make_words
 from gpu_lod.whole_rows import new_rows
 
@@ -100,7 +100,7 @@ def foveate(
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, *rule))
     if backend == "auto" and not isinstance(src, Pyramid):
         src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
-    source = texture_chain.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
+    source = sources.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
         read = source.cuda_textures() if anisotropy > 1 else source.cuda_source()
@@ -111,7 +111,7 @@ def foveate(
     adjoint = None
     if anisotropy <= 1 and needs_grad(*source.levels):
         adjoint = _adjoint_of(source.levels[0], len(source), points, *rule[:2])
-    return texture_chain.run(source, sample, lambda levels: reference(levels, points, *rule), adjoint)
+    return sources.run(source, sample, lambda levels: reference(levels, points, *rule), adjoint)
 
 
 def _choose(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from gpu_lod import checks, dispatch, operators, patch_windows, recording, texture_chain
+from gpu_lod import checks, dispatch, operators, patch_windows, recording, sources
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
@@ -22,7 +22,7 @@ from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.program import MAX_GROUPS
 from gpu_lod.pyramid import Pyramid, level_sizes
-from gpu_lod.texture_chain import Source
+from gpu_lod.sources import Source
 from gpu_lod.transfer import ALIGNMENT, Planes, bind_table, chunks, make_words, new_planes, word_defines
 
 _BORDERS = ("clamp", "zero")
@@ -135,7 +135,7 @@ def gather_patches(
     result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
     if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
         src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
-    source = texture_chain.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
+    source = sources.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
         scale = look.scale or (1.0,) * source.channels
@@ -144,7 +144,7 @@ def gather_patches(
         sample = partial(samplers.patches, source.cuda_source(), *how, border_zero=look.zero, bias=look.bias)
     else:
         sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, look)
-    return texture_chain.run(source, sample, lambda levels: reference(levels, points, look))
+    return sources.run(source, sample, lambda levels: reference(levels, points, look))
 
 
 def _choose(

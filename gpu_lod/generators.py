@@ -187,21 +187,15 @@ def reduce_level(
     target: Planes,
     scratch: Planes | None = None,
     source_wide: bool = False,
-    *,
-    part: tuple[tuple[int, int], tuple[int, int]] | None = None,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
 
     Args:
         source_wide: the source is fp32 whatever the target is.
-        part: of a tile of a level, the row and the column it begins with, and the level's height and width; None is the
-            whole level.
     """
     fetch = source.fetch if reduce == "mean" else source.fetch_bits
     fetched = source.fetchable(ctx)
     defines = {"SOURCE_WIDE": source_wide, "FETCHED": fetched, **_reduction(reduce), **_taps(source)}
-    (row, column), (height, width) = part or ((0, 0), (target.height, target.width))
-    uniforms = {"u_at": (column, row), "u_level_size": (width, height)}
     reduce_by(
         ctx,
         "reduce_level.comp",
@@ -210,7 +204,6 @@ def reduce_level(
         scratch,
         defines,
         above=0,
-        uniforms=uniforms,
         fetch=fetch if fetched else None,
     )
 
@@ -224,7 +217,6 @@ def reduce_by(
     defines: Mapping[str, object],
     *,
     above: int,
-    uniforms: Mapping[str, object] | None = None,
     fetch: Callable[[int], int] | None = None,
 ) -> None:
     """One level from the one above it, and into `scratch` the same in fp32.
@@ -253,7 +245,6 @@ def reduce_by(
         here = {
             "u_source_size": (source.width, source.height),
             "u_source_first": origin + chunk.plane * source.area,
-            **(uniforms or {}),
         }
         make_words(ctx, shader, target, chunk, uniforms=here, defines={"KEEP_WIDE": scratch is not None, **defines})
         ctx.gl.MemoryBarrier(READ_BARRIERS)  # for the next part too, which may read the buffer that this one writes to

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from gpu_lod import checks, dispatch, operators, texture_chain
+from gpu_lod import checks, dispatch, operators, sources
 from gpu_lod.bilinear import bilinear, cropped
 from gpu_lod.bridge import Private
 from gpu_lod.bridge import gl as G
@@ -21,7 +21,7 @@ from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.pyramid import Pyramid
-from gpu_lod.texture_chain import Source
+from gpu_lod.sources import Source
 from gpu_lod.transfer import Planes, bind_table, chunks, layer_groups, make_words, new_planes, texture_to_planes
 
 LEAST = torch.finfo(torch.float32).tiny
@@ -114,14 +114,14 @@ def log_polar(
         result_bytes //= 3  # what is drawn stands in a texture first, which takes two thirds of its room
     if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
         src = mipmap(src)  # by whatever makes chains fastest, which need not be what samples them
-    source = texture_chain.source(src, result_bytes=result_bytes, backend=chosen.backend)
+    source = sources.source(src, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and chosen.backend == "cuda":
         sample = functools.partial(_cuda, source, points, rule, border)
     else:
         ctx = source.texture_context() or context_for(*source.levels)
         sample = functools.partial(_gl, ctx, source, points, rule, border, chosen.generator or "compute")
-    return texture_chain.run(source, sample, lambda levels: reference(levels, points, rule, border))
+    return sources.run(source, sample, lambda levels: reference(levels, points, rule, border))
 
 
 def _choose(

@@ -29,11 +29,13 @@ _STORAGE: dict[torch.dtype, Storage] = {
 }
 _ELEMENTS = 2**31
 """Shaders count them by 32-bit integers."""
+_PAGE = 2**16
+"""Bytes, at most, before a tensor's memory in the buffer that is made over it."""
 
 
 class MemoryChain:
-    """An image on its way to samplers: to them a `Pyramid`, but one that is made anew at each call. Hardware makes it
-    in memory, and shaders filter it there by weights of fp32: a texture would be 1.78 times an RGB image beside that.
+    """An image on its way to samplers: to them a `Pyramid`, but one that is made anew at each call. It stays in memory,
+    and shaders filter it there by weights of fp32: a texture would be 1.78 times an RGB image beside that.
 
     Args:
         image: [B, C, H, W] or [C, H, W].
@@ -74,18 +76,27 @@ class MemoryChain:
             textures = new_textures(ctx, self.size, layers=self.batch, levels=len(self), **how)
             tensors_to_textures(ctx, chain.tensors, textures)
             return textures
-        groups = layer_groups(ctx, self.batch, _at_once(ctx, self.image))
-        return [(first, LevelsInMemory(chain.planes, first, count, self.channels)) for first, count in groups]
+        viewed = all(level.fetchable(ctx) for level in chain.planes)
+        groups = [(0, self.batch)] if viewed else layer_groups(ctx, self.batch, _at_once(ctx, self.image))
+        return [(first, LevelsInMemory(chain.planes, first, count, self.channels, viewed)) for first, count in groups]
 
 
 def fits(ctx: Context, image: torch.Tensor, levels: int | None) -> bool:
-    """Whether storage-buffer bindings hold an image's chain: all levels below the first in one of them."""
+    """Whether shaders can read an image's chain where it is: all levels below the first are in one buffer."""
     sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
     batch = image.shape[0] if image.ndim == 4 else 1
     below = packed_bytes(batch, image.shape[-3], sizes[1:], image.dtype)
+    if len(sizes) > MOST_LEVELS:
+        return False
+    if ctx.fetches and ctx.coherent_with(image) and image.nbytes + below <= _seen(ctx, image.dtype):
+        return True
     # Images go into groups that begin at whole words of the result.
-    together = _at_once(ctx, image) >= min(batch, ALIGNMENT)
-    return together and below <= _room(ctx, image.dtype) and len(sizes) <= MOST_LEVELS
+    return _at_once(ctx, image) >= min(batch, ALIGNMENT) and below <= _room(ctx, image.dtype)
+
+
+def _seen(ctx: Context, dtype: torch.dtype) -> int:
+    """Bytes of such elements that a buffer texture has, but for where they begin."""
+    return min(ctx.limits.texels, _ELEMENTS) * dtype.itemsize - _PAGE
 
 
 def _room(ctx: Context, dtype: torch.dtype) -> int:
@@ -104,16 +115,18 @@ class LevelsInMemory:
     Args:
         planes: of all images, a level each; those below the first are in one buffer.
         first, layers: the images.
+        viewed: shaders read buffer textures, which software renderers fetch faster; else storage buffers.
     """
 
-    def __init__(self, planes: Sequence[Planes], first: int, layers: int, channels: int) -> None:
-        top, *below = (level.layers(first * channels, layers * channels) for level in planes)
+    def __init__(self, planes: Sequence[Planes], first: int, layers: int, channels: int, viewed: bool = False) -> None:
+        top, *below = self._parts = [level.layers(first * channels, layers * channels) for level in planes]
         self.key = TextureKey(top.width, top.height, layers, len(planes), _STORAGE[top.dtype], channels)
-        self._per_word = top.per_word
+        self._viewed = viewed
         self._ranges = [(_TOP, *_range([top])), (_BELOW, *_range(below or [top]))]
+        begins = [0 if self._viewed else begin for _, _, begin, _ in self._ranges]
         starts = [
             (level.offset - begin) // level.dtype.itemsize
-            for levels, (_, _, begin, _) in zip(([top], below), self._ranges, strict=True)
+            for levels, begin in zip(([top], below), begins, strict=True)
             for level in levels
         ]
         self.reading: dict[str, Any] = {
@@ -124,11 +137,15 @@ class LevelsInMemory:
 
     def defines(self, *, software: bool) -> dict[str, bool | int]:
         """Of the shaders that sample it (shaders/texels.glsl)."""
-        how = {"CHANNELS": self.key.channels, "TEXELS_PER_WORD": self._per_word}
+        how = {"CHANNELS": self.key.channels, "TEXELS_PER_WORD": self._parts[0].per_word, "VIEWED": self._viewed}
         return {"FETCHED": True, "PLANAR": True, "BFLOAT16_TEXELS": self.key.storage == "bfloat16", **how}
 
     def bind(self, gl: GL) -> None:
-        """To the storage-buffer bindings where every shader of ours expects it."""
+        """To texture units 0 and 1, or to the storage-buffer bindings, where every shader of ours expects it."""
+        if self._viewed:
+            self._parts[0].fetch(0)
+            self._parts[min(1, len(self._parts) - 1)].fetch(1)
+            return
         for binding, buffer, begin, end in self._ranges:
             buffer.bind(binding, begin, end - begin)
 

@@ -13,7 +13,7 @@ from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context
 from gpu_lod.copies import SERIAL, put
 from gpu_lod.texture import Sampled, Texels
-from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TexelBuffer, TextureKey
+from gpu_lod.texture_storage import DTYPES, MOST_LEVELS, TextureKey
 from gpu_lod.transfer import (
     ALIGNMENT,
     Planes,
@@ -112,33 +112,20 @@ class Uploader:
     """Writes planes of tensors into textures: torch interleaves the channels, straight into the buffer that texels lie
     in, or for the driver to copy whole rows. On a software renderer the latter takes an eighth of the time of a shader
     that stores texel by texel, and the former a fifth of that.
-
-    Args:
-        nbytes: of the memory that texels go through; a row takes what it needs.
     """
 
-    def __init__(self, ctx: Context, nbytes: int | None = None) -> None:
+    def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self._nbytes = nbytes or STAGING_BYTES
         self._lease: Shared | None = None
-        self._levels: dict[tuple[TexelBuffer, int], torch.Tensor] = {}
         self._views: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         ctx.gl.PixelStorei(G.UNPACK_ALIGNMENT, 1)
 
-    def write(
-        self, values: torch.Tensor, texture: Sampled, level: int, *, layer: int = 0, at: tuple[int, int] = (0, 0)
-    ) -> None:
-        """Values [layers, channels, rows, columns] of any strides, from a layer, a row and a column on."""
+    def write(self, values: torch.Tensor, texture: Sampled, level: int) -> None:
+        """Values [layers, channels, rows, columns] of any strides, all of a level."""
         key = texture.key
-        row, column = at
         rows, width = values.shape[-2:]
         if isinstance(texture, Texels):
-            item = texture.item
-            if (item, level) not in self._levels:
-                self._levels[item, level] = item.level(level)[..., : key.channels].permute(0, 3, 1, 2)
-            target = self._levels[item, level][
-                layer : layer + values.shape[0], :, row : row + rows, column : column + width
-            ]
+            target = texture.item.level(level)[..., : key.channels].permute(0, 3, 1, 2)
             if values.numel() < SERIAL:
                 put(self._ctx, target, values)
                 return
@@ -147,7 +134,7 @@ class Uploader:
             return
         row_bytes = width * key.texel_bytes
         if self._lease is None or self._lease.nbytes < row_bytes:  # a single row may be more
-            self._lease = self._ctx.bridge.lease(max(self._nbytes, row_bytes))
+            self._lease = self._ctx.bridge.lease(max(STAGING_BYTES, row_bytes))
             # A fourth channel may be anything but slow to compute with.
             self._lease.tensor(torch.uint8, (self._lease.nbytes,)).zero_()
             self._views.clear()
@@ -159,7 +146,7 @@ class Uploader:
             for top in range(0, rows, tall):
                 part = texels[first : first + whole, top : top + tall]
                 self._ctx.gl.TexSubImage3D(
-                    *(G.TEXTURE_2D_ARRAY, level, column, row + top, layer + first, width, part.shape[1], part.shape[0]),
+                    *(G.TEXTURE_2D_ARRAY, level, 0, top, first, width, part.shape[1], part.shape[0]),
                     *(_FORMATS[key.channels - 1], _TYPES[key.storage], self._stage(part, key)),
                 )
 

@@ -83,7 +83,7 @@ Patch patch_at(int site, int layer) {
     // Further apart, samples are as much outside; places are integers then, of sides to 2^16 and patches to 2^13.
     float stride = min(p.stride, 4.0 * max(u_size.x, u_size.y));
     p.fine = along(p.whole, at, moved, stride);
-    p.coarse = along(level_at(layer, min(fine + 1, int(u_last))), at, moved, stride);
+    p.coarse = along(coarse_at(layer, min(fine + 1, int(u_last))), at, moved, stride);
     p.share = level < u_last ? between : 0.0;
 #else
     p.levels = levels_at(layer, min(level, u_last));

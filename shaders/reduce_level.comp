@@ -19,9 +19,6 @@ layout(std430, binding = 2) writeonly buffer Wide { float b_wide[]; };
 uniform ivec2 u_source_size;
 uniform int u_source_first;  // index in b_source of texel 0 of that plane's source; negative if bound from a later row
 
-uniform ivec2 u_at;          // the level's texel that texel (0, 0) of the target is
-uniform ivec2 u_level_size;
-
 #if !defined(FETCHED)
 layout(std430, binding = 1) readonly buffer Source { uint b_source[]; };
 #elif !defined(REDUCE_MEAN)
@@ -46,8 +43,8 @@ layout(binding = 1) uniform TEXELS_OF b_source;
 #endif
 
 VALUE footprint(int origin, ivec2 at) {
-    vec3 wx = weights(u_at.x + at.x, u_level_size.x, TAPS_X);
-    vec3 wy = weights(u_at.y + at.y, u_level_size.y, TAPS_Y);
+    vec3 wx = weights(at.x, u_target_size.x, TAPS_X);
+    vec3 wy = weights(at.y, u_target_size.y, TAPS_Y);
     float sum = 0.0;
     for (int y = 0; y < TAPS_Y; ++y) {
         float row = 0.0;

@@ -1,8 +1,9 @@
 // Single texels of a pyramid.
 // BUFFERED          it lies in a buffer texture, level behind level, layer behind layer
 // BFLOAT16_TEXELS   with BUFFERED: texels are the bits of bfloat16
-// PLANAR            it lies in storage buffers as tensors do, channel behind channel: level 0, and all below it
+// PLANAR            it lies in buffers as tensors do, channel behind channel: level 0, and all below it
 // TEXELS_PER_WORD, BFLOAT16_TEXELS, CHANNELS   with PLANAR: elements of a word, 1 = fp32, 2 = fp16 or bfloat16, 4 = uint8
+// VIEWED            with PLANAR: these are buffer textures, an element a texel; without it, storage buffers
 // Without either, in an array texture.
 #if defined(BUFFERED) || defined(PLANAR)
 uniform int u_starts[16];  // where the levels begin
@@ -13,7 +14,15 @@ ivec2 top_size() { return u_top; }
 int last_level() { return u_levels - 1; }
 #endif
 
-#ifdef PLANAR
+#if defined(PLANAR) && defined(VIEWED)
+#if TEXELS_PER_WORD == 4 || defined(BFLOAT16_TEXELS)
+layout(binding = 0) uniform usamplerBuffer t_top;
+layout(binding = 1) uniform usamplerBuffer t_below;
+#else
+layout(binding = 0) uniform samplerBuffer t_top;
+layout(binding = 1) uniform samplerBuffer t_below;
+#endif
+#elif defined(PLANAR)
 layout(std430, binding = 6) readonly buffer Top { uint b_top[]; };
 layout(std430, binding = 7) readonly buffer Below { uint b_below[]; };
 
@@ -61,7 +70,26 @@ Level level_at(int layer, int level) {
     return l;
 }
 
+// The same of a level below the first, or of the only one, which is bound as they are.
+Level coarse_at(int layer, int level) {
+    Level l = level_at(layer, level);
 #ifdef PLANAR
+    l.top = false;  // where the compiler sees it: of two buffers a software renderer reads both
+#endif
+    return l;
+}
+
+#if defined(PLANAR) && defined(VIEWED)
+float element_of(Level l, int index) {
+#if TEXELS_PER_WORD == 4
+    return float(l.top ? texelFetch(t_top, index).x : texelFetch(t_below, index).x) / 255.0;  // as an array texture has them
+#elif defined(BFLOAT16_TEXELS)
+    return uintBitsToFloat((l.top ? texelFetch(t_top, index).x : texelFetch(t_below, index).x) << 16);
+#else
+    return l.top ? texelFetch(t_top, index).x : texelFetch(t_below, index).x;
+#endif
+}
+#elif defined(PLANAR)
 float element_of(Level l, int index) {
     int at = index / TEXELS_PER_WORD;
     uint word = l.top ? b_top[at] : b_below[at];
@@ -75,7 +103,9 @@ float element_of(Level l, int index) {
     return unpackHalf2x16(word >> (index % 2 * 16)).x;
 #endif
 }
+#endif
 
+#ifdef PLANAR
 vec4 texel_at(Level l, ivec2 at) {
     int index = l.start + at.y * l.size.x + at.x, plane = l.size.x * l.size.y;
     vec4 texel = vec4(0.0);

@@ -31,7 +31,7 @@ Levels levels_at(int layer, float level) {
     int fine = int(level);
     l.share = level - float(fine);
     l.fine = level_at(layer, fine);
-    l.coarse = level_at(layer, min(fine + 1, last_level()));
+    l.coarse = coarse_at(layer, min(fine + 1, last_level()));
     return l;
 }
 

@@ -15,8 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import bench_memory
 
-from gpu_lod.texture_chain import TILE_BYTES
-
 KNOWN = """
 import json, sys
 import torch
@@ -165,7 +163,3 @@ import bench_memory
 bench_memory.GRAPH_DTYPES = (torch.float32,)
 print(json.dumps(bench_memory.measure(["{verb}"], ({shape},), 2, bench_memory.GRAPHS)))
 """
-
-
-def test_the_allowance_is_of_the_smallest_tiles() -> None:
-    assert 4 * TILE_BYTES[0] == bench_memory.ALLOWANCE["gl"]

@@ -1100,9 +1100,9 @@ def test_an_interrupt_while_compiling_waits() -> None:
 
 
 LARGE: list[tuple[Callable[[torch.Tensor], torch.Tensor], int, float]] = [
-    (lambda image: lod.foveate(image, fixation=(0.5, 0.5), backend="gl"), 2048, 1.7),
+    (lambda image: lod.foveate(image, fixation=(0.5, 0.5), backend="gl"), 2048, 2.0),
     (lambda image: lod.feature_maps(image, fixation=(0.5, 0.5), backend="gl"), 1024, 0.0),
-    (lambda image: lod.log_polar(image, (0.5, 0.5), 64, 64, backend="gl"), 2048, 1.7),
+    (lambda image: lod.log_polar(image, (0.5, 0.5), 64, 64, backend="gl"), 2048, 0.3),
     (lambda image: lod.mipmap(image, generator="fragment")[1], 2048, 1.3),  # drawn
     (lambda image: lod.mipmap(image, generator="driver")[1], 2048, 1.3),
 ]
@@ -1129,7 +1129,7 @@ def test_trim_gives_memory_back(
     before = resident()
     result = verb(image)
     taken = resident() - before
-    assert taken > 0.95 * result.nbytes + more * image.nbytes  # texels with a chain; small things may fit the heap
+    assert taken > 0.95 * result.nbytes + more * image.nbytes  # chains and texels; small things may fit the heap
     del result
     ctx.trim()
     assert resident() - before < 0.05 * taken

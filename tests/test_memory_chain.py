@@ -1,7 +1,8 @@
-"""Samplers of an image on hardware: its chain is read in memory, and no texture is made of it."""
+"""Samplers of an image: its chain is read in memory, and no texture is made of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ from compare import TOLERANCES, assert_matches, stored_range
 from images import DTYPES, noise
 
 import gpu_lod as lod
-from gpu_lod import memory_chain
+from gpu_lod import memory_chain, sources
 from gpu_lod.doctor import parity
 from gpu_lod.foveate import reference as foveated
 from gpu_lod.gather_patches import _look
@@ -20,7 +21,7 @@ from gpu_lod.jobs import small
 from gpu_lod.log_polar import reference as polar_map
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.memory_chain import LevelsInMemory, MemoryChain
-from gpu_lod.texture import TexturePool
+from gpu_lod.texture import Texels, TexturePool
 
 SHAPES = ((2, 3, 64, 96), (1, 1, 31, 17), (3, 2, 33, 128), (2, 4, 45, 77), (3, 101, 77), (1, 3, 1, 9), (2, 3, 1, 1))
 Sampler = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
@@ -30,6 +31,19 @@ Sampler = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 def hardware(restored_limits: lod.Context, monkeypatch: pytest.MonkeyPatch) -> lod.Context:
     """The context, taken for that of a GPU's driver."""
     monkeypatch.setattr(restored_limits, "renderer", "hardware")
+    return restored_limits
+
+
+@pytest.fixture(params=["hardware", "software", "storage buffers"])
+def either(
+    request: pytest.FixtureRequest, restored_limits: lod.Context, monkeypatch: pytest.MonkeyPatch
+) -> lod.Context:
+    """Every way to read memory: a GPU's, and a software renderer's, for which no number of samples is many."""
+    monkeypatch.setattr(sources, "MANY", math.inf)
+    if request.param == "hardware":
+        monkeypatch.setattr(restored_limits, "renderer", "hardware")
+    elif request.param == "storage buffers":
+        restored_limits.limits.texels = 0
     return restored_limits
 
 
@@ -73,11 +87,26 @@ SAMPLERS: dict[str, Sampler] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samples_are_torchs(name: str, dtype: torch.dtype, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+MAIN = ("log_polar", "foveate", "gather_patches")
+FLOAT, *OTHERS = torch.float32, torch.uint8, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("either", "name", "dtype"),
+    [
+        *(("hardware", name, FLOAT) for name in SAMPLERS),
+        *(("hardware", name, dtype) for name in MAIN for dtype in OTHERS),
+        *(("software", name, FLOAT) for name in MAIN),
+        *(("software", "log_polar", dtype) for dtype in OTHERS),
+        ("software", "foveate", torch.uint8),
+        ("storage buffers", "log_polar", FLOAT),
+    ],
+    indirect=["either"],
+    ids=str,
+)
+def test_samples_are_torchs(name: str, dtype: torch.dtype, either: lod.Context, bound: list[LevelsInMemory]) -> None:
     sample = SAMPLERS[name]
-    for shape in SHAPES:
+    for shape in SHAPES if dtype == FLOAT else SHAPES[:4]:
         image = noise(*shape, dtype=dtype)
         points = torch.rand(shape[0] if len(shape) == 4 else 1, 2)
         found = sample(image, points, "gl")
@@ -103,7 +132,7 @@ def oracle(name: str, chain: list[torch.Tensor], points: torch.Tensor, image: to
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_patches_of_other_dtypes(dtype: torch.dtype, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+def test_patches_of_other_dtypes(dtype: torch.dtype, either: lod.Context, bound: list[LevelsInMemory]) -> None:
     image, points = noise(2, 3, 64, 50, dtype=dtype), torch.rand(2, 2)
     how: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
     for other in (torch.float32, torch.float16, torch.bfloat16):
@@ -117,7 +146,7 @@ def test_patches_of_other_dtypes(dtype: torch.dtype, hardware: lod.Context, boun
         torch.testing.assert_close(found, expected, atol=last + 2 * torch.finfo(other).eps, rtol=torch.finfo(other).eps)
 
 
-def test_drawn_maps_too(hardware: lod.Context) -> None:
+def test_drawn_maps_too(either: lod.Context) -> None:
     """They need a texture to draw to, and none to read."""
     for dtype in DTYPES:
         image, point = noise(2, 3, 64, 96, dtype=dtype), torch.rand(2, 2)
@@ -161,7 +190,7 @@ def test_what_bindings_do_not_hold_becomes_a_texture(hardware: lod.Context) -> N
 
 
 @pytest.mark.parametrize("name", ["log_polar", "foveate", "gather_patches"])
-def test_gradients_are_torchs(name: str, hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+def test_gradients_are_torchs(name: str, either: lod.Context, bound: list[LevelsInMemory]) -> None:
     sample, points = SAMPLERS[name], torch.rand(2, 2)
     image = noise(2, 3, 33, 48).requires_grad_()
     found, expected = (sample(image, points, how) for how in ("gl", "torch"))
@@ -170,7 +199,7 @@ def test_gradients_are_torchs(name: str, hardware: lod.Context, bound: list[Leve
     assert bound and torch.allclose(one, two, atol=1e-5)
 
 
-def test_a_plan_reads_the_next_image(hardware: lod.Context, bound: list[LevelsInMemory]) -> None:
+def test_a_plan_reads_the_next_image(either: lod.Context, bound: list[LevelsInMemory]) -> None:
     image, point = noise(2, 3, 33, 48), torch.rand(2, 2)
     planned = lod.plan(lambda x, where: lod.log_polar(x, where, 16, 20, backend="gl"), image, point)
     assert "GL commands are repeated" in planned.reason
@@ -193,6 +222,34 @@ def test_the_doctor_looks_at_it(hardware: lod.Context, bound: list[LevelsInMemor
     jobs = [job for job in small() if job.at.endswith("of an image") and job.verb is not lod.log_polar]
     (finding,) = parity.compare("shaders", 0, torch.device("cpu"), jobs)
     assert finding.status == "ok" and finding.found.startswith("16 results of 2 verbs") and len(bound) == 16
+
+
+def noting(bind: Callable[..., None], read: list[str], name: str) -> Callable[..., None]:
+    def noted(it: Any, gl: Any) -> None:
+        read.append(name)
+        bind(it, gl)
+
+    return noted
+
+
+@pytest.mark.usefixtures("llvmpipe")
+def test_a_software_renderer_makes_a_texture_of_what_is_sampled_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an RGB image where the result is nearly half of it: there is no room before."""
+    read: list[str] = []
+    for kind, name in ((LevelsInMemory, "memory"), (Texels, "texture")):
+        monkeypatch.setattr(kind, "bind", noting(kind.bind, read, name))
+    for channels, few, many in ((3, 30, 40), (4, 19, 24), (1, 19, 24)):
+        image = noise(channels, 64, 64)
+        for rings in (few, many):
+            lod.log_polar(image, (0.4, 0.6), rings, 50, backend="gl")
+        assert read == ["memory", "texture"], channels
+        read.clear()
+        turned = noise(64, 64, channels).permute(2, 0, 1)  # a copy of it takes the texture's room
+        lod.log_polar(turned, (0.4, 0.6), many, 50, backend="gl")
+        assert read == [["memory"], ["texture"]][channels == 1], "one channel is as it was"
+        lod.log_polar(turned, (0.4, 0.6), 150, 50, backend="gl")
+        assert read.pop() == "texture"
+        read.clear()
 
 
 def test_anisotropy_is_the_texture_units(hardware: lod.Context, monkeypatch: pytest.MonkeyPatch) -> None:

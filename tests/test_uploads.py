@@ -28,7 +28,8 @@ def test_the_host_makes_the_texture_that_shaders_make(
     sites = [[0.1, 0.2, 0.0], [0.9, 0.8, 1.4], [0.5, 0.5, 3.0]]
     for shape in ((2, 3, 45, 33), (5, 1, 16, 64), (4, 70, 31), (1, 2, 1, 90), (40, 3, 8, 8)):
         levels = lod.mipmap(noise(*shape, dtype=dtype)).levels
-        monkeypatch.setattr(uploads, "STAGING_BYTES", strip)
+        if strip is not None:
+            monkeypatch.setattr(uploads, "STAGING_BYTES", strip)
         found = lod.gather_patches(lod.Pyramid(levels), sites, 7, backend="gl")
         with monkeypatch.context() as by_shader:
             by_shader.setattr(uploads, "by_host", lambda ctx: False)
@@ -113,8 +114,7 @@ def test_little_memory_beyond_the_result(made: list[int], verb: str, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("verb", ["log_polar", "log_polar drawn", "foveate", "gather_patches", "inverse_log_polar"])
 def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The texture of an RGB image, with a fourth channel and all levels, is 1.78 images: the chain is nowhere else, but
-    on hardware, which has a pyramid of the image."""
+    """The chain is read in memory, where a texture of it would be too much."""
     image = noise(*shape, dtype=dtype)
     run: dict[str, Callable[[], torch.Tensor]] = {
         "log_polar": lambda: lod.log_polar(image, (0.4, 0.6), 128, 256, generator="compute"),
@@ -129,5 +129,4 @@ def test_little_memory_for_images_too(made: list[int], verb: str, dtype: torch.d
         out = run[verb]().nbytes
     # inverse_log_polar reads the image where it is, unless rows must become longer.
     assert sum(made) >= out if verb == "inverse_log_polar" else sum(made) > out
-    pyramid = 0.0 if ctx.software else 1.25 * 4 / 3 * image.nbytes + 2**16  # rounded up to a size class; tables
-    assert sum(made) - out <= 2 * out + 1.8 * image.nbytes + pyramid
+    assert sum(made) - out <= 2 * out + 1.8 * image.nbytes

@@ -1,0 +1,89 @@
+"""What samplers read: pyramids, or images, whose chain is made for one call; and the gradients of what is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from gpu_lod import dispatch, memory_chain, recording
+from gpu_lod.adjoints import Adjoint, linear
+from gpu_lod.context import context_for
+from gpu_lod.memory_chain import MemoryChain
+from gpu_lod.mipmap import image_gradient, mipmap
+from gpu_lod.mipmap import reference as mip_chain
+from gpu_lod.pyramid import Pyramid, level_sizes
+
+MANY = 0.25
+"""Of an image, samples of which a software renderer makes a texture first: it fetches a texel's channels at once."""
+
+MOST = 1.8, 1.0
+"""Memory beside the image and the result, in images and in results: a texture is made where there is room for it."""
+
+Source = Pyramid | MemoryChain
+
+
+def source(
+    src: torch.Tensor | Pyramid,
+    levels: int | None = None,
+    *,
+    result_bytes: int,
+    backend: Literal["gl", "cuda", "torch"],
+) -> Source:
+    """What a sampler's shaders or kernels read.
+
+    Of an image it is a chain in memory, unless that is more than buffers hold. A software renderer makes a pyramid of
+    it, and a texture of that, where samples are many and memory allows it.
+
+    Args:
+        levels: that an image's chain is to have.
+        result_bytes: of what the sampler makes.
+    """
+    if isinstance(src, Pyramid):
+        return src
+    if backend == "gl":
+        ctx = context_for(src)
+        if memory_chain.fits(ctx, src, levels) and not (ctx.software and _texture_pays(src, result_bytes)):
+            return MemoryChain(src, levels)
+    return mipmap(src, levels, backend=backend)
+
+
+def _texture_pays(image: torch.Tensor, result_bytes: int) -> bool:
+    height, width = image.shape[-2:]
+    # In images: RGB lies in RGBA; and of odd sides chains of small dtypes carry two levels unrounded, in fp32.
+    texture = 16 / 9 if image.shape[-3] == 3 else 4 / 3
+    odd = image.dtype.itemsize < 4 and (height % 8 or width % 8)
+    chain = 1 / 3 + (0.4 * 4 / image.dtype.itemsize if odd else 0.1)
+    copied = not image.is_contiguous() or image.is_neg() or recording.current() is not None
+    room = MOST[0] * image.nbytes + MOST[1] * result_bytes
+    return result_bytes >= MANY * image.nbytes and room >= (texture + chain + copied) * image.nbytes
+
+
+def run(
+    source: Source,
+    sample: Callable[[], torch.Tensor],
+    reference: Callable[[list[torch.Tensor]], torch.Tensor],
+    adjoint: Adjoint | None = None,
+) -> torch.Tensor:
+    """What a sampler makes of its source, differentiable in the pyramid's levels or the image.
+
+    Args:
+        sample: shader or kernel path.
+        reference: the same of the levels, in plain torch.
+        adjoint: of the samples, to gradients in the levels; None differentiates the reference.
+    """
+    if adjoint is not None:
+        sizes = level_sizes(*source.size, len(source))
+        of_levels, of_image = adjoint, lambda x: [image_gradient(adjoint(x), sizes, source.dtype)]
+        how = of_levels if isinstance(source, Pyramid) else of_image
+        (result,) = linear(lambda *inputs: (sample(),), how, *source.levels)
+    elif isinstance(source, Pyramid):
+        (result,) = dispatch.with_reference_gradient(
+            lambda *levels: (sample(),), lambda *levels: (reference(list(levels)),), *source.levels
+        )
+    else:
+        (result,) = dispatch.with_reference_gradient(
+            lambda image: (sample(),), lambda image: (reference(mip_chain(image, len(source))),), source.image
+        )
+    return result
