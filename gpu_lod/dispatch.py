@@ -264,7 +264,9 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = 
     if once:
         return barred_texture(src)
     if not isinstance(src, Pyramid):
-        return Choice("torch", "an image is no texture yet, and to make one seldom pays for one sampling")
+        return Choice(
+            "torch", "an image has no chain yet, which torch makes faster on most machines; backend='gl' tries"
+        )
     if not src.is_texture:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     return None
