@@ -98,7 +98,7 @@ def foveate(
         levels = _levels(image, points, *rule[:2])
     if chosen.backend == "torch":
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, *rule))
-    if backend == "auto" and not isinstance(src, Pyramid):
+    if backend == "auto" and not isinstance(src, Pyramid) and (cuda or context_for(src).software):
         src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
     source = sources.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)

@@ -38,6 +38,7 @@ from gpu_lod.transfer import (
     packed_planes,
     planes_of,
     planes_to_texture,
+    private_planes,
     scratch_planes,
     texture_to_planes,
 )
@@ -54,16 +55,27 @@ class Chain:
     Args:
         strided: an image that GL can read is level 0 as it stands, whatever its strides; only `source` may then be
             read.
+        private: no tensor is made of the levels below: they may lie where only GL gets at them.
     """
 
     def __init__(
-        self, ctx: Context, image: torch.Tensor, sizes: list[tuple[int, int]], *, strided: bool = False
+        self,
+        ctx: Context,
+        image: torch.Tensor,
+        sizes: list[tuple[int, int]],
+        *,
+        strided: bool = False,
+        private: bool = False,
     ) -> None:
         batch, channels, height, width = image.shape
         dtype = image.dtype
-        source = readable(ctx, image) if strided or image.is_contiguous() else None
         self.channels = channels
-        if source is None:
+        self.tensors: list[torch.Tensor] = []
+        source = None if private or not (strided or image.is_contiguous()) else readable(ctx, image)
+        if private:
+            self.planes = [planes_of(ctx, image), *private_planes(ctx, batch, channels, sizes[1:], dtype)]
+            self.source = single_pass.Source.of_planes(self.planes[0], channels)
+        elif source is None:
             self.planes, self.tensors = packed_planes(ctx, batch, channels, sizes, dtype)
             put(ctx, self.tensors[0], image)
             self.source = single_pass.Source.of_planes(self.planes[0], channels)
@@ -99,9 +111,18 @@ def build(
 
 
 def chain_of(
-    ctx: Context, image: torch.Tensor, levels: int, reduce: Reduce, generator: str, *, strided: bool = False
+    ctx: Context,
+    image: torch.Tensor,
+    levels: int,
+    reduce: Reduce,
+    generator: str,
+    *,
+    strided: bool = False,
+    private: bool = False,
 ) -> tuple[Chain, Textures | None]:
     """The same, as planes too.
+
+    Args: as for `Chain`.
 
     Raises:
         UnsupportedError: the generator cannot do this reduction, here or at all.
@@ -117,7 +138,7 @@ def chain_of(
             "they give NaN wherever the footprint holds one."
         )
     height, width = image.shape[-2:]
-    chain = Chain(ctx, image, level_sizes(height, width, levels), strided=strided)
+    chain = Chain(ctx, image, level_sizes(height, width, levels), strided=strided, private=private)
     textures = None
     if levels > 1 or generator == "driver":
         textures = _MAKERS[generator](ctx, chain, reduce)

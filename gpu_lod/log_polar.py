@@ -92,7 +92,7 @@ def log_polar(
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1], or of which
             gradients of uint8 are asked; a max or min pyramid.
         UnsupportedError: a backend that is not available.
-        LimitError: larger than the device's textures.
+        LimitError: larger than the device's textures, or buffers for an image.
         PyramidChangedError: a level was written to since the pyramid was built.
         CaptureError: by OpenGL inside a CUDA-graph capture; by CUDA there, if the verb was not called before with
             these arguments, or the fixation is on the host.

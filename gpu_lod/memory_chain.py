@@ -29,6 +29,8 @@ _STORAGE: dict[torch.dtype, Storage] = {
 }
 _ELEMENTS = 2**31
 """Shaders count them by 32-bit integers."""
+_LONGEST = 2**16
+"""Of a side: what shaders count of its texels, and twice that far beside it, are integers in fp32."""
 _PAGE = 2**16
 """Bytes, at most, before a tensor's memory in the buffer that is made over it."""
 
@@ -70,7 +72,8 @@ class MemoryChain:
             LimitError: `filtered`, and larger than the device's textures.
         """
         image = (self.image if self.batched else self.image[None]).detach()
-        chain, _ = chain_of(ctx, image, len(self), "mean", generator_of(ctx.tuning, image))
+        generator = generator_of(ctx.tuning, image)
+        chain, _ = chain_of(ctx, image, len(self), "mean", generator, private=not filtered)
         if filtered:
             how: dict[str, Any] = {"dtype": self.dtype, "channels": self.channels, "filtered": True}
             textures = new_textures(ctx, self.size, layers=self.batch, levels=len(self), **how)
@@ -86,7 +89,7 @@ def fits(ctx: Context, image: torch.Tensor, levels: int | None) -> bool:
     sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
     batch = image.shape[0] if image.ndim == 4 else 1
     below = packed_bytes(batch, image.shape[-3], sizes[1:], image.dtype)
-    if len(sizes) > MOST_LEVELS:
+    if len(sizes) > MOST_LEVELS or max(sizes[0]) > _LONGEST:
         return False
     if ctx.fetches and ctx.coherent_with(image) and image.nbytes + below <= _seen(ctx, image.dtype):
         return True

@@ -182,6 +182,19 @@ def packed_planes(
     return packed_in(ctx.bridge.lease(packed_bytes(batch, channels, sizes, dtype)), batch, channels, sizes, dtype)
 
 
+def private_planes(
+    ctx: Context, batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> list[Planes]:
+    """The same that no tensor sees."""
+    planes: list[Planes] = []
+    if sizes:
+        lease, offset = ctx.private.lease(packed_bytes(batch, channels, sizes, dtype)), 0
+        for h, w in sizes:
+            planes.append(Planes(lease.item, offset, batch * channels, h, w, dtype, lease))
+            offset += packed_bytes(batch, channels, [(h, w)], dtype)
+    return planes
+
+
 def packed_bytes(batch: int, channels: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
     """What levels one behind the other take."""
     return sum(-(-batch * channels * h * w * dtype.itemsize // ALIGNMENT) * ALIGNMENT for h, w in sizes)

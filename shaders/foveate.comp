@@ -8,6 +8,9 @@
 // PROBES        with ANISOTROPIC: they are sampled here, as foveate.py does it; without it, by the texture unit. llvmpipe's
 //               reads level 0 whatever the footprint, where a compute shader asks
 // FETCHED, BUFFERED, PLANAR   trilinear.glsl
+#ifndef WHOLE_ROWS
+#define ONE_CHANNEL
+#endif
 #include "words.glsl"
 #include "place.glsl"
 #include "foveate.glsl"
@@ -18,6 +21,30 @@ layout(std430, binding = 0) writeonly buffer Target { uint b_target[]; };
 uniform int u_first_plane;  // of the chunk's first element, counted from the texture's first image
 #ifdef ANISOTROPIC
 uniform float u_anisotropy;
+#endif
+
+#if defined(PLANAR) && !defined(ANISOTROPIC)
+// Where the centre of a pixel is in a level: beside which texel, and how far from its centre. In integers, for in fp32 it
+// would be as far off as a side is long.
+vec2 beside(Level l, int level, ivec2 at, out ivec2 texel) {
+    ivec2 top = top_size();
+    texel = at >> level;
+    ivec2 rest = 2 * l.size * (at - (texel << level)) + l.size - 2 * (top - (l.size << level)) * texel;
+    return vec2(rest) / vec2(2 * top) - 0.5;
+}
+
+vec4 between_levels(int layer, float level, ivec2 at) {
+    level = min(level, float(last_level()));
+    int fine = int(level), coarse = min(fine + 1, last_level());
+    Level above = level_at(layer, fine), below = coarse_at(layer, coarse);
+    ivec2 texel;
+    vec2 place = beside(above, fine, at, texel);
+    vec4 one = bilinear(above, texel, place);
+    place = beside(below, coarse, at, texel);
+    vec4 other = bilinear(below, texel, place);
+    float share = level - float(fine);
+    return share > 0.0 ? mix(one, other, share) : one;
+}
 #endif
 
 vec4 foveated(int layer, vec2 fixation, ivec2 at) {
@@ -38,6 +65,8 @@ vec4 foveated(int layer, vec2 fixation, ivec2 at) {
     vec2 across = vec2(-radius.y, radius.x) * (side / u_anisotropy);
     return textureGrad(t_pyramid, vec3(place, layer), radius * side * u_pixel, across * u_pixel) * TO_STORED;
 #endif
+#elif defined(PLANAR)
+    return between_levels(layer, level, at) * TO_STORED;
 #else
     return trilinear(levels_at(layer, level), place) * TO_STORED;
 #endif
@@ -83,9 +112,9 @@ void main() {
         value[k] = 0.0;
         if (holds(p, k)) {
             int plane = u_first_plane + int(p.plane);
-            int layer = plane / CHANNELS;
+            int layer = plane / CHANNELS, channel = plane - layer * CHANNELS;
+            ASK_FOR(channel);
             vec4 texel = foveated(layer, b_fixations[u_first_image + layer], p.at);
-            int channel = plane - layer * CHANNELS;
             value[k] = channel == 0 ? texel.r : channel == 1 ? texel.g : channel == 2 ? texel.b : texel.a;
         }
         advance(p);

@@ -3,6 +3,9 @@
 // PER_WORD (words.glsl), AT_ONCE (at_once.glsl), CHANNELS
 // WHOLE_ROWS      (place.glsl) an invocation makes the same vector of every channel, so that one fetch serves them all
 // RINGS_AT_ONCE   with WHOLE_ROWS: neighbouring rings that an invocation makes
+#ifndef WHOLE_ROWS
+#define ONE_CHANNEL
+#endif
 #include "words.glsl"
 #include "at_once.glsl"
 #include "place.glsl"
@@ -63,6 +66,7 @@ void main() {
         if (holds(p, k)) {
             int plane = u_first_plane + int(p.plane);
             int image = plane / CHANNELS;
+            ASK_FOR(plane - image * CHANNELS);
             vec4 texel = log_polar(image, fixation_of(image), b_rings[p.at.y], b_wedges[p.at.x]);
             value[k] = TO_STORED * texel[plane - image * CHANNELS];
         }

@@ -2,6 +2,7 @@
 // Patches whose words lie over the ends of planes (an odd number of samples of a small dtype), or that are larger than a
 // binding: any range of words of the planes.
 // PER_WORD (words.glsl), CHANNELS, PATCH, BORDER_ZERO (patches.glsl)
+#define ONE_CHANNEL
 #include "words.glsl"
 #include "place.glsl"
 #include "patches.glsl"
@@ -20,10 +21,10 @@ void main() {
         value[k] = 0.0;
         if (holds(p, k)) {
             int plane = u_first_plane + int(p.plane);
-            int index = plane / CHANNELS;
+            int index = plane / CHANNELS, channel = plane - index * CHANNELS;
+            ASK_FOR(channel);
             Patch source = patch_at(u_first_site + index, index / u_budget);
             vec4 texel = source.exact ? on_texel(source, p.at) : between_texels(source, p.at);
-            int channel = plane - index * CHANNELS;
             value[k] = channel == 0 ? texel.r : channel == 1 ? texel.g : channel == 2 ? texel.b : texel.a;
         }
         advance(p);

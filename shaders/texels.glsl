@@ -3,6 +3,7 @@
 // BFLOAT16_TEXELS   with BUFFERED: texels are the bits of bfloat16
 // PLANAR            it lies in buffers as tensors do, channel behind channel: level 0, and all below it
 // TEXELS_PER_WORD, BFLOAT16_TEXELS, CHANNELS   with PLANAR: elements of a word, 1 = fp32, 2 = fp16 or bfloat16, 4 = uint8
+// ONE_CHANNEL       with PLANAR: all components of a texel are the channel that ASK_FOR asked for last
 // VIEWED            with PLANAR: these are buffer textures, an element a texel; without it, storage buffers
 // Without either, in an array texture.
 #if defined(BUFFERED) || defined(PLANAR)
@@ -106,15 +107,27 @@ float element_of(Level l, int index) {
 #endif
 
 #ifdef PLANAR
+#ifdef ONE_CHANNEL
+int asked_for = 0;
+#define ASK_FOR(channel_) asked_for = channel_
+#endif
+
 vec4 texel_at(Level l, ivec2 at) {
     int index = l.start + at.y * l.size.x + at.x, plane = l.size.x * l.size.y;
+#ifdef ONE_CHANNEL
+    return vec4(element_of(l, index + asked_for * plane));
+#else
     vec4 texel = vec4(0.0);
     for (int c = 0; c < CHANNELS; ++c) texel[c] = element_of(l, index + c * plane);
     return texel;
+#endif
 }
 #define TEXEL_AT(l_, at_) texel_at(l_, at_)
 #elif defined(BUFFERED)
 #define TEXEL_AT(l_, at_) VALUE_OF(texelFetch(t_pyramid, (l_).start + (at_).y * (l_).size.x + (at_).x))
 #else
 #define TEXEL_AT(l_, at_) texelFetch(t_pyramid, ivec3(at_, (l_).layer), (l_).level)
+#endif
+#ifndef ASK_FOR
+#define ASK_FOR(channel_)
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from gpu_lod.log_polar import reference as polar_map
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.memory_chain import LevelsInMemory, MemoryChain
 from gpu_lod.texture import Texels, TexturePool
+from gpu_lod.tuning import tuning
 
 SHAPES = ((2, 3, 64, 96), (1, 1, 31, 17), (3, 2, 33, 128), (2, 4, 45, 77), (3, 101, 77), (1, 3, 1, 9), (2, 3, 1, 1))
 Sampler = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
@@ -31,6 +33,8 @@ Sampler = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
 def hardware(restored_limits: lod.Context, monkeypatch: pytest.MonkeyPatch) -> lod.Context:
     """The context, taken for that of a GPU's driver."""
     monkeypatch.setattr(restored_limits, "renderer", "hardware")
+    monkeypatch.setattr(restored_limits, "tuning", tuning(software=False))
+    monkeypatch.setattr(restored_limits.programs, "pairs", restored_limits.tuning.pairs)
     return restored_limits
 
 
@@ -41,7 +45,7 @@ def either(
     """Every way to read memory: a GPU's, and a software renderer's, for which no number of samples is many."""
     monkeypatch.setattr(sources, "MANY", math.inf)
     if request.param == "hardware":
-        monkeypatch.setattr(restored_limits, "renderer", "hardware")
+        request.getfixturevalue("hardware")
     elif request.param == "storage buffers":
         restored_limits.limits.texels = 0
     return restored_limits
@@ -183,10 +187,34 @@ def test_what_bindings_do_not_hold_becomes_a_texture(hardware: lod.Context) -> N
     hardware.limits.storage_bytes = 2**27
     assert not memory_chain.fits(hardware, torch.empty(1, 1, 2**16), None), "17 levels"
     assert memory_chain.fits(hardware, torch.empty(1, 1, 2**16), 16)
+    assert not memory_chain.fits(hardware, torch.empty(1, 1, 2**16 + 1), 16), "places are integers in fp32"
     # Shaders count elements by integers, whatever a binding holds.
     hardware.limits.storage_bytes = 2**40
     wide = torch.empty(1, 1, device="meta", dtype=torch.uint8).expand(1, 1, 2**15, 2**16)
     assert memory_chain._at_once(hardware, wide) == 0 and memory_chain._at_once(hardware, wide[..., 1000:, :]) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1021, 1537), (1, 2, 5, 2**16 - 1)], ids=str)
+def test_a_pixel_of_a_long_side_is_where_it_is(shape: tuple[int, ...], hardware: lod.Context) -> None:
+    """In fp32 places would be off by as much as a side is long: some 1e-4 of white noise, and several counts."""
+    for dtype in (torch.float32, torch.uint8):
+        image, point = noise(*shape, dtype=dtype), torch.tensor([[0.9, 0.61]])
+        found = lod.foveate(image, point, backend="gl")
+        chain = [level.double() for level in lod.mipmap(image, backend="gl")]
+        assert_matches(found, foveated(chain, point.double(), 0.05), "trilinear", where=str(dtype))
+        sharp = lod.foveate(image, point, bias=-30.0, backend="gl")
+        assert torch.allclose(sharp, image, atol=1e-6)
+
+
+def test_the_buffers_of_a_chain_are_held(either: lod.Context) -> None:
+    """From when it is made until it is bound others may take buffers, and give back those that nobody has."""
+    with either as ctx, ctx.active():
+        [(_, levels)] = MemoryChain(noise(2, 3, 40, 52)).textures(ctx)
+        assert isinstance(levels, LevelsInMemory)
+        mine = {planes.buffer.glo for planes in levels._parts}
+        gc.collect()
+        others = [ctx.private.lease(2 * 3 * 20 * 26 * 4).item.glo for _ in range(8)]
+        assert mine.isdisjoint(others)
 
 
 @pytest.mark.parametrize("name", ["log_polar", "foveate", "gather_patches"])
