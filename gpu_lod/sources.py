@@ -54,7 +54,7 @@ def _texture_pays(image: torch.Tensor, result_bytes: int) -> bool:
     # In images: RGB lies in RGBA; and of odd sides chains of small dtypes carry two levels unrounded, in fp32.
     texture = 16 / 9 if image.shape[-3] == 3 else 4 / 3
     odd = image.dtype.itemsize < 4 and (height % 8 or width % 8)
-    chain = 1 / 3 + (0.4 * 4 / image.dtype.itemsize if odd else 0.1)
+    chain = 1 / 3 + (0.4 * 4 / image.dtype.itemsize if odd else 0.2)
     copied = not image.is_contiguous() or image.is_neg() or recording.current() is not None
     room = MOST[0] * image.nbytes + MOST[1] * result_bytes
     return result_bytes >= MANY * image.nbytes and room >= (texture + chain + copied) * image.nbytes
