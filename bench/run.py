@@ -117,6 +117,7 @@ def plan(quick: bool) -> dict[str, list[Iterator[Row]]]:
             bench_samplers.foveate(main, F32, seconds, cache="cold"),
             bench_samplers.foveate_once([*few, *main[1:]], F32, seconds),
             bench_samplers.foveate_once(square, small, seconds),
+            bench_samplers.others_once(square, [*F32, torch.uint8], seconds),
             bench_samplers.foveate_at_one_place(seconds, side=one),
             bench_samplers.anisotropic(seconds, side=one),
             bench_samplers.gradients(seconds, side=one),

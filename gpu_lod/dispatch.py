@@ -250,8 +250,7 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = 
     GL could not gain; None where the times decide.
 
     Args:
-        once: they do so also for what is no texture yet; without it, for pyramids that are one alone, and where kernels
-            run, which need none.
+        once: they do so also for pyramids that are no texture yet; without it, only where kernels run, which need none.
     """
     top = src.levels[0] if isinstance(src, Pyramid) else src
     found = barred(top, place)
@@ -259,17 +258,18 @@ def sampler(src: torch.Tensor | Pyramid, place: Any, name: str, *, once: bool = 
         return found
     if isinstance(place, torch.Tensor) and place.requires_grad:
         return Choice("torch", f"gradients are asked for in the {name}")
-    if top.device.type == kernels.KIND and kernels.usable(top.device):
+    if by_kernels(top):
         return None
     if once:
         return barred_texture(src)
-    if not isinstance(src, Pyramid):
-        return Choice(
-            "torch", "an image has no chain yet, which torch makes faster on most machines; backend='gl' tries"
-        )
-    if not src.is_texture:
+    if isinstance(src, Pyramid) and not src.is_texture:
         return Choice("torch", "the pyramid is no texture yet; pyramid.upload() pays when it is sampled several times")
     return None
+
+
+def by_kernels(image: torch.Tensor) -> bool:
+    """Whether "auto" may take CUDA kernels for a sampler of it, which read any pyramid as fast."""
+    return image.device.type == kernels.KIND and kernels.usable(image.device)
 
 
 NO_TEXTURE = "no texture yet"

@@ -100,7 +100,8 @@ def foveate(
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, *rule))
     if backend == "auto" and not isinstance(src, Pyramid) and (cuda or context_for(src).software):
         src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
-    source = sources.source(src, levels, result_bytes=image.nbytes, backend=chosen.backend)
+    samples = image.numel() // image.shape[-3]
+    source = sources.source(src, levels, samples=samples, result_bytes=image.nbytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
         read = source.cuda_textures() if anisotropy > 1 else source.cuda_source()

@@ -87,8 +87,9 @@ def gather_patches(
         dtype: of the result, float16, bfloat16 or float32; None is src's (float32 for uint8 with mean or std).
         backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, else from
             memory), "torch" or "auto", by what measures fastest, on a CPU of pyramids that are a texture already
-            (`Pyramid.upload`), else torch. All give gradients in src, "torch" also in the sites; where samples are
-            texels, those of one side. "cuda" does not check the values of sites that are a CUDA tensor.
+            (`Pyramid.upload`) and, at sites of fractional level, of images, else torch. All give gradients in src,
+            "torch" also in the sites; where samples are texels, those of one side. "cuda" does not check the values of
+            sites that are a CUDA tensor.
         bias: LOD bias: a site of level l has its samples 2^l pixels apart as before, read at level l + bias of the
             chain, not below 0. Where levels are fractional trilinear samples are blurred: -0.5 keeps more of what a
             patch can hold, and some of what it cannot, as moire. Patches of whole levels on their grid are what they
@@ -110,7 +111,7 @@ def gather_patches(
     image = _image(src, backend)
     look = _look(image, patch, border, mean, std, dtype, bias)
     points = checks.sites(sites, image)
-    chosen = _choose_for(src, points, look.patch, backend, look.bias)
+    chosen = _choose_for(src, points, look, backend)
     checks.no_counts(points, look.dtype, "sites", way_out="dtype=torch.float32")
     checks.no_vmap(
         points,
@@ -131,11 +132,10 @@ def gather_patches(
         if image.dtype.itemsize < 4:  # fp32 of them would be several times the picture; an image a thread at least
             most = max(most // 4, image.shape[-2] * image.shape[-1] * torch.get_num_threads())
         return sampled(src, levels, points, lambda levels, points: reference(levels, points, look), most)
-    batch = image.shape[0] if image.ndim == 4 else 1
-    result_bytes = batch * points.shape[-2] * image.shape[-3] * look.patch**2 * look.dtype.itemsize
     if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
         src = mipmap(src, levels)  # by whatever makes chains fastest, which need not be what samples them
-    source = sources.source(src, levels, result_bytes=result_bytes, backend=chosen.backend)
+    samples, result_bytes = _amounts(image, points, look)
+    source = sources.source(src, levels, samples=samples, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and cuda:
         scale = look.scale or (1.0,) * source.channels
@@ -161,7 +161,7 @@ def _choose(
     src = src if isinstance(src, Pyramid) else checks.tensor(src, "src")
     image = _image(src, backend)
     look = _look(image, patch, border, mean, std, dtype, bias)
-    return _choose_for(src, checks.sites(sites, image), look.patch, backend, look.bias)
+    return _choose_for(src, checks.sites(sites, image), look, backend)
 
 
 def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _image(src: torch.Tensor | Pyramid, backend: Backend) -> torch.Tensor:
     return image
 
 
-def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, backend: Backend, bias: float) -> Choice:
+def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, look: Look, backend: Backend) -> Choice:
     image = src.levels[0] if isinstance(src, Pyramid) else src
     if backend == "gl":
         checks.gl_place(sites, "sites")
@@ -188,18 +188,19 @@ def _choose_for(src: torch.Tensor | Pyramid, sites: torch.Tensor, patch: int, ba
     chosen = dispatch.sampler(src, sites, "sites")
     if chosen is not None:
         return chosen
-    batch = image.shape[0] if image.ndim == 4 else 1
-    there = isinstance(src, Pyramid) and src.is_texture
-    whole = checks.on_host(sites) and _whole_levels(sites, bias)  # a GPU would be waited for
-    return dispatch.measured(
-        "gather_patches",
-        image,
-        batch * sites.shape[1] * patch**2,
-        state=dispatch.textured(there, WHOLE if whole else ""),
-        channels=image.shape[-3],
-        batch=batch,
-        context=src.texture_context() if isinstance(src, Pyramid) else None,
-    )
+    if image.shape[-3] > 4:
+        return Choice("torch", f"textures and kernels hold 1 to 4 channels, and there are {image.shape[-3]}")
+    whole = checks.on_host(sites) and _whole_levels(sites, look.bias)  # a GPU would be waited for
+    if whole and not isinstance(src, Pyramid) and not dispatch.by_kernels(image):
+        return Choice("torch", "patches of whole levels are mostly slices, which torch copies fast")
+    question = sources.asked(src, *_amounts(image, sites, look), WHOLE if whole else "")
+    return dispatch.measured("gather_patches", image, **question)
+
+
+def _amounts(image: torch.Tensor, sites: torch.Tensor, look: Look) -> tuple[int, int]:
+    """Samples of all patches, and their bytes."""
+    samples = (image.shape[0] if image.ndim == 4 else 1) * sites.shape[-2] * look.patch**2
+    return samples, samples * image.shape[-3] * look.dtype.itemsize
 
 
 WHOLE = "whole levels"

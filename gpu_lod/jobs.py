@@ -92,7 +92,7 @@ def small() -> Iterator[Job]:
             # Of an image OpenGL makes no texture, but on software renderers.
             yield _job(log_polar, shape, dtype, partial(_alone, 16, 32), "16 x 32 samples of an image")
             yield _job(foveate, shape, dtype, _alone, "of an image")
-            yield _job(gather_patches, shape, dtype, _sites_alone, "8 x 14 x 14 samples of an image")
+            yield _job(gather_patches, shape, dtype, partial(_sites_alone, 8), "8 x 14 x 14 samples of an image")
             yield _job(cull, maps, dtype, _sparse, "20% kept")
             yield _job(region_max, maps, dtype, _boxes, "4096 boxes")
 
@@ -105,6 +105,7 @@ def _common(side: int, batch: int) -> Iterator[Job]:
         yield _job(foveate, shape, dtype, _seen_once, NO_TEXTURE)
         for job in _samplers(shape, dtype, once=True):
             yield replace(job, tensors=("cuda",))
+        yield from _of_images(shape, dtype)
     by_probes = _job(foveate, shape, torch.float32, _by_probes, f"anisotropy {PROBES}")
     yield replace(by_probes, own_filter=True)
     yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
@@ -128,6 +129,7 @@ def _rare(side: int, batch: int) -> Iterator[Job]:
     """Other dtypes and channels, and sides that are no multiples of 4, which take other shaders."""
     shape, ragged = (batch, 3, side, side), (batch, 3, side, side + 1)
     yield from _samplers(shape, torch.float16)
+    yield from _of_images(shape, torch.float16)
     for channels in (1, 4):
         yield from _samplers((batch, channels, side, side), torch.float32)
     for dtype in (torch.uint8, torch.float16):
@@ -160,6 +162,17 @@ def _samplers(shape: tuple[int, ...], dtype: torch.dtype, *, once: bool = False)
     for whole in (False, True):
         sites = partial(_sites, budget, whole, once)
         yield _job(gather_patches, shape, dtype, sites, f"{budget} x 14 x 14 samples{words}")
+
+
+def _of_images(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Job]:
+    """Samplers of an image on the host: of few samples, of more, and of so many that a texture is made."""
+    side = shape[-1]
+    for share, rings in ((1 / 16, 3 * side // 16), (1 / 4, 3 * side // 8), (3 / 4, 5 * side // 8)):
+        sizes, budget = (rings, 2 * rings), int(share * side**2) // 14**2
+        words = f"{rings} x {2 * rings} samples of an image"
+        yield replace(_job(log_polar, shape, dtype, partial(_alone, *sizes), words), tensors=("cpu",))
+        words = f"{budget} x 14 x 14 samples of an image"
+        yield replace(_job(gather_patches, shape, dtype, partial(_sites_alone, budget), words), tensors=("cpu",))
 
 
 def _job(
@@ -240,10 +253,11 @@ def _alone(*numbers: Any) -> Arguments:
     return lambda: (image, next(points), *sizes)
 
 
-def _sites_alone(image: torch.Tensor) -> Arguments:
+def _sites_alone(budget: int, image: torch.Tensor) -> Arguments:
     batch, _, height, width = image.shape
-    sites = cortical_sites(torch.rand(batch, 2), 8, (height, width)).to(image.device)
-    return lambda: (image, sites)
+    device = image.device
+    sites = cycle([cortical_sites(torch.rand(batch, 2), budget, (height, width)).to(device) for _ in range(8)])
+    return lambda: (image, next(sites))
 
 
 def _sites(budget: int, whole: bool, once: bool, image: torch.Tensor) -> Arguments:

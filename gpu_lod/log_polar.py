@@ -84,9 +84,9 @@ def log_polar(
         border: a sample whose position is outside the image takes the nearest edge ("clamp") or is 0 ("zero").
         generator: "compute" or "fragment" shader on the GL backend; naming one implies backend="gl".
         backend: "gl", "cuda" (without OpenGL, CUDA tensors only: by texture units where src is a texture, else from
-            memory), "torch" or "auto", by what measures fastest, on a CPU of pyramids that are a texture already
-            (`Pyramid.upload`), else torch. All give gradients in src. "cuda" does not check the values of a fixation
-            that is a CUDA tensor.
+            memory), "torch" or "auto", by what measures fastest, on a CPU of images and of pyramids that are a texture
+            already (`Pyramid.upload`), else torch. All give gradients in src. "cuda" does not check the values of a
+            fixation that is a CUDA tensor.
 
     Raises:
         InputError: bad shapes, dtype, radii, counts; a fixation that is not finite or outside [0, 1], or of which
@@ -109,12 +109,12 @@ def log_polar(
     checks.no_counts(points, image.dtype, "fixation")
     if chosen.backend == "torch":
         return sampled(src, None, points, lambda levels, points: reference(levels, points, rule, border))
-    result_bytes = batch * image.shape[-3] * rule.rings * rule.wedges * image.itemsize
+    samples, result_bytes = _amounts(image, rule)
     if chosen.generator == "fragment":
         result_bytes //= 3  # what is drawn stands in a texture first, which takes two thirds of its room
     if backend == "auto" and chosen.backend == "cuda" and not isinstance(src, Pyramid):
         src = mipmap(src)  # by whatever makes chains fastest, which need not be what samples them
-    source = sources.source(src, result_bytes=result_bytes, backend=chosen.backend)
+    source = sources.source(src, samples=samples, result_bytes=result_bytes, backend=chosen.backend)
     points = dispatch.kept(points, source.levels)
     if isinstance(source, Pyramid) and chosen.backend == "cuda":
         sample = functools.partial(_cuda, source, points, rule, border)
@@ -163,17 +163,13 @@ def _choose_for(
     chosen = dispatch.sampler(src, fixation, "fixation")
     if chosen is not None:
         return chosen
-    batch = image.shape[0] if image.ndim == 4 else 1
-    there = isinstance(src, Pyramid) and src.is_texture
-    return dispatch.measured(
-        "log_polar",
-        image,
-        batch * rule.rings * rule.wedges,
-        state=dispatch.textured(there),
-        channels=image.shape[-3],
-        batch=batch,
-        context=src.texture_context() if isinstance(src, Pyramid) else None,
-    )
+    return dispatch.measured("log_polar", image, **sources.asked(src, *_amounts(image, rule)))
+
+
+def _amounts(image: torch.Tensor, rule: Rule) -> tuple[int, int]:
+    """Samples of a map, and its bytes."""
+    samples = (image.shape[0] if image.ndim == 4 else 1) * rule.rings * rule.wedges
+    return samples, samples * image.shape[-3] * image.itemsize
 
 
 def _like(src: torch.Tensor | Pyramid, fixation: Any, rings: int, wedges: int, *_: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,16 +18,49 @@ from gpu_lod.pyramid import Pyramid, level_sizes
 MANY = 0.25
 """Of an image, samples of which a software renderer makes a texture first: it fetches a texel's channels at once."""
 
+SAMPLE = 8
+"""Texels of an image whose chain takes about as long as a sample of it."""
+
+FEW = 0.125
+"""Of an image, samples to which its chain takes longer than they do."""
+
+AN_IMAGE, MANY_SAMPLES, BY_TEXTURE = "an image", "an image, many samples", "an image, by texture"
+"""States of a source whose chain is made for one call."""
+
 MOST = 1.8, 1.0
 """Memory beside the image and the result, in images and in results: a texture is made where there is room for it."""
 
 Source = Pyramid | MemoryChain
 
 
+def asked(src: torch.Tensor | Pyramid, samples: int, result_bytes: int, state: str = "") -> dict[str, Any]:
+    """What the times of a sampler depend on, for `dispatch.measured`.
+
+    Args:
+        samples, result_bytes: as of `source`.
+        state: what they depend on beside sizes and the source.
+    """
+    if isinstance(src, Pyramid):
+        image, context = src.levels[0], src.texture_context()
+        known = {"state": dispatch.textured(src.is_texture, state), "work": samples}
+    else:
+        image, context = src, None
+        if dispatch.by_kernels(image):  # a pyramid is made first
+            known = {"state": dispatch.textured(False, state), "work": samples}
+        else:
+            texels = image.numel() // image.shape[-3]
+            how = AN_IMAGE if samples < FEW * texels else MANY_SAMPLES
+            how = BY_TEXTURE if _texture_pays(image, samples, result_bytes) else how
+            known = {"state": how, "work": texels + SAMPLE * samples}
+    batch = image.shape[0] if image.ndim == 4 else 1
+    return {**known, "channels": image.shape[-3], "batch": batch, "context": context}
+
+
 def source(
     src: torch.Tensor | Pyramid,
     levels: int | None = None,
     *,
+    samples: int,
     result_bytes: int,
     backend: Literal["gl", "cuda", "torch"],
 ) -> Source:
@@ -38,18 +71,21 @@ def source(
 
     Args:
         levels: that an image's chain is to have.
-        result_bytes: of what the sampler makes.
+        samples: of all images.
+        result_bytes: of what the sampler makes of them.
     """
     if isinstance(src, Pyramid):
         return src
     if backend == "gl":
         ctx = context_for(src)
-        if memory_chain.fits(ctx, src, levels) and not (ctx.software and _texture_pays(src, result_bytes)):
+        if memory_chain.fits(ctx, src, levels) and not (ctx.software and _texture_pays(src, samples, result_bytes)):
             return MemoryChain(src, levels)
     return mipmap(src, levels, backend=backend)
 
 
-def _texture_pays(image: torch.Tensor, result_bytes: int) -> bool:
+def _texture_pays(image: torch.Tensor, samples: int, result_bytes: int) -> bool:
+    if samples * image.shape[-3] < MANY * image.numel():
+        return False
     height, width = image.shape[-2:]
     # In images: RGB lies in RGBA; and of odd sides chains of small dtypes carry two levels unrounded, in fp32.
     texture = 16 / 9 if image.shape[-3] == 3 else 4 / 3
@@ -57,7 +93,7 @@ def _texture_pays(image: torch.Tensor, result_bytes: int) -> bool:
     chain = 1 / 3 + (0.4 * 4 / image.dtype.itemsize if odd else 0.2)
     copied = not image.is_contiguous() or image.is_neg() or recording.current() is not None
     room = MOST[0] * image.nbytes + MOST[1] * result_bytes
-    return result_bytes >= MANY * image.nbytes and room >= (texture + chain + copied) * image.nbytes
+    return room >= (texture + chain + copied) * image.nbytes
 
 
 def run(

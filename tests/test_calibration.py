@@ -906,7 +906,7 @@ def test_every_way_of_a_job_is_measured_and_kept(cache: Path, monkeypatch: pytes
     for one in entries:
         assert one.ways.keys() == {*dispatch.ways(one.question.verb)}
         assert {"torch", "gl compute", "gl fragment"} <= one.ways.keys()
-    assert [step[:2] for step in steps] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert [step[:2] for step in steps] == [(done, 9) for done in range(10)]
     assert report.paths == [tables.path_of(machine)]
     assert [*tables.read(report.paths[0]).entries] == sorted(map(rounded, entries), key=lambda one: one.question)
     image = noise(1, 224, 224)
@@ -1020,7 +1020,7 @@ def test_the_kernels_are_a_way_for_cuda_tensors_alone() -> None:
 
 
 def test_kernels_sample_what_is_no_texture(emulated: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So times decide it, as the benchmark's rows say them; without kernels nothing is asked."""
+    """So times decide it, as the benchmark's rows say them; without kernels images have times of their own."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
     import seeds
 
@@ -1042,10 +1042,11 @@ def test_kernels_sample_what_is_no_texture(emulated: EmulatedDevice, monkeypatch
             assert not seeds._questions(named | {"note": note + "from an image"})
     kernels.usable.cache_clear()
     monkeypatch.setattr(kernels, "KIND", "cuda")
-    for verb, *arguments in calls:
+    pyramid = lod.mipmap(image, backend="torch")
+    for source, many in ((image, 2), (pyramid, 0)):
         with calibration.hearing() as questions:
-            assert lod.explain(verb, image, *arguments).backend == "torch"
-        assert not questions
+            assert {lod.explain(verb, source, *arguments).backend for verb, *arguments in calls} == {"torch"}
+        assert len(questions) == many and all(question.state.startswith("an image") for question in questions)
 
 
 def test_jobs_of_cuda_tensors_are_left_out_on_a_cpu(cache: Path) -> None:
@@ -1060,7 +1061,7 @@ def test_jobs_of_cuda_tensors_are_left_out_on_a_cpu(cache: Path) -> None:
 
 
 def test_no_job_answers_what_another_one_does() -> None:
-    """It would replace its times: those of samplers depend on what they make, and not on the size of the picture."""
+    """It would replace its times: those of a pyramid's samplers depend on what they make alone."""
     asked_before: dict[Any, str] = {}
     for job in jobs(["log_polar", "gather_patches", "mipmap"], quick=False):
         if job.at.startswith("1 x 3") and "float32" in job.at and NO_TEXTURE not in job.at:
@@ -1068,7 +1069,7 @@ def test_no_job_answers_what_another_one_does() -> None:
             question = asked(job.verb, *arguments)
             assert question not in asked_before, (job.at, asked_before[question])
             asked_before[question] = job.at
-    assert len(asked_before) == 4 * 5
+    assert len(asked_before) == 4 * 11
 
 
 @pytest.mark.parametrize(("load", "cores", "words"), [(2.2, 2, "a load of 2.2 on 2 cores"), (2.2, 8, ""), (0.9, 2, "")])

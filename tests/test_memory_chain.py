@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from compare import TOLERANCES, assert_matches, stored_range
 from images import DTYPES, noise
+from times import asked, fastest
 
 import gpu_lod as lod
 from gpu_lod import memory_chain, sources
@@ -22,6 +24,7 @@ from gpu_lod.jobs import small
 from gpu_lod.log_polar import reference as polar_map
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.memory_chain import LevelsInMemory, MemoryChain
+from gpu_lod.pyramid import Pyramid
 from gpu_lod.texture import Texels, TexturePool
 from gpu_lod.tuning import tuning
 
@@ -291,3 +294,54 @@ def test_anisotropy_is_the_texture_units(hardware: lod.Context, monkeypatch: pyt
     monkeypatch.setattr(MemoryChain, "textures", watched)
     lod.foveate(noise(3, 32, 32), (0.5, 0.5), anisotropy=4, backend="gl")
     assert asked == [True]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 3, 64, 96), torch.uint8), ((1, 64, 96), FLOAT)], ids=str)
+def test_times_are_asked_for_the_way_that_opengl_takes(
+    shape: tuple[int, ...], dtype: torch.dtype, unseeded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, made = noise(*shape, dtype=dtype), []
+    source = sources.source
+
+    def seen(*args: Any, **kwargs: Any) -> sources.Source:
+        made.append(source(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(sources, "source", seen)
+    calls = [(lod.log_polar, (0.4, 0.6), rings, 2 * rings) for rings in (8, 24, 60)]
+    calls += [(lod.gather_patches, lod.cortical_sites((0.4, 0.6), budget, (64, 96), 8), 8) for budget in (4, 20, 90)]
+    states = [asked(verb, image, *arguments).state for verb, *arguments in calls]
+    assert states == 2 * [sources.AN_IMAGE, sources.MANY_SAMPLES, sources.BY_TEXTURE]
+    for verb, *arguments in calls:
+        verb(image, *arguments, backend="gl")
+    assert [isinstance(one, Pyramid) for one in made] == 2 * [False, False, True]
+
+
+def test_auto_takes_shaders_for_images_where_they_are_faster(unseeded: Path, bound: list[LevelsInMemory]) -> None:
+    image, point = noise(2, 3, 64, 96, dtype=torch.uint8), torch.tensor([[0.4, 0.6], [0.1, 0.9]])
+    sites = lod.cortical_sites(point, 8, (64, 96), 8) + torch.tensor([0.0, 0.0, 0.3])
+    for verb, way, *arguments in ((lod.log_polar, "gl compute", point, 8, 16), (lod.gather_patches, "gl", sites, 8)):
+        assert lod.explain(verb, image, *arguments).backend == "torch"  # nothing was measured yet
+        assert lod.explain(verb, lod.mipmap(image), *arguments).backend == "torch"
+        question = fastest(way, verb, image, *arguments)
+        assert (question.batch, question.channels, question.dtype) == (2, 3, "uint8")
+        assert lod.explain(verb, image, *arguments).backend == "gl"
+        assert lod.explain(verb, lod.mipmap(image), *arguments).backend == "torch"  # images say nothing of pyramids
+        bound.clear()
+        found = verb(image, *arguments)
+        assert bound and torch.equal(found, verb(image, *arguments, backend="gl"))
+        assert_matches(found, verb(image, *arguments, backend="torch").double(), "trilinear")
+
+
+def test_what_torch_takes_of_images_whatever_the_times_are(unseeded: Path) -> None:
+    image, sites = noise(1, 3, 64, 96), lod.cortical_sites((0.4, 0.6), 8, (64, 96), 8)
+    fastest("gl", lod.gather_patches, image, sites, 8)
+    assert lod.explain(lod.gather_patches, image, sites, 8).backend == "gl"
+    for words, src, places in (
+        ("slices, which torch copies", image, sites.floor()),
+        ("gradients are asked for", image.clone().requires_grad_(), sites),
+        ("hold 1 to 4 channels, and there are 5", noise(1, 5, 64, 96), sites),
+    ):
+        chosen = lod.explain(lod.gather_patches, src, places, 8)
+        assert chosen.backend == "torch" and words in chosen.reason
+        assert torch.equal(lod.gather_patches(src, places, 8), lod.gather_patches(src, places, 8, backend="torch"))
