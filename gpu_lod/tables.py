@@ -46,8 +46,8 @@ class Question(NamedTuple):
     dtype: str
     batch: int
     work: int
-    """What the cost grows with, of the whole batch: pixels of a chain, samples of a sampler, texels that are culled.
-    Its logarithm to base 2 is the size class."""
+    """What the cost grows with, of the whole batch: pixels of a chain, samples of a sampler (of an image both), texels
+    that are culled. Its logarithm to base 2 is the size class."""
 
     @property
     def series(self) -> tuple[str, str, int, str]:
