@@ -62,6 +62,19 @@ def test_every_variant_compiles_without_a_warning(monkeypatch: pytest.MonkeyPatc
     assert log.strip() == ""
 
 
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_89", "sm_120"])
+def test_other_gpus_have_room_for_what_is_asked_of_them(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """Their multiprocessors hold fewer threads, and blocks beyond those are no bound on registers."""
+    options = compiler.options
+    monkeypatch.setattr(compiler, "options", lambda *of: [*options(*of), "--Ofast-compile=max"])
+    bounded = {name.removesuffix(".cu") for name, text in sources.texts().items() if ", RESIDENT_BLOCKS(" in text}
+    assert bounded == {"foveate", "patches", "reduce"}
+    for kernel in sources.variants():
+        others = arch in ("sm_75", "sm_120") and "FLOAT32" not in kernel.defines
+        if others if kernel.name not in bounded else "FLOAT32" in kernel.defines:
+            assert compiler.build(kernel, arch)[1].strip() == ""
+
+
 def test_no_lambda_is_a_template() -> None:
     """NVRTC 13.0, which torch 2.11 brings, takes one for a function of the host. The tests have a newer one, which does
     not."""

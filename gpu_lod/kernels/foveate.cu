@@ -8,7 +8,7 @@ struct Foveate {
     float anisotropy;  // footprints are as many times as long along the radius as across it
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 8) foveate(const Foveate f) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS(8)) foveate(const Foveate f) {
     const Gaze& g = f.gaze;
     int column = gaze_column(), row = gaze_row();
     if (column >= g.width || row >= g.height) return;

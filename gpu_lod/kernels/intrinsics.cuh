@@ -1,6 +1,17 @@
 // What CUDA C++ has no name for without its headers, which NVRTC does not need. Everything else is built in.
 #pragma once
 
+// Threads that a multiprocessor has room for.
+#if __CUDA_ARCH__ == 750
+#define RESIDENT 1024
+#elif __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1100
+#define RESIDENT 1536
+#else
+#define RESIDENT 2048
+#endif
+// For __launch_bounds__: so many blocks, or all that there is room for. Of more the compiler takes no notice at all.
+#define RESIDENT_BLOCKS(blocks) ((blocks) * THREADS > RESIDENT ? RESIDENT / THREADS : (blocks))
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -12,7 +12,7 @@ struct Patches {
 
 #define SAMPLES 4  // that a thread waits for at once; samplers.py has it too
 
-extern "C" __global__ void __launch_bounds__(THREADS, 6) patches(const Patches t) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS(6)) patches(const Patches t) {
     const Wanted& p = t.wanted;
     float middle = 0.5f * (float)(p.patch - 1);
     unsigned area = (unsigned)p.patch * (unsigned)p.patch;

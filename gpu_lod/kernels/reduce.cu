@@ -830,7 +830,7 @@ __device__ __forceinline__ int last_window(const Chain& c, int base) {
     return max(side_of_level(c.height, base), side_of_level(c.width, base)) > TILE ? GROUP + 1 : GROUP;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) reduce(const Chain c) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS(LEAST_BLOCKS)) reduce(const Chain c) {
     alignas(16) __shared__ Value odd[TILE * TILE];  // levels 1, 3, 5, 7 of a tile
     __shared__ Value even[TILE / 2 * TILE / 2];     // levels 2, 4, 6
     __shared__ Side down, right;
