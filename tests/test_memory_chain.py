@@ -345,3 +345,34 @@ def test_what_torch_takes_of_images_whatever_the_times_are(unseeded: Path) -> No
         chosen = lod.explain(lod.gather_patches, src, places, 8)
         assert chosen.backend == "torch" and words in chosen.reason
         assert torch.equal(lod.gather_patches(src, places, 8), lod.gather_patches(src, places, 8, backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "how", "least"),
+    [
+        ((1, 3, 64, 96), FLOAT, "", 16 / 9 + 1 / 3 + 0.2 - 1.8),
+        ((3, 64, 96), torch.uint8, "", 16 / 9 + 1 / 3 + 0.2 - 1.8),
+        ((2, 3, 33, 47), FLOAT, "", 16 / 9 + 1 / 3 + 0.2 - 1.8),
+        ((1, 1, 64, 96), FLOAT, "", sources.MANY),
+        ((1, 2, 64, 96), torch.float16, "", sources.MANY),
+        ((1, 3, 33, 96), torch.uint8, "", 16 / 9 + 1 / 3 + 1.6 - 1.8),
+        ((1, 3, 64, 95), torch.bfloat16, "", 16 / 9 + 1 / 3 + 0.8 - 1.8),
+        ((1, 3, 64, 96), FLOAT, "turned", 16 / 9 + 1 / 3 + 1.2 - 1.8),
+        ((1, 3, 64, 96), FLOAT, "recorded", 16 / 9 + 1 / 3 + 1.2 - 1.8),
+        ((1, 1, 64, 96), FLOAT, "negated", 4 / 3 + 1 / 3 + 1.2 - 1.8),
+    ],
+)
+def test_a_texture_is_made_where_there_is_room_for_it(
+    shape: tuple[int, ...], dtype: torch.dtype, how: str, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the picture stand the texture and its chain, and a copy of what is not read where it is."""
+    image = torch.empty(shape, dtype=dtype)
+    if how == "turned":
+        image = image.mT
+    if how == "negated":
+        image = torch._neg_view(image)
+    monkeypatch.setattr(sources.recording, "current", lambda: object() if how == "recorded" else None)
+    for share, wanted in ((0.99 * least, False), (1.01 * least, True)):
+        samples = math.ceil(share * image.numel() / image.shape[-3])
+        assert sources._texture_pays(image, samples, samples * image.shape[-3] * image.itemsize) == wanted
+    assert not sources._texture_pays(image, int(0.24 * image.numel() / image.shape[-3]), 100 * image.nbytes)
