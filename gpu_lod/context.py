@@ -34,7 +34,7 @@ from gpu_lod.errors import (
 )
 from gpu_lod.glstate import STORAGE_BINDINGS, TEXTURE_UNITS, preserved, preserved_for_moderngl
 from gpu_lod.heap import give_back
-from gpu_lod.pinning import pinning
+from gpu_lod.pinning import few_threads, pinning
 from gpu_lod.program import Programs
 from gpu_lod.sharing import DRIVERS, Interop, Sharing, torch_device
 from gpu_lod.shield import Shield
@@ -208,7 +208,7 @@ class Context(Sharing):
             library = egl.soname()
             try:
                 # Entry points come from EGL alone, so libGL need not be installed.
-                with pinning():
+                with few_threads(), pinning():
                     window = backend.create_context(
                         mode="standalone", libgl=library, libegl=library, glversion=_REQUIRED, device_index=device.index
                     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
+from torch.utils import data
 
 from gpu_lod import calibration, checks, precision
 from gpu_lod.context import Context, context_for, why_not
@@ -317,7 +318,7 @@ def measured(
     if chosen is _UNDECIDED:
         chosen = calibration.decided[key] = _decide(key, None)
     if chosen is not None:
-        return _before_backward(cast(Choice, chosen), image, adjoint)
+        return _where_it_runs(cast(Choice, chosen), image, adjoint)
     try:
         context = context or context_for(image)
     except Exception as error:  # whatever a driver or a library raises, and after a fork
@@ -328,7 +329,7 @@ def measured(
     chosen = calibration.decided.get(key)
     if chosen is None:
         chosen = calibration.decided[key] = _decide(key, (context.renderer, context.driver, context.software))
-    return _before_backward(cast(Choice, chosen), image, adjoint)
+    return _where_it_runs(cast(Choice, chosen), image, adjoint)
 
 
 _UNDECIDED = object()
@@ -337,18 +338,27 @@ BEFORE_BACKWARD = 2.0
 """How many times faster than torch OpenGL must be in a forward where a backward follows: after that torch's threads
 spin on the cores of a software renderer, which takes twice as long for the next one."""
 
+IN_A_WORKER = 1.4
+"""The same in a worker of a DataLoader: on one thread torch, which gains less by a second one, has lost less."""
 
-def _before_backward(chosen: Choice, image: torch.Tensor, adjoint: bool) -> Choice:
-    """What was chosen by the times of forwards, or torch, where a CPU is to make gradients as well."""
-    if chosen.backend != "gl" or not needs_grad(image) or not checks.on_host(image):
+
+def _where_it_runs(chosen: Choice, image: torch.Tensor, adjoint: bool) -> Choice:
+    """What was chosen by the times of forwards alone on a machine, or torch, where a CPU has more to do."""
+    if chosen.backend != "gl" or not checks.on_host(image):
         return chosen
-    if not adjoint:
-        reason = "gradients are asked for, and OpenGL's backward begins with the forward in torch"
-        return Choice("torch", reason, figures=chosen.figures)
+    if needs_grad(image):
+        if not adjoint:
+            reason = "gradients are asked for, and OpenGL's backward begins with the forward in torch"
+            return Choice("torch", reason, figures=chosen.figures)
+        gain = BEFORE_BACKWARD
+        reason = "gradients are asked for, after whose backward torch's threads are in OpenGL's way; without them"
+    elif data.get_worker_info() is not None:
+        gain, reason = IN_A_WORKER, "in a DataLoader's worker OpenGL has one core, as torch has; elsewhere"
+    else:
+        return chosen
     way = f"gl {chosen.generator}" if chosen.generator else "gl"
-    if BEFORE_BACKWARD * chosen.figures.get(way, 0) > chosen.figures.get("torch", math.inf):
-        reason = "gradients are asked for, after whose backward torch's threads are in OpenGL's way"
-        return Choice("torch", f"{reason}; without them {chosen.reason}", figures=chosen.figures)
+    if gain * chosen.figures.get(way, 0) > chosen.figures.get("torch", math.inf):
+        return Choice("torch", f"{reason} {chosen.reason}", figures=chosen.figures)
     return chosen
 
 

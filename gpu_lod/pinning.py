@@ -1,4 +1,4 @@
-"""A CPU of its own for each thread of a software renderer.
+"""How many threads a software renderer has, and a CPU of its own for each.
 
 llvmpipe cuts a dispatch into as many equal parts as it has threads, and takes as many threads as there are CPUs. They
 sleep between dispatches, and Linux often wakes both of two on one CPU, where the second waits for the first while the
@@ -15,10 +15,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+from torch.utils import data
+
 _TASKS = Path("/proc/self/task")
 _RASTERISER = re.compile(r"llvmpipe-\d+")
 _NAMED = 0.25
 """Seconds within which a renderer's threads have got their names, on a machine that is busy with other work."""
+
+
+_THREADS = "LP_NUM_THREADS"
+"""What llvmpipe reads as it starts."""
+
+
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """In a worker of a DataLoader the renderer that is started inside has as many threads as torch has there: the other
+    cores are the other workers'. $LP_NUM_THREADS says otherwise."""
+    if _THREADS in os.environ or data.get_worker_info() is None:
+        yield
+        return
+    os.environ[_THREADS] = str(torch.get_num_threads())
+    try:
+        yield
+    finally:
+        os.environ.pop(_THREADS, None)
 
 
 @contextmanager

@@ -402,6 +402,26 @@ def test_a_cpu_that_makes_gradients_takes_opengl_where_that_still_gains(name: st
             assert lod.explain(verb, source, *others).backend == "gl"
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_worker_takes_opengl_where_one_core_of_it_still_gains(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, arguments = CALLS[name]()
+    question = asked(verb, *arguments)
+    way = next(way for way in dispatch.ways(question.verb) if way.startswith("gl"))
+    for torchs, backend in ((1.45, "gl"), (1.35, "torch")):
+        tables.store(
+            here(), [Entry(question, "a job", "2026-11-30", {"torch": Timed(torchs, 0.01), way: Timed(1, 0.01)})]
+        )
+        calibration.reload()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.utils.data, "get_worker_info", object)
+            chosen = lod.explain(verb, *arguments)
+            assert chosen.backend == backend and chosen.figures[way] == 1
+            assert ("in a DataLoader's worker" in chosen.reason) == (backend == "torch")
+        assert lod.explain(verb, *arguments).backend == "gl"
+
+
 def test_every_verb_that_chooses_is_in_that_test_and_is_calibrated() -> None:
     verbs = {verb.__name__ for verb in dispatch._choosers}
     assert {CALLS[name]()[0].__name__ for name in CALLS} == verbs

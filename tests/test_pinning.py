@@ -114,3 +114,36 @@ def test_a_driver_that_starts_no_such_threads_is_not_waited_for(monkeypatch):
     with pinning.pinning():
         pass
     assert not looks
+
+
+_WORKERS = """
+import os, torch
+from torch.utils.data import DataLoader
+import gpu_lod as lod
+
+class Threads:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        lod.mipmap(torch.rand(3, 64, 64), backend="gl")
+        names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+        own = sum(name.startswith("llvmpipe-") for name in names)
+        return own, "LP_NUM_THREADS" in os.environ, torch.get_num_threads()
+
+os.environ.pop("LP_NUM_THREADS", None)
+if "ASKED" in os.environ:
+    os.environ["LP_NUM_THREADS"] = os.environ["ASKED"]
+if __name__ == "__main__":
+    for found in DataLoader(Threads(), num_workers=2, timeout=60, batch_size=None):
+        print(*found)
+    print(lod.Context().software)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="threads are counted on Linux alone")
+@pytest.mark.parametrize("asked", [None, "3"])
+def test_in_a_worker_the_renderer_has_as_many_threads_as_torch(asked: str | None) -> None:
+    *workers, software = succeed(_WORKERS, **({} if asked is None else {"ASKED": asked})).splitlines()
+    if software != "True":
+        pytest.skip("no software renderer")
+    assert workers == [f"{asked or 1} {asked is not None} 1"] * 2
