@@ -338,7 +338,7 @@ BEFORE_BACKWARD = 2.0
 """How many times faster than torch OpenGL must be in a forward where a backward follows: after that torch's threads
 spin on the cores of a software renderer, which takes twice as long for the next one."""
 
-IN_A_WORKER = 1.4
+IN_A_WORKER = 1.3
 """The same in a worker of a DataLoader: on one thread torch, which gains less by a second one, has lost less."""
 
 

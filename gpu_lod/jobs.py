@@ -108,6 +108,9 @@ def _common(side: int, batch: int) -> Iterator[Job]:
         yield from _of_images(shape, dtype)
     by_probes = _job(foveate, shape, torch.float32, _by_probes, f"anisotropy {PROBES}")
     yield replace(by_probes, own_filter=True)
+    for dtype in (torch.float32, torch.uint8):
+        by_probes = _job(foveate, shape, dtype, _by_probes_once, f"anisotropy {PROBES}, {NO_TEXTURE}")
+        yield replace(by_probes, own_filter=True)
     yield _job(region_max, maps, torch.float32, _boxes, "4096 boxes")
     yield _job(cull, maps, torch.float32, _sparse, "20% kept")
     if batch * side**2 <= 2**20:  # forty channels of more are a strain on memory
@@ -238,6 +241,11 @@ def _uploaded(pyramid: Pyramid) -> Pyramid:
 
 def _by_probes(image: torch.Tensor) -> Arguments:
     seen = _seen(image)
+    return lambda: (*seen(), 0.05, 0.0, float(PROBES))
+
+
+def _by_probes_once(image: torch.Tensor) -> Arguments:
+    seen = _seen_once(image)
     return lambda: (*seen(), 0.05, 0.0, float(PROBES))
 
 

@@ -409,7 +409,7 @@ def test_a_worker_takes_opengl_where_one_core_of_it_still_gains(
     verb, arguments = CALLS[name]()
     question = asked(verb, *arguments)
     way = next(way for way in dispatch.ways(question.verb) if way.startswith("gl"))
-    for torchs, backend in ((1.45, "gl"), (1.35, "torch")):
+    for torchs, backend in ((1.35, "gl"), (1.25, "torch")):
         tables.store(
             here(), [Entry(question, "a job", "2026-11-30", {"torch": Timed(torchs, 0.01), way: Timed(1, 0.01)})]
         )

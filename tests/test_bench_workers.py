@@ -1,0 +1,59 @@
+"""The benchmark of a DataLoader's workers runs, and its doc shows the committed files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import bench_workers
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("workers") / "quick.json"
+    assert bench_workers.main(["--quick", "--out", str(path)]) == 0
+    return dict(json.loads(path.read_text()))
+
+
+def test_a_job_in_workers_and_alone(quick: dict[str, Any]) -> None:
+    [row] = quick["rows"]
+    assert row["job"] == "log_polar" and row["workers"].keys() == row["alone"].keys() == {"torch", "gl", "auto"}
+
+
+@pytest.mark.parametrize("job", bench_workers.JOBS)
+def test_ways_make_the_same_at_every_place(job: str) -> None:
+    made = {way: [bench_workers.Made(job, way, 3)[index] for index in range(3)] for way in bench_workers.WAYS}
+    verb = job.partition(",")[0]
+    close = {"foveate": 0.15} if job.endswith("anisotropic") else {}  # texture units filter in their own way
+    for way in ("gl", "auto"):
+        for one, other in zip(made[way], made["torch"], strict=True):
+            assert len(one) >= 64
+            torch.testing.assert_close(one, other, rtol=0, atol=close.get(verb, 1.0 if other.max() > 1 else 1e-3))
+    nowhere = verb in ("oriented_energy", "region_max")
+    assert torch.equal(made["torch"][0], made["torch"][1]) == nowhere
+
+
+def test_a_bad_file_is_refused(quick: dict[str, Any]) -> None:
+    for name, value in (
+        ("job", "zoom"),
+        ("alone", {"torch": 1.0}),
+        ("workers", {"torch": 1.0, "gl": 0.0, "auto": 1.0}),
+    ):
+        bad = json.loads(json.dumps(quick))
+        bad["rows"][0][name] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, bench_workers.SCHEMA)
+
+
+def test_the_doc_shows_the_files() -> None:
+    assert bench_workers.result_files()
+    text = bench_workers.DOC.read_text("utf-8")
+    assert bench_workers.with_tables(text) == text, "python bench/bench_workers.py --doc"
