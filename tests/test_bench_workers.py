@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -16,16 +15,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 import bench_workers
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("workers") / "quick.json"
+def test_a_job_in_workers_and_alone_and_a_bad_file(tmp_path: Path) -> None:
+    path = tmp_path / "quick.json"
     assert bench_workers.main(["--quick", "--out", str(path)]) == 0
-    return dict(json.loads(path.read_text()))
-
-
-def test_a_job_in_workers_and_alone(quick: dict[str, Any]) -> None:
+    quick = json.loads(path.read_text())
     [row] = quick["rows"]
     assert row["job"] == "log_polar" and row["workers"].keys() == row["alone"].keys() == {"torch", "gl", "auto"}
+    none = {"torch": 1.0, "gl": 0.0, "auto": 1.0}
+    for name, value in (("job", "zoom"), ("alone", {"torch": 1.0}), ("workers", none)):
+        bad = json.loads(json.dumps(quick))
+        bad["rows"][0][name] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, bench_workers.SCHEMA)
 
 
 @pytest.mark.parametrize("job", bench_workers.JOBS)
@@ -39,18 +40,6 @@ def test_ways_make_the_same_at_every_place(job: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=close.get(verb, 1.0 if other.max() > 1 else 1e-3))
     nowhere = verb in ("oriented_energy", "region_max")
     assert torch.equal(made["torch"][0], made["torch"][1]) == nowhere
-
-
-def test_a_bad_file_is_refused(quick: dict[str, Any]) -> None:
-    for name, value in (
-        ("job", "zoom"),
-        ("alone", {"torch": 1.0}),
-        ("workers", {"torch": 1.0, "gl": 0.0, "auto": 1.0}),
-    ):
-        bad = json.loads(json.dumps(quick))
-        bad["rows"][0][name] = value
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(bad, bench_workers.SCHEMA)
 
 
 def test_the_doc_shows_the_files() -> None:

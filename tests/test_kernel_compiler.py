@@ -70,7 +70,7 @@ def test_other_gpus_have_room_for_what_is_asked_of_them(monkeypatch: pytest.Monk
     bounded = {name.removesuffix(".cu") for name, text in sources.texts().items() if ", RESIDENT_BLOCKS(" in text}
     assert bounded == {"foveate", "patches", "reduce"}
     for kernel in sources.variants():
-        others = arch in ("sm_75", "sm_120") and "FLOAT32" not in kernel.defines
+        others = arch == "sm_75" and "FLOAT32" not in kernel.defines  # the oldest: what its instructions lack
         if others if kernel.name not in bounded else "FLOAT32" in kernel.defines:
             assert compiler.build(kernel, arch)[1].strip() == ""
 
