@@ -11,7 +11,6 @@ what an adapter adds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 import timer
 import torch
 from inputs import declare_vision_operators, picture
-from rows import RESULTS, common, slug, versions, write
+from rows import RESULTS, on_this_cpu, parser_of, versions, write
 from timer import race
 
 import gpu_lod as lod
@@ -106,10 +105,7 @@ def with_tables(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--doc", action="store_true", help="bring docs/encoders.md up to date, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: to see that it works")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/encoder/<device>.json)")
+    parser = parser_of(__doc__ or "", document="docs/encoders.md", folder="encoder", quick="a tiny model")
     options = parser.parse_args(arguments)
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
@@ -117,11 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         timer.TRIES = 1
     declare_vision_operators()
-    about = common()
+    about, path = on_this_cpu("encoder", options.out)
     about["versions"] |= versions(("transformers",))
-    device = f"{about['cpu']} {about['threads']} cores"
-    path = options.out or RESULTS / "encoder" / f"{slug(device)}.json"
-    write({"device": device, **about, "rows": measure(options.quick)}, path)
+    write({**about, "rows": measure(options.quick)}, path)
     print(f"{tables(path)}\n\nwrote {path}")
     return 0
 

@@ -14,7 +14,6 @@ the other rows of the file as they were.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import itertools
@@ -29,7 +28,7 @@ from typing import Any
 import jsonschema
 import torch
 from bench_allocate import BUDGET, PATCH, given_to, ready
-from rows import RESULTS, common, slug, write
+from rows import RESULTS, on_this_cpu, parser_of, write
 from torch.utils.checkpoint import checkpoint
 
 import gpu_lod as lod
@@ -411,19 +410,14 @@ def with_tables(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--doc", action="store_true", help="bring docs/memory.md up to date, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help="one small size, once: to see that it works")
+    parser = parser_of(__doc__ or "", document="docs/memory.md", folder="memory", quick="one small size, once")
     parser.add_argument("--allocators", action="store_true", help="measure these, and keep the other rows of the file")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/memory/<device>.json)")
     options = parser.parse_args(arguments)
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
-    about = common()
-    device = f"{about['cpu']} {about['threads']} cores"
-    path = options.out or RESULTS / "memory" / f"{slug(device)}.json"
-    data: Data = {"device": device, **about}
+    about, path = on_this_cpu("memory", options.out)
+    data: Data = {**about}
     if options.allocators:
         data = json.loads(path.read_text("utf-8"))
     elif options.quick:

@@ -12,7 +12,6 @@ those are taken on one thread, which does not wait for others.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import jsonschema
 import torch
 from quality.summary import interval
-from rows import RESULTS, common, slug, versions, write
+from rows import RESULTS, on_this_cpu, parser_of, versions, write
 from skimage import data as photographs
 
 import gpu_lod as lod
@@ -195,21 +194,16 @@ def with_tables(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--doc", action="store_true", help="bring docs/encoders.md up to date, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help="a few frames: to see that it works")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/streaming/<device>.json)")
+    parser = parser_of(__doc__ or "", document="docs/encoders.md", folder="streaming", quick="a few frames")
     options = parser.parse_args(arguments)
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
     frames = QUICK_FRAMES if options.quick else FRAMES
-    about = common()
+    about, path = on_this_cpu("streaming", options.out)
     about["versions"] |= versions(("scipy",))
-    device = f"{about['cpu']} {about['threads']} cores"
-    path = options.out or RESULTS / "streaming" / f"{slug(device)}.json"
     what = {"budget": BUDGET, "patch": PATCH, "size": list(SIZE), "frames": frames}
-    found: Data = {"device": device, **about, **what, "rows": measure(frames)}
+    found: Data = {**about, **what, "rows": measure(frames)}
     jsonschema.validate(found, SCHEMA)
     write(found, path)
     print(f"{tables(path)}\n\nwrote {path}")

@@ -11,7 +11,6 @@ leave the workers. Ways take turns.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import jsonschema
 import torch
 from inputs import picture
-from rows import RESULTS, common, slug, write
+from rows import RESULTS, on_this_cpu, parser_of, write
 from torch.utils.data import DataLoader, Dataset
 
 import gpu_lod as lod
@@ -189,19 +188,14 @@ def with_tables(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--doc", action="store_true", help="bring docs/benchmarks.md up to date, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help="one job, and short: to see that it works")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/workers/<device>.json)")
+    parser = parser_of(__doc__ or "", document="docs/benchmarks.md", folder="workers", quick="one job, and short")
     options = parser.parse_args(arguments)
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
-    about = common()
-    device = f"{about['cpu']} {about['threads']} cores"
-    path = options.out or RESULTS / "workers" / f"{slug(device)}.json"
+    about, path = on_this_cpu("workers", options.out)
     jobs, seconds, rounds = (["log_polar"], 0.02, 1) if options.quick else ([*JOBS], SECONDS, ROUNDS)
-    found: Data = {"device": device, **about, "rounds": rounds, "rows": measure(jobs, seconds, rounds)}
+    found: Data = {**about, "rounds": rounds, "rows": measure(jobs, seconds, rounds)}
     jsonschema.validate(found, SCHEMA)
     write(found, path)
     print(f"{tables(path)}\n\nwrote {path}")

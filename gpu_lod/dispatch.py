@@ -339,7 +339,8 @@ BEFORE_BACKWARD = 2.0
 spin on the cores of a software renderer, which takes twice as long for the next one."""
 
 IN_A_WORKER = 1.3
-"""The same in a worker of a DataLoader: on one thread torch, which gains less by a second one, has lost less."""
+"""The same in a worker of a DataLoader, where torch and a software renderer have one thread each: torch, which a second
+one helps less, loses less by having none."""
 
 
 def _where_it_runs(chosen: Choice, image: torch.Tensor, adjoint: bool) -> Choice:

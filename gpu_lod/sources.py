@@ -40,20 +40,20 @@ def asked(src: torch.Tensor | Pyramid, samples: int, result_bytes: int, state: s
         samples, result_bytes: as of `source`.
         state: what they depend on beside sizes and the source.
     """
-    if isinstance(src, Pyramid):
-        image, context = src.levels[0], src.texture_context()
-        known = {"state": dispatch.textured(src.is_texture, state), "work": samples}
-    else:
-        image, context = src, None
-        if dispatch.by_kernels(image):  # a pyramid is made first
-            known = {"state": dispatch.textured(False, state), "work": samples}
-        else:
-            texels = image.numel() // image.shape[-3]
-            how = AN_IMAGE if samples < FEW * texels else MANY_SAMPLES
-            how = BY_TEXTURE if _texture_pays(image, samples, result_bytes) else how
-            known = {"state": how, "work": texels + SAMPLE * samples}
-    batch = image.shape[0] if image.ndim == 4 else 1
-    return {**known, "channels": image.shape[-3], "batch": batch, "context": context}
+    image = src.levels[0] if isinstance(src, Pyramid) else src
+    known = {
+        "channels": image.shape[-3],
+        "batch": image.shape[0] if image.ndim == 4 else 1,
+        "context": src.texture_context() if isinstance(src, Pyramid) else None,
+    }
+    if isinstance(src, Pyramid) or dispatch.by_kernels(image):  # a pyramid is made first for these
+        there = isinstance(src, Pyramid) and src.is_texture
+        return {"state": dispatch.textured(there, state), "work": samples, **known}
+    texels = image.numel() // image.shape[-3]
+    how = AN_IMAGE if samples < FEW * texels else MANY_SAMPLES
+    if _texture_pays(image, samples, result_bytes):
+        how = BY_TEXTURE
+    return {"state": how, "work": texels + SAMPLE * samples, **known}
 
 
 def source(
