@@ -14,7 +14,7 @@ from timer import Race, race
 
 import gpu_lod as lod
 from gpu_lod.binomial import reduce
-from gpu_lod.oriented_energy import basis, steering
+from gpu_lod.quadrature import basis, steering
 
 LEVELS = 5
 _FILTERS = torch.cat(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from gpu_lod import checks, precision
-from gpu_lod.dispatch import needs_grad, writable
+from gpu_lod.dispatch import differentiated, keepable, needs_grad, writable
+from gpu_lod.saved_tensors import saved
 
 Adjoint = Callable[..., Sequence[torch.Tensor | None]]
 """From the gradients in all results, None where nothing asks for one, to those in all inputs; made of what torch can
@@ -46,6 +47,52 @@ class _ByAdjoint(torch.autograd.Function):
         with precision.full():
             found = ctx.adjoint(*gradients) if asked else [None] * len(ctx.needs_input_grad[2:])
         return (None, None, *(one if want else None for one, want in zip(found, ctx.needs_input_grad[2:], strict=True)))
+
+
+Pullback = Callable[..., Sequence[torch.Tensor | None]]
+"""From the gradients in all results, then the inputs, to the gradients in the inputs; without a graph."""
+
+
+def pulled(
+    forward: Callable[..., Sequence[torch.Tensor]],
+    pullback: Pullback,
+    *inputs: torch.Tensor,
+    graph: Callable[..., Sequence[torch.Tensor]] | None = None,
+) -> Sequence[torch.Tensor]:
+    """`forward(*inputs)`, no linear function, differentiable by a pullback that reads the inputs again.
+
+    Args:
+        graph: `forward` in plain torch, for gradients of gradients and those in a batch; None: that is `forward`.
+    """
+    if needs_grad(*inputs) and not any(map(checks.transformed, inputs)):
+        result: tuple[torch.Tensor, ...] = _ByPullback.apply(forward, pullback, graph or forward, *keepable(*inputs))
+        return result
+    return forward(*inputs)
+
+
+class _ByPullback(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(forward: Any, pullback: Any, graph: Any, *inputs: torch.Tensor) -> Any:
+        return writable(forward(*inputs), inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.pullback, ctx.graph = inputs[1:3]
+        ctx.save_for_backward(*inputs[3:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        inputs, wanted = saved(ctx), ctx.needs_input_grad[3:]
+        if all(gradient is None for gradient in gradients):
+            return (None,) * (3 + len(inputs))
+        with precision.full():
+            if torch.is_grad_enabled() or any(map(checks.transformed, gradients)):
+                return (None, None, None, *differentiated(ctx.graph, inputs, wanted, gradients))
+            found = ctx.pullback(*gradients, *inputs)
+        return (None, None, None, *(one if want else None for one, want in zip(found, wanted, strict=True)))
 
 
 def chain_adjoint(

@@ -94,11 +94,26 @@ def mirrored(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _joined(x: torch.Tensor, dim: int, reach: int) -> torch.Tensor:
-    n = x.shape[dim]
-    period = max(2 * n - 2, 1)
-    outside = [min(i % period, period - i % period) % n for i in range(-reach, n + reach) if not 0 <= i < n]
-    samples = [x.narrow(dim, i, 1) for i in outside]
+    samples = [x.narrow(dim, i, 1) for i in _mirror(x.shape[dim], reach)]
     return torch.cat([*samples[:reach], x, *samples[reach:]], dim=dim) if reach else x
+
+
+def _mirror(n: int, reach: int) -> list[int]:
+    """Which of n samples are seen in the mirrors before the first, then in those behind the last."""
+    period = max(2 * n - 2, 1)
+    return [min(i % period, period - i % period) % n for i in range(-reach, n + reach) if not 0 <= i < n]
+
+
+def mirrored_adjoint(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The adjoint of `mirrored`, in place: what fell on mirrored samples is added to those that were seen there."""
+    for dim, reach in ((-2, rows), (-1, columns)):
+        n = x.shape[dim] - 2 * reach
+        result = x.narrow(dim, reach, n)
+        outside = [*range(reach), *range(reach + n, n + 2 * reach)]
+        for place, seen in zip(outside, _mirror(n, reach), strict=True):
+            result.select(dim, seen).add_(x.select(dim, place))
+        x = result
+    return x
 
 
 def reduce_adjoint(x: torch.Tensor, height: int, width: int, fine: torch.Tensor | None = None) -> torch.Tensor:

@@ -454,6 +454,24 @@ def pull(
     )
 
 
+def differentiated(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    wanted: Sequence[bool],
+    gradients: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """Inside a backward: the gradients in the inputs of a function in plain torch, which is called again, by torch's
+    own graph; None for those that are not wanted."""
+    again = torch.is_grad_enabled()  # for gradients of gradients
+    with torch.enable_grad():
+        # Views, for gradients of gradients: an input may rest on another one, as a level does on the image, and what
+        # passes between them is not this function's.
+        inputs = [t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True)]
+        outputs = function(*inputs)
+        found = iter(pull(outputs, [t for t, w in zip(inputs, wanted, strict=True) if w], gradients, again=again))
+    return [next(found) if w else None for w in wanted]
+
+
 def writable(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What a custom function returns: torch lets nobody write to a view that one has made, as levels of one buffer are,
     and these are views to torch no more. What is an input's memory is copied: nobody would tell that it was written
@@ -482,18 +500,9 @@ class _WithReferenceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[2:]
-        again = torch.is_grad_enabled()  # for gradients of gradients
-        with torch.enable_grad(), precision.full():
-            # Views, for gradients of gradients: an input may rest on another one, as a level does on the image, and
-            # what passes between them is not this function's.
-            inputs = [
-                t.view_as(t) if again else t.detach().requires_grad_(w) for t, w in zip(saved(ctx), wanted, strict=True)
-            ]
-            outputs = ctx.reference(*inputs)
-            found = pull(outputs, [t for t, w in zip(inputs, wanted, strict=True) if w], gradients, again=again)
-        result = iter(found)
-        return (None, None, *(next(result) if w else None for w in wanted))
+        inputs = saved(ctx)
+        with precision.full():
+            return (None, None, *differentiated(ctx.reference, inputs, ctx.needs_input_grad[2:], gradients))
 
 
 def with_reference_gradient(

@@ -17,10 +17,10 @@ from gpu_lod.enlarging import enlarged
 from gpu_lod.errors import InputError, UnsupportedError
 from gpu_lod.feature_passes import FeatureTexture, make, make_texture
 from gpu_lod.gaussian import reference as gaussian_chain
-from gpu_lod.oriented_energy import energy
 from gpu_lod.pages import large
 from gpu_lod.planewise import bands
 from gpu_lod.pyramid import burt_sizes
+from gpu_lod.quadrature import energy
 
 CHANNELS = MappingProxyType(
     {

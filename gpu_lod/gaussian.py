@@ -76,12 +76,11 @@ RAGGED = "ragged rows"
 EIGHTS = 8
 
 
-def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = True, adjoint: bool = True) -> Choice:
+def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = True) -> Choice:
     """Shared by the verbs that rest on this pyramid.
 
     Args:
         ragged: ragged rows have times of their own.
-        adjoint: as in `dispatch.measured`.
     """
     dispatch.check_backend(backend)
     if backend == "gl":
@@ -91,9 +90,7 @@ def choose(verb: str, image: torch.Tensor, backend: Backend, *, ragged: bool = T
     if barred := dispatch.barred(image):  # compiled code, which would have a graph for ragged rows alone
         return barred
     state = RAGGED if ragged and image.shape[-1] % EIGHTS else ""
-    return dispatch.measured(
-        verb, image, image.numel(), state=state, batch=math.prod(image.shape[:-2]), adjoint=adjoint
-    )
+    return dispatch.measured(verb, image, image.numel(), state=state, batch=math.prod(image.shape[:-2]), adjoint=True)
 
 
 def _like(image: torch.Tensor, levels: int | None = None, *_: str) -> Pyramid:

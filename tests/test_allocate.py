@@ -252,7 +252,7 @@ def test_no_operation_more_for_more_pictures_or_nodes(name: str, monkeypatch: py
     monkeypatch.setattr(node_losses, "AT_ONCE", 2**40)
     for module, name_ in (("mipmap", "AT_ONCE"), ("gather_patches", "_AT_ONCE"), ("planewise", "PART")):
         monkeypatch.setattr(importlib.import_module(f"gpu_lod.{module}"), name_, 2**40)
-    monkeypatch.setattr(importlib.import_module("gpu_lod.oriented_energy"), "_BAND", (2**40, 2**40))
+    monkeypatch.setattr(importlib.import_module("gpu_lod.quadrature"), "_BAND", (2**40, 2**40))
     # Of many numbers the highest are found by other operations than of few.
     monkeypatch.setattr(ordering, "_MANY", 2**40)
 

@@ -376,8 +376,8 @@ def test_auto_follows_the_times_in_both_directions(name: str, cache: Path, ctx: 
             assert ctx.owns(result) == (chosen.backend == "gl")
 
 
-ADJOINTS = ("mipmap", "gaussian", "laplacian", "collapse", "foveate")
-"""Whose backward is an adjoint of its own; before that of the others torch makes the forward, too."""
+ADJOINTS = ("mipmap", "gaussian", "laplacian", "collapse", "foveate", "oriented_energy")
+"""Whose backward is of its own; before that of the others torch makes the forward, too."""
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -18,7 +18,8 @@ from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.kernels import device
 from gpu_lod.kernels.energies import of_half
 from gpu_lod.kernels.sources import ORIENTED, Kernel, texts
-from gpu_lod.oriented_energy import FILTERS, SHARES, reference, steering
+from gpu_lod.oriented_energy import reference
+from gpu_lod.quadrature import FILTERS, SHARES, steering
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler for the emulator")
 

@@ -16,9 +16,10 @@ from oracle import hilbert_transform, oriented_energy, second_derivative
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpu_lod as lod
-from gpu_lod import checks, precision, transfer
-from gpu_lod.errors import InputError, LimitError
-from gpu_lod.oriented_energy import FILTERS, basis, energy, reference, steering
+from gpu_lod import binomial, checks, precision, quadrature, transfer
+from gpu_lod.errors import InputChangedError, InputError, LimitError
+from gpu_lod.oriented_energy import reference
+from gpu_lod.quadrature import FILTERS, basis, energy, steering
 
 BACKENDS: list[Any] = ["torch", "gl"]
 
@@ -30,10 +31,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param.startswith("device"):
         monkeypatch.setattr(checks, "on_host", lambda value: False)
         if request.param == "device bands":
-            monkeypatch.setattr(sys.modules["gpu_lod.oriented_energy"], "_DEVICE_BAND", 2**15)
+            monkeypatch.setattr(quadrature, "_DEVICE_BAND", 2**15)
         return "torch"
     if request.param in ("bands", "products"):
-        monkeypatch.setattr(sys.modules["gpu_lod.oriented_energy"], "_SMALL", 0)
+        monkeypatch.setattr(quadrature, "_SMALL", 0)
         if request.param == "products":
             monkeypatch.setattr(precision, "exact", lambda kind, _: kind == "matmul")
         return "torch"
@@ -323,6 +324,79 @@ def test_gradients_agree(dtype: torch.dtype) -> None:
         found.append(x.grad)
     assert float(found[0].abs().max()) > 0.1
     assert torch.allclose(found[0], found[1], rtol=1e-3 if dtype == torch.float32 else 5e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", ["torch", "bands", "products"], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "orientations"),
+    [((2, 3, 1, 1), 4), ((1, 2, 2, 7), 3), ((3, 40), 1), ((2, 5, 9), 6), ((1, 3, 37, 26), 4), ((1, 300, 601), 5),
+     ((5, 3, 150, 210), 4), ((1, 70, 4097), 4), ((1, 9, 12), 360)],
+)  # fmt: skip
+def test_the_gradient_of_a_level_is_that_of_torchs_own_graph(
+    shape: tuple[int, ...], orientations: int, way: Any, dtype: torch.dtype
+) -> None:
+    """Sides below the filters' reach, rows that are no whole blocks, several planes at a time, and wider ones."""
+    x = noise(*shape, dtype=dtype)
+    weights = noise(*shape[:-2], orientations, *shape[-2:], dtype=dtype) - 0.5
+    exact = x.double().clone().requires_grad_()
+    (expected,) = torch.autograd.grad(quadrature._energy(exact, orientations, exact.dtype), exact, weights.double())
+    found = quadrature.pull(weights, x, orientations)
+    close = {torch.float32: 2e-6, torch.float64: 1e-13}[dtype] * float(expected.abs().max() + 1e-6)
+    assert found.shape == x.shape and found.dtype == dtype
+    assert float((found - expected).abs().max()) < close
+    (asked,) = torch.autograd.grad(energy(x.requires_grad_(), orientations), x, weights)
+    assert torch.equal(asked, found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("asked", [(0,), (2,), (0, 3), (1, 2, 3)])
+def test_gradients_of_some_levels(backend: Any, asked: tuple[int, ...]) -> None:
+    image = noise(2, 1, 21, 14)
+    weights = [noise(*level.shape) for level in lod.oriented_energy(image, 4)]
+    exact = image.double().requires_grad_()
+    wide, levels = exact, []
+    for level in range(4):
+        wide = binomial.reduce(wide) if level else wide
+        levels.append(quadrature._energy(wide, 4, wide.dtype))
+    (expected,) = torch.autograd.grad([levels[k] for k in asked], exact, [weights[k].double() for k in asked])
+    x = image.clone().requires_grad_()
+    found = lod.oriented_energy(x, 4, backend=backend)
+    (gradient,) = torch.autograd.grad([found[k] for k in asked], x, [weights[k] for k in asked])
+    assert float((gradient - expected).abs().max()) < 2e-6 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_gradients(backend: Any) -> None:
+    x = noise(1, 6, 9).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    found = []
+    for image, level in (
+        (x, lod.oriented_energy(x, 2, 3, backend=backend)[1]),
+        (exact, quadrature._energy(binomial.reduce(exact), 3, exact.dtype)),
+    ):
+        (first,) = torch.autograd.grad(level.sum(), image, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), image)[0])
+    assert float((found[0] - found[1]).abs().max()) < 1e-5 * float(found[1].abs().max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backward_reads_the_image_again(backend: Any) -> None:
+    x = noise(1, 6, 9).requires_grad_()
+    found = lod.oriented_energy(x, 1, backend=backend)[0]
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(InputChangedError):
+        found.sum().backward()
+
+
+def test_gradients_in_a_batch() -> None:
+    x = noise(1, 3, 5, dtype=torch.float64).requires_grad_()
+    level = energy(x, 2)
+    every = torch.eye(level.numel(), dtype=torch.float64).view(-1, *level.shape)
+    (together,) = torch.autograd.grad(level, x, every, is_grads_batched=True)
+    (first,) = torch.autograd.grad(energy(x, 2), x, every[7])
+    assert torch.allclose(together[7], first, rtol=0, atol=1e-13)
 
 
 def test_gradcheck() -> None:

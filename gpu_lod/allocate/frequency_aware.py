@@ -23,8 +23,9 @@ from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.energies import ANGLES, of_half
 from gpu_lod.kernels.sources import ELEMENTS
-from gpu_lod.oriented_energy import FILTERS, SHARES, oriented_energy, steering
+from gpu_lod.oriented_energy import oriented_energy
 from gpu_lod.patch_grid import Pool
+from gpu_lod.quadrature import FILTERS, SHARES, steering
 
 _OF = 273
 """The budget that the counts of `split` are for."""
