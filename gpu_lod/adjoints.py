@@ -8,12 +8,44 @@ from typing import Any
 import torch
 
 from gpu_lod import checks, precision
-from gpu_lod.dispatch import differentiated, keepable, needs_grad, writable
+from gpu_lod.dispatch import differentiated, keepable, needs_grad, pull, writable
+from gpu_lod.pyramid import level_sizes
 from gpu_lod.saved_tensors import saved
 
 Adjoint = Callable[..., Sequence[torch.Tensor | None]]
 """From the gradients in all results, None where nothing asks for one, to those in all inputs; made of what torch can
 differentiate again."""
+
+
+def of_samples(
+    plain: Adjoint, made: Callable[[list[torch.Tensor]], torch.Tensor], image: torch.Tensor, levels: int
+) -> Adjoint:
+    """The adjoint of samples of a mean chain, to gradients in its levels.
+
+    Args:
+        plain: makes them of a gradient that has memory of its own, without a graph.
+        made: the samples of levels, by a graph of torch's own: the way of gradients in a batch and of gradients of
+            gradients; and on a GPU where all is to be deterministic, which torch's own know.
+        image: of the shape, dtype and device of level 0, [B, C, H, W] or [C, H, W].
+        levels: how many there are.
+    """
+    shape, dtype, device = image.shape, image.dtype, image.device
+
+    def by_graph(gradient: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            kind: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+            zeros = [torch.zeros(*shape[:-2], *size, **kind) for size in level_sizes(shape[-2], shape[-1], levels)]
+            return pull([made(zeros)], zeros, [gradient], again=again)
+
+    def adjoint(gradient: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        steady = device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
+        if steady or needs_grad(gradient) or checks.transformed(gradient):
+            return by_graph(gradient)
+        found = plain(gradient if len(shape) == 4 else gradient[None])
+        return [None if one is None else one.to(dtype).view(*shape[:-2], *one.shape[-2:]) for one in found]
+
+    return adjoint
 
 
 def linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from gpu_lod import checks
 from gpu_lod.adjoints import linear
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import UnsupportedError
+from gpu_lod.pyramid import level_sizes
 
 _SMALL = 2**18
 """Samples of a level below which torch converts all of it sooner than we find out what is read of it."""
@@ -19,22 +21,7 @@ _SMALL = 2**18
 def bilinear(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, parts: int | None = None) -> torch.Tensor:
     """Bilinear samples of a level at `grid` [B, rows, columns, 2], counted as grid_sample does; edges repeat."""
     image, grid = converted(level, grid, dtype)
-    image = image if image.ndim == 4 else image[None]
-    parts = torch.get_num_threads() if parts is None else parts
-    rows, wedges = grid.shape[1:3]
-    if (
-        parts > 1
-        and image.shape[0] == 1
-        and image.device.type == "cpu"
-        and rows * wedges % parts == 0
-        and not needs_grad(image, grid)
-    ):
-        # On a CPU grid_sample works in parallel over the batch alone. One image becomes a batch of the same image, each
-        # with a part of the samples: twice as fast on two cores.
-        split = grid.reshape(parts, 1, -1, 2)
-        sampled = grid_sample(image.expand(parts, -1, -1, -1), split)
-        return sampled.transpose(0, 1).reshape(1, -1, rows, wedges)
-    return grid_sample(image, grid)
+    return grid_sample(image if image.ndim == 4 else image[None], grid, parts)
 
 
 def converted(level: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,24 +57,81 @@ def cropped(
     return level[..., box[1], box[0]].to(dtype), (grid.new_tensor(scales), grid.new_tensor(shifts))
 
 
-def grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+def grid_sample(image: torch.Tensor, grid: torch.Tensor, parts: int | None = 1) -> torch.Tensor:
     """torch's own, as the samplers read: texel i's centre at (i + 0.5) / n, edges repeat. Where the grid needs no
-    gradient nothing is kept of the image."""
+    gradient nothing is kept of the image.
+
+    Args:
+        parts: how many threads share the samples of a single image; None is all of torch's.
+    """
     if needs_grad(grid) or any(map(checks.transformed, (image, grid))):
         return _grid_sample(image, grid)
     shape = image.shape
 
     def adjoint(gradient: torch.Tensor) -> list[torch.Tensor]:
-        unread = gradient.new_empty(()).expand(shape)
-        found, _ = torch.ops.aten.grid_sampler_2d_backward(gradient, unread, grid, *_BILINEAR, [True, False])
-        return [found]
+        return [scattered(gradient, grid, shape)]
 
-    (result,) = linear(lambda image: [_grid_sample(image, grid)], adjoint, image)
+    def sampled(image: torch.Tensor) -> list[torch.Tensor]:
+        together = torch.get_num_threads() if parts is None else parts
+        rows, columns = grid.shape[1:3]
+        if together < 2 or shape[0] != 1 or image.device.type != "cpu" or rows * columns % together:
+            return [_grid_sample(image, grid)]
+        # On a CPU grid_sample works in parallel over the batch alone. One image becomes a batch of the same image, each
+        # with a part of the samples: twice as fast on two cores.
+        found = _grid_sample(image.expand(together, -1, -1, -1), grid.reshape(together, 1, -1, 2))
+        return [found.transpose(0, 1).reshape(1, -1, rows, columns)]
+
+    (result,) = linear(sampled, adjoint, image)
     return result
 
 
 _BILINEAR = 0, 1, False
 """Bilinear, edges repeat, corners are not aligned."""
+
+
+def scattered(gradient: torch.Tensor, grid: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The adjoint of `grid_sample`: the gradient in an image [B, C, h, w] from that in its samples."""
+    unread, samples = gradient.new_empty(()), grid.shape[1] * grid.shape[2]
+    parts = 1
+    if shape[0] == 1 and grid.device.type == "cpu" and not (needs_grad(gradient) or checks.transformed(gradient)):
+        # It works in parallel over the batch alone, too. A part of the samples each adds to an image of its own.
+        parts = min(torch.get_num_threads(), 2 * samples // (shape[2] * shape[3]))
+        while parts > 1 and samples % parts:
+            parts -= 1
+    if parts < 2:
+        return _scattered(gradient, unread.expand(*shape), grid)
+    split = gradient.reshape(shape[1], parts, 1, -1).transpose(0, 1), grid.reshape(parts, 1, -1, 2)
+    first, *others = _scattered(split[0], unread.expand(parts, *shape[1:]), split[1])
+    for other in others:
+        first += other
+    return first[None]
+
+
+class Sums:
+    """The gradients in the levels of a mean chain, to which samples of them add theirs.
+
+    Args:
+        shape: of level 0, [B, C, H, W].
+    """
+
+    def __init__(self, shape: Sequence[int], levels: int) -> None:
+        self.shapes = [(*shape[:2], *size) for size in level_sizes(shape[2], shape[3], levels)]
+        self.found: list[torch.Tensor | None] = [None] * levels
+        """None: nothing was read of it."""
+
+    def add(self, level: int, gradient: torch.Tensor, grid: torch.Tensor) -> None:
+        """Of samples at `grid`."""
+        self.add_to(level, scattered(gradient, grid, self.shapes[level]))
+
+    def add_to(self, level: int, gradient: torch.Tensor) -> None:
+        own = self.found[level]
+        self.found[level] = gradient if own is None else own.add_(gradient)
+
+
+def _scattered(gradient: torch.Tensor, unread: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor
+    found, _ = torch.ops.aten.grid_sampler_2d_backward(gradient, unread, grid, *_BILINEAR, [True, False])
+    return found
 
 
 def _grid_sample(image: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:

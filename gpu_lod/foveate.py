@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from gpu_lod import checks, dispatch, operators, planewise, recording, sources
-from gpu_lod.adjoints import Adjoint, linear
+from gpu_lod.adjoints import Adjoint, linear, of_samples
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
 from gpu_lod.errors import InputError, UnsupportedError
-from gpu_lod.foveate_adjoint import adjoint_of
+from gpu_lod.foveate_adjoint import of_foveation
 from gpu_lod.foveate_blocks import blocks, highest, ranges_of
 from gpu_lod.foveate_tiles import Tile, probed, trilinear
 from gpu_lod.halving import stored
@@ -109,10 +109,7 @@ def foveate(
     else:
         ctx = source.texture_context() or context_for(*source.levels)
         sample = partial(_gl, ctx, source, points, *rule, spare=built)
-    adjoint = None
-    if anisotropy <= 1 and needs_grad(*source.levels):
-        adjoint = _adjoint_of(source.levels[0], len(source), points, *rule[:2])
-    return sources.run(source, sample, lambda levels: reference(levels, points, *rule), adjoint)
+    return sources.run(source, sample, _adjoint_of(source.levels[0], len(source), points, *rule))
 
 
 def _choose(
@@ -156,7 +153,7 @@ def _choose(
         channels=channels,
         batch=batch,
         context=context,
-        adjoint=anisotropy <= 1,
+        adjoint=True,
     )
     if anisotropy > 1 and chosen.backend == "gl" and not (context or context_for(image)).software:
         return Choice("torch", BY_UNIT)
@@ -217,18 +214,31 @@ def reference(
     Differentiable in the levels and the fixation.
     """
     rule = e0, bias, anisotropy
-    if anisotropy > 1 or not needs_grad(*levels) or needs_grad(fixation) or checks.transformed(fixation):
+    if not needs_grad(*levels) or needs_grad(fixation) or checks.transformed(fixation):
         result = _made(levels, fixation, *rule, kept)
         if needs_grad(fixation) and not result.requires_grad and result.is_floating_point():
             result = result + 0 * fixation.sum().to(result)  # which it rests on, but nowhere changes with
         return result
-    adjoint = _adjoint_of(levels[0], len(levels), fixation, e0, bias)
+    adjoint = _adjoint_of(levels[0], len(levels), fixation.detach().clone(), *rule)
     (result,) = linear(lambda *levels: (_made(levels, fixation, *rule, kept),), adjoint, *levels)
     return result
 
 
-def _adjoint_of(image: torch.Tensor, levels: int, fixation: torch.Tensor, e0: float, bias: float) -> Adjoint:
-    return adjoint_of(lambda levels, points: _made(levels, points, e0, bias, 1.0), image, levels, fixation, e0, bias)
+def _adjoint_of(
+    image: torch.Tensor, levels: int, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float
+) -> Adjoint:
+    """
+    Args:
+        fixation: that stays as it is.
+    """
+    rule = fixation, e0, bias, anisotropy
+    size = image.shape[-2], image.shape[-1]
+    return of_samples(
+        lambda gradient: of_foveation(gradient, size, levels, *rule),
+        lambda levels: _made(levels, *rule),
+        image,
+        levels,
+    )
 
 
 def _made(

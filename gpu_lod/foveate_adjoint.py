@@ -1,69 +1,47 @@
-"""What foveated pixels give the levels that they were made of: the adjoint of trilinear foveation, in plain torch."""
+"""What foveated pixels give the levels that they were made of: the adjoint of foveation, in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from gpu_lod import checks, dispatch
-from gpu_lod.adjoints import Adjoint, wide
-from gpu_lod.dispatch import pull
+from gpu_lod.adjoints import wide
+from gpu_lod.bilinear import Sums, scattered
 from gpu_lod.enlarging import enlarged_adjoint
-from gpu_lod.foveate_tiles import Tile
+from gpu_lod.foveate_tiles import Tile, probes_of, sharper
 from gpu_lod.pyramid import level_sizes
 
 SMALL = 2**16
 """Values of a picture below which torch's own interpolation takes less than the several operations here."""
 
 
-def adjoint_of(
-    made: Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor],
-    image: torch.Tensor,
+def of_foveation(
+    gradient: torch.Tensor,
+    size: tuple[int, int],
     levels: int,
     fixation: torch.Tensor,
     e0: float,
     bias: float,
-) -> Adjoint:
-    """The adjoint of samples with anisotropy 1, which keeps no value but the fixations' as they are now.
+    anisotropy: float,
+) -> list[torch.Tensor | None]:
+    """The gradients in the levels of a mean chain from that in a foveated image.
 
     Args:
-        made: the pixels of levels and fixations, by a graph of torch's own: the way of gradients in a batch.
-        image: of the shape, dtype and device of level 0, [B, C, H, W] or [C, H, W].
-        levels: of its mean chain.
+        gradient: [B, C, H, W], no graph kept.
+        size: (height, width) of the image.
         fixation: [B, 2].
     """
-    shape, dtype, device = image.shape, image.dtype, image.device
-    sizes = level_sizes(shape[-2], shape[-1], levels)
-    kept = fixation.detach().clone()
-
-    def points() -> torch.Tensor:
-        return kept.to(device, dtype if dtype == torch.float64 else torch.float32)
-
-    def by_graph(gradient: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            kind: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
-            zeros = [torch.zeros(*shape[:-2], *size, **kind) for size in sizes]
-            return pull([made(zeros, points())], zeros, [gradient], again=again)
-
-    def adjoint(gradient: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        # torch's own interpolation knows what is deterministic on a GPU.
-        if checks.transformed(gradient) or (device.type != "cpu" and torch.are_deterministic_algorithms_enabled()):
-            return by_graph(gradient)
-        pixels = wide(gradient if len(shape) == 4 else gradient[None])
-        assert pixels is not None
-        rows, columns = (slice(0, n) for n in sizes[0])
-        at, found = points(), []
-        for part, point, place in zip(pixels.split(1), at, at.tolist(), strict=True):
-            tile = Tile(sizes[0], rows, columns, point, place, e0, bias, len(sizes) - 1, True)
-            found.append(_of_image(part, tile, sizes))
-        joined = [_joined(parts) for parts in zip(*found, strict=True)]
-        return [None if x is None else x.to(dtype).view(*shape[:-2], *x.shape[-2:]) for x in joined]
-
-    return adjoint
+    pixels, sizes = wide(gradient), level_sizes(*size, levels)
+    assert pixels is not None
+    rows, columns = (slice(0, n) for n in size)
+    at, found = fixation.to(pixels.device, pixels.dtype), []
+    for part, point, place in zip(pixels.split(1), at, at.tolist(), strict=True):
+        tile = Tile(size, rows, columns, point, place, e0, bias, levels - 1, True)
+        found.append(_of_probes(part, tile, sizes, anisotropy) if anisotropy > 1 else _of_image(part, tile, sizes))
+    return [_joined(parts) for parts in zip(*found, strict=True)]
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -91,6 +69,33 @@ def _of_image(gradient: torch.Tensor, tile: Tile, sizes: Sequence[tuple[int, int
     return found
 
 
+def _of_probes(
+    gradient: torch.Tensor, tile: Tile, sizes: Sequence[tuple[int, int]], anisotropy: float
+) -> list[torch.Tensor | None]:
+    """The same of pixels that are the means of probes. On a CPU as many probes at once as there are threads, which
+    share the images of a batch."""
+    level = tile.level_map()
+    centre, radius, shifts = probes_of(tile, level, anisotropy)
+    centre, radius, values = centre.flatten(0, 1), radius.flatten(0, 1), gradient[0].flatten(1)
+    finest, coarsest = sharper(tile, anisotropy).reads()
+    level = level.flatten().sub_(math.log2(len(shifts))).clamp_(finest, coarsest)
+    at_once = torch.get_num_threads() if gradient.device.type == "cpu" else 1
+    sums = Sums(gradient.shape[:2] + sizes[0], len(sizes))
+    for index in range(finest, coarsest + 1):
+        weight = (level - index).abs_().neg_().add_(1)
+        which = (weight > 0).nonzero()[:, 0]  # a ring, mostly
+        if not len(which):
+            continue
+        part = values.index_select(1, which).mul_(weight.index_select(0, which).div_(len(shifts)))
+        there, out = centre.index_select(0, which), radius.index_select(0, which)
+        for some in shifts.split(at_once):
+            shape = len(some), *part.shape[:1], *sizes[index]
+            grid = (there + out * some[:, None, None])[:, None]
+            for one in scattered(part[:, None].expand(len(some), -1, -1, -1), grid, shape).split(1):
+                sums.add_to(index, one)
+    return sums.found
+
+
 def _reduced(
     pixels: torch.Tensor, index: int, box: tuple[int, int, int, int], sizes: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
@@ -100,8 +105,7 @@ def _reduced(
         return enlarged_adjoint(pixels, 1 << index, box, sizes[index])
     y0, y1, x0, x1 = box
     large = pixels.shape[1] * size[0] * size[1] >= SMALL
-    plain = pixels.device.type == "cpu" and not (dispatch.needs_grad(pixels) or checks.transformed(pixels))
-    if index and large and plain:
+    if index and large and pixels.device.type == "cpu":
         return _by_sides(pixels, size, box, sizes[index])
     whole = F.pad(pixels, (x0, size[1] - x1, y0, size[0] - y1))
     if index == 0:

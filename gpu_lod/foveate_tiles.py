@@ -202,20 +202,8 @@ def _rows(level: torch.Tensor, first: int, end: int, height: int, dtype: torch.d
 
 def probed(chain: list[torch.Tensor], tile: Tile, level: torch.Tensor, anisotropy: float) -> torch.Tensor:
     """Pixels of an image whose levels are [1, C, h, w]: the mean of several trilinear samples along the radius."""
-    height, width = tile.size
-    probes = math.ceil(anisotropy)
-    read = level - math.log2(probes)
-    x, y = tile.away()
-    step = torch.exp2(level) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
-    # As grid_sample counts.
-    radius = torch.stack([x * step * (2 / width), y * step * (2 / height)], dim=-1)
-    kind: dict[str, Any] = {"dtype": level.dtype, "device": level.device}
-    across, down = (
-        (2 * torch.arange(span.start, span.stop, **kind) + 1) / n - 1
-        for span, n in ((tile.columns, width), (tile.rows, height))
-    )
-    centre = torch.stack(torch.broadcast_tensors(across, down[:, None]), dim=-1)
-    shifts = torch.arange(1, probes + 1, **kind) / (probes + 1) - 0.5
+    centre, radius, shifts = probes_of(tile, level, anisotropy)
+    read = level - math.log2(len(shifts))
 
     def mean(index: int, box: tuple[int, int, int, int]) -> torch.Tensor:
         y0, y1, x0, x1 = box
@@ -223,8 +211,29 @@ def probed(chain: list[torch.Tensor], tile: Tile, level: torch.Tensor, anisotrop
         here = slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)
         return _mean_of_probes(chain[index], centre[here], radius[here], shifts)
 
-    tile = replace(tile, bias=tile.bias - math.log2(probes))
+    tile = sharper(tile, anisotropy)
     return _blended(mean, tile, read, *tile.reads())
+
+
+def sharper(tile: Tile, anisotropy: float) -> Tile:
+    """A tile seen as each of its probes is."""
+    return replace(tile, bias=tile.bias - math.log2(math.ceil(anisotropy)))
+
+
+def probes_of(tile: Tile, level: torch.Tensor, anisotropy: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where pixels are probed, as grid_sample counts: at `centre + shift * radius` [h, w, 2] for each of the shifts."""
+    height, width = tile.size
+    probes = math.ceil(anisotropy)
+    x, y = tile.away()
+    step = torch.exp2(level) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
+    radius = torch.stack([x * step * (2 / width), y * step * (2 / height)], dim=-1)
+    kind: dict[str, Any] = {"dtype": level.dtype, "device": level.device}
+    across, down = (
+        (2 * torch.arange(span.start, span.stop, **kind) + 1) / n - 1
+        for span, n in ((tile.columns, width), (tile.rows, height))
+    )
+    centre = torch.stack(torch.broadcast_tensors(across, down[:, None]), dim=-1)
+    return centre, radius, torch.arange(1, probes + 1, **kind) / (probes + 1) - 0.5
 
 
 def _mean_of_probes(

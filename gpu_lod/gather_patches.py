@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import checks, dispatch, operators, patch_windows, recording, sources
+from gpu_lod.adjoints import Adjoint, linear, of_samples, wide
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import conversion
@@ -144,7 +145,7 @@ def gather_patches(
         sample = partial(samplers.patches, source.cuda_source(), *how, border_zero=look.zero, bias=look.bias)
     else:
         sample = partial(_gl, source.texture_context() or context_for(*source.levels), source, points, look)
-    return sources.run(source, sample, lambda levels: reference(levels, points, look))
+    return sources.run(source, sample, _adjoint_of(source.levels[0], len(source), points, look))
 
 
 def _choose(
@@ -293,16 +294,71 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
 
     Differentiable in the levels and the sites.
     """
+    if not needs_grad(*levels) or _graph(sites):
+        return _made(levels, sites, look)
+    adjoint = _adjoint_of(levels[0], len(levels), sites.detach().clone(), look)
+    (result,) = linear(lambda *levels: [_made(levels, sites, look)], adjoint, *levels)
+    return result
+
+
+def _adjoint_of(image: torch.Tensor, levels: int, sites: torch.Tensor, look: Look) -> Adjoint:
+    """
+    Args:
+        sites: that stay as they are.
+    """
+    sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
+    return of_samples(
+        lambda gradient: _adjoint(gradient, sizes, sites, look),
+        lambda levels: _made(levels, sites, look),
+        image,
+        levels,
+    )
+
+
+def _adjoint(
+    gradient: torch.Tensor, sizes: Sequence[tuple[int, int]], sites: torch.Tensor, look: Look
+) -> list[torch.Tensor | None]:
+    """The gradients in the levels from that in patches [B, K, C, P, P]."""
+    batch, _, channels = gradient.shape[:3]
+    values = gradient.flatten(0, 1)
+    every = _sites_of(sizes, sites.to(gradient.device), batch, look)
+    given = patch_windows.Given([(batch, channels, *size) for size in sizes], look.patch, look.bias)
+    for part in _parts(every, channels, look.patch) if checks.on_host(gradient) else [slice(None)]:
+        some, own = every.of(part), wide(values[part])
+        assert own is not None
+        if look.zero:
+            own = own.masked_fill(~_inside(some, sizes[0], look.patch), 0.0)
+        if look.scale is not None:
+            own = own * own.new_tensor(look.scale)[:, None, None]
+        given.add(own, some)
+    return given.found()
+
+
+def _sites_of(sizes: Sequence[tuple[int, int]], sites: torch.Tensor, batch: int, look: Look) -> patch_windows.Sites:
+    """Those of all images in a row, and what they read of levels of such (height, width)."""
+    points = sites.expand(batch, -1, -1).flatten(0, 1)
+    image = torch.arange(batch, device=sites.device).repeat_interleave(sites.shape[1])
+    centres = centres_of(points, sizes[0], torch.float64)
+    level = points[:, 2].double().clamp(max=30)  # far beyond any image
+    shapes = [(width, height) for height, width in sizes]
+    return patch_windows.sites_of(shapes, image, centres, level, look.patch, look.bias)
+
+
+def _parts(sites: patch_windows.Sites, channels: int, patch: int) -> Iterator[torch.Tensor]:
+    """So many of them that a CPU makes their patches together, that read alike."""
+    most = max(_VALUES // (channels * patch**2), 1)
+    alike = sites.reads.argsort(stable=True).split(sites.reads.unique(return_counts=True)[1].tolist())
+    return itertools.chain.from_iterable(some.split(most) for some in alike)
+
+
+def _made(levels: Sequence[torch.Tensor], sites: torch.Tensor, look: Look) -> torch.Tensor:
+    """By a graph of torch's own where gradients are asked for."""
     chain = [level if level.ndim == 4 else level[None] for level in levels]
     top, patch, graph = chain[0], look.patch, _graph(sites)
     batch, channels, height, width = top.shape
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
-    points = sites.to(top.device).expand(batch, -1, -1).flatten(0, 1)
-    image = torch.arange(batch, device=top.device).repeat_interleave(sites.shape[1])
-    centres = centres_of(points, (height, width), torch.float64)
-    level = points[:, 2].double().clamp(max=30)  # far beyond any image
-    shapes = [(level.shape[3], level.shape[2]) for level in chain]
-    every = patch_windows.sites_of(shapes, image, centres, level, patch, look.bias)
+    sizes = [(level.shape[2], level.shape[3]) for level in chain]
+    every = _sites_of(sizes, sites.to(top.device), batch, look)
     values_of = None
     if look.scale is not None:
         values_of = torch.tensor([look.scale, look.offset], dtype=work, device=top.device)[..., None, None]
@@ -316,13 +372,12 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
         return values if values.dtype == look.dtype else stored(values, look.dtype)
 
     # On a CPU some sites at a time: of all of them what is made on the way would be several results in fp32.
-    most = max(_VALUES // (channels * patch**2), 1)
+    many = len(every.reads) > max(_VALUES // (channels * patch**2), 1)
     free = top.device.type == "cpu" and not (graph or needs_grad(*levels) or any(map(checks.transformed, levels)))
     as_they_are = not look.zero and values_of is None and look.dtype == top.dtype
-    if free and len(points) > most and not (as_they_are and every.are_slices()):
-        result = top.new_empty((len(points), channels, patch, patch), dtype=look.dtype)
-        alike = every.reads.argsort(stable=True).split(every.reads.unique(return_counts=True)[1].tolist())
-        for part in itertools.chain.from_iterable(sites.split(most) for sites in alike):
+    if free and many and not (as_they_are and every.are_slices()):
+        result = top.new_empty((len(every.reads), channels, patch, patch), dtype=look.dtype)
+        for part in _parts(every, channels, patch):
             result.index_copy_(0, part, read(every.of(part)))
     else:
         result = read(every)

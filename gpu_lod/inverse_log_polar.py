@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from gpu_lod import checks, dispatch, operators, planewise
-from gpu_lod.bilinear import bilinear
+from gpu_lod.adjoints import Adjoint, linear, of_samples, wide
+from gpu_lod.bilinear import bilinear, scattered
 from gpu_lod.bridge import gl as G
 from gpu_lod.context import Context, context_for
 from gpu_lod.dispatch import Backend, Choice, needs_grad
@@ -74,16 +75,12 @@ def inverse_log_polar(
     inner = e0 if spacing == "cortical" else 0.01 if r_min is None else r_min
     points = checks.fixation(fixation, polar.shape[0] if polar.ndim == 4 else 1)
     checks.no_counts(points, polar.dtype, "fixation", way_out="polar.float() / 255")
-    rest = (float(inner), float(r_max), spacing == "cortical", border == "zero")
+    laid = float(inner), float(r_max), spacing == "cortical", border == "zero"
     if chosen.backend == "torch":
-        return reference(polar, points, (height, width), *rest)
-    ctx = context_for(polar)
-    points = dispatch.kept(points, [polar])
-    (result,) = dispatch.with_reference_gradient(
-        lambda x: (_gl(ctx, x, points, (height, width), *rest),),
-        lambda x: (reference(x, points, (height, width), *rest),),
-        polar,
-    )
+        return reference(polar, points, (height, width), *laid)
+    frame = Frame((height, width), polar.shape[-2], polar.shape[-1], *laid)
+    ctx, points = context_for(polar), dispatch.kept(points, [polar])
+    (result,) = linear(lambda x: [_gl(ctx, x, points, frame)], _adjoint_of(polar, points, frame), polar)
     return result
 
 
@@ -115,11 +112,90 @@ def _choose(
         return Choice("torch", "gradients are asked for in the fixation")
     batch, channels = polar.shape[0] if polar.ndim == 4 else 1, polar.shape[-3]
     height, width = size
-    return dispatch.measured("inverse_log_polar", polar, batch * height * width, channels=channels, batch=batch)
+    work = batch * height * width
+    return dispatch.measured("inverse_log_polar", polar, work, channels=channels, batch=batch, adjoint=True)
 
 
 dispatch.register(inverse_log_polar, _choose)
 operators.register(inverse_log_polar, lambda polar, fixation, size, *_: polar.new_empty(*polar.shape[:-2], *size))
+
+
+class Frame(NamedTuple):
+    """Where the pixels of a picture lie in a map."""
+
+    size: tuple[int, int]
+    """(height, width) of the picture."""
+    rings: int
+    wedges: int
+    inner: float
+    """Where the rings begin, or e0 if they are cortical."""
+    r_max: float
+    cortical: bool
+    zero: bool
+    """Pixels beyond the last ring are 0."""
+
+    @property
+    def scale(self) -> float:
+        """Rings to the logarithm of a radius."""
+        ratio = self.r_max / self.inner
+        return self.rings / (math.log1p(ratio) if self.cortical else math.log(ratio))
+
+    def along(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [W] and y [H] of pixels, from 0 to 1."""
+        height, width = self.size
+        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        return (torch.arange(width, **kind) + 0.5) / width, (torch.arange(height, **kind) + 0.5) / height
+
+    def away(self, at: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, 1, w] and [B, h, 1] from the fixations [B, 2], in units of the longer side."""
+        height, width = self.size
+        longer = max(self.size)
+        return (x - at[:, 0, None, None]) * (width / longer), (y[:, None] - at[:, 1, None, None]) * (height / longer)
+
+    def places(
+        self, at: torch.Tensor, x: torch.Tensor, y: torch.Tensor, first: int, shown: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What pixels read of `shown` wedges, from that one on, as grid_sample counts, [B, h, w, 2]; and which lie
+        beyond the rings, [B, 1, h, w]. Differentiable in the fixations."""
+        dx, dy = torch.broadcast_tensors(*self.away(at, x, y))
+        if needs_grad(at) or checks.transformed(at):  # at the fixation itself neither distance nor angle has a slope
+            there = (dx == 0) & (dy == 0)
+            dx = torch.where(there, 1.0, dx)
+            r, turn = (torch.where(there, 0.0, found) for found in (torch.hypot(dx, dy), torch.atan2(dy, dx)))
+        else:
+            r, turn = torch.hypot(dx, dy), torch.atan2(dy, dx)
+        ring = r.clamp(min=1e-30).div_(self.inner)
+        ring = (ring.log1p() if self.cortical else ring.log()).mul_(self.scale).sub_(0.5)
+        turn = turn.div_(2 * math.pi)
+        wedge = torch.where(turn < 0, turn + 1, turn).mul_(self.wedges).sub_(0.5)
+        # grid_sample counts from -1 to 1.
+        wedge, ring = (2 * (wedge - first) + 1) / shown - 1, (2 * ring + 1) / self.rings - 1
+        return torch.stack([wedge, ring], dim=-1), (r > self.r_max)[:, None]
+
+    def places_from_behind(
+        self, at: torch.Tensor, x: torch.Tensor, y: torch.Tensor, first: int, shown: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in less time, of wedges from half a turn before the first one on, as atan2 counts: with what
+        grid_sample counts folded into one factor and one term a side."""
+        dx, dy = self.away(at, x, y)
+        square = torch.addcmul(dx * dx, dy, dy)
+        grid = square.new_empty(*square.shape, 2)
+        turn = torch.atan2(dy.expand_as(square), dx.expand_as(square))
+        torch.add(turn.mul_(self.wedges / (math.pi * shown)), -2 * first / shown - 1, out=grid[..., 0])
+        scale = 2 * self.scale / self.rings
+        if self.cortical:
+            torch.sub(square.sqrt().div_(self.inner).log1p_().mul_(scale), 1, out=grid[..., 1])
+        else:
+            ring = square.clamp(min=1e-36).log_().mul_(scale / 2)
+            torch.sub(ring, scale * math.log(self.inner) + 1, out=grid[..., 1])
+        return grid, (square > self.r_max * self.r_max)[:, None]
+
+    def seam(self) -> tuple[int, int, Callable[..., tuple[torch.Tensor, torch.Tensor]]]:
+        """The first wedge that pixels all round read, one past the last, and what places them: of few wedges they go
+        on from 0."""
+        if self.wedges < _ROLLED:
+            return -1, self.wedges + 1, self.places
+        return -(self.wedges // 2) - 2, self.wedges // 2 + 3, self.places_from_behind
 
 
 def reference(
@@ -131,83 +207,74 @@ def reference(
     cortical: bool,
     zero: bool,
 ) -> torch.Tensor:
-    """The same in plain torch; float64 too. Differentiable in the map and the fixation [B, 2].
+    """The same in plain torch; float64 too. Differentiable in the map and the fixation [B, 2]. The others are those of
+    a `Frame`."""
+    frame = Frame(size, polar.shape[-2], polar.shape[-1], inner, r_max, cortical, zero)
+    if not needs_grad(polar) or needs_grad(fixation) or checks.transformed(fixation):
+        return _made(polar, fixation, frame)
+    adjoint = _adjoint_of(polar, fixation.detach().clone(), frame)
+    (result,) = linear(lambda polar: [_made(polar, fixation, frame)], adjoint, polar)
+    return result
 
-    Args:
-        inner: where the rings begin, or e0 if they are cortical.
+
+def _adjoint_of(polar: torch.Tensor, fixation: torch.Tensor, frame: Frame) -> Adjoint:
     """
+    Args:
+        fixation: that stays as it is.
+    """
+    return of_samples(
+        lambda gradient: [_adjoint(gradient, fixation, frame)], lambda maps: _made(maps[0], fixation, frame), polar, 1
+    )
+
+
+def _adjoint(gradient: torch.Tensor, fixation: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """The gradient in a map from that in a picture [B, C, H, W]."""
+    pixels = wide(gradient)
+    assert pixels is not None
+    points, (x, y) = fixation.to(pixels.device, pixels.dtype), frame.along(pixels)
+    first, end, places = frame.seam()
+    batch, channels, height, width = pixels.shape
+    shape = channels, frame.rings, end - first
+    sums = pixels.new_zeros(batch, *shape)
+    most = max(planewise.PART // 4, frame.rings * frame.wedges) if checks.on_host(pixels) else pixels.numel()
+    for images, rows in bands(batch, height, width, most):
+        grid, beyond = places(points[images], x, y[rows], first, end - first)
+        part = pixels[images, :, rows]
+        sums[images] += scattered(part.masked_fill(beyond, 0) if frame.zero else part, grid, (len(part), *shape))
+    return _turned_adjoint(sums, first, frame.wedges)
+
+
+def _made(polar: torch.Tensor, fixation: torch.Tensor, frame: Frame) -> torch.Tensor:
+    """By a graph of torch's own where gradients are asked for."""
     batched = polar if polar.ndim == 4 else polar[None]
     work = polar.dtype if polar.dtype in (torch.float32, torch.float64) else torch.float32
-    height, width = size
-    rings, wedges = polar.shape[-2:]
-    longer = max(size)
+    height, width = frame.size
+    wedges = frame.wedges
     points = fixation.to(polar.device, work)
-    y = (torch.arange(height, dtype=work, device=polar.device) + 0.5) / height
-    x = (torch.arange(width, dtype=work, device=polar.device) + 0.5) / width
-    scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
+    x, y = frame.along(points)
     graph = needs_grad(polar, points) or checks.transformed(polar) or checks.transformed(points)
 
-    def make(at: torch.Tensor, rows: slice, columns: slice, maps: torch.Tensor, first: int) -> torch.Tensor:
-        """Some pixels, from some wedges of their maps, the first of which is that one."""
-        dx = (x[None, None, columns] - at[:, 0, None, None]) * (width / longer)
-        dy = (y[None, rows, None] - at[:, 1, None, None]) * (height / longer)
-        dx, dy = torch.broadcast_tensors(dx, dy)
-        if graph:  # at the fixation itself neither distance nor angle has a slope
-            there = (dx == 0) & (dy == 0)
-            dx = torch.where(there, 1.0, dx)
-            r, turn = (torch.where(there, 0.0, found) for found in (torch.hypot(dx, dy), torch.atan2(dy, dx)))
-        else:
-            r, turn = torch.hypot(dx, dy), torch.atan2(dy, dx)
-        ring = r.clamp(min=1e-30).div_(inner)
-        ring = (ring.log1p() if cortical else ring.log()).mul_(scale).sub_(0.5)
-        turn = turn.div_(2 * math.pi)
-        wedge = torch.where(turn < 0, turn + 1, turn).mul_(wedges).sub_(0.5)
-        # grid_sample counts from -1 to 1.
-        wedge, ring = (2 * (wedge - first) + 1) / maps.shape[-1] - 1, (2 * ring + 1) / rings - 1
-        result = bilinear(maps, torch.stack([wedge, ring], dim=-1), work)
-        if zero:
-            result = result.masked_fill((r > r_max)[:, None], 0)
+    def make(maps: torch.Tensor, grid: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
+        result = bilinear(maps, grid, work)
+        if frame.zero:
+            result = result.masked_fill(beyond, 0) if graph else result.masked_fill_(beyond, 0)
         return stored(result, polar.dtype, in_place=not graph)
 
-    def make_plain(at: torch.Tensor, rows: slice, maps: torch.Tensor, first: int) -> torch.Tensor:
-        """The same of all columns, in less time: of maps from half a turn before the first wedge on, as atan2 counts,
-        with what grid_sample counts folded into one factor and one term a side."""
-        dx = (x[None, None] - at[:, 0, None, None]) * (width / longer)
-        dy = (y[None, rows, None] - at[:, 1, None, None]) * (height / longer)
-        square = torch.addcmul(dx * dx, dy, dy)
-        grid = square.new_empty(*square.shape, 2)
-        turn = torch.atan2(dy.expand_as(square), dx.expand_as(square))
-        shown = maps.shape[-1]
-        torch.add(turn.mul_(wedges / (math.pi * shown)), -2 * first / shown - 1, out=grid[..., 0])
-        if cortical:
-            ring = square.sqrt().div_(inner).log1p_().mul_(2 * scale / rings)
-            torch.sub(ring, 1, out=grid[..., 1])
-        else:
-            ring = square.clamp(min=1e-36).log_().mul_(scale / rings)
-            torch.sub(ring, 2 * scale * math.log(inner) / rings + 1, out=grid[..., 1])
-        result = bilinear(maps, grid, work)
-        if zero:
-            result.masked_fill_((square > r_max * r_max)[:, None], 0)
-        return stored(result, polar.dtype, in_place=True)
-
-    everything = slice(None)
     if graph or polar.device.type != "cpu":
-        result = make(points, everything, everything, _turned(batched, -1, wedges + 1), -1)
+        result = make(_turned(batched, -1, wedges + 1), *frame.places(points, x, y, -1, wedges + 2))
         return result if polar.ndim == 4 else result[0]
     result = batched.new_empty(*batched.shape[:2], height, width)
     texels = batched[0].numel()
     small = height * width < planewise.PART // 16 and texels <= planewise.PART * 3 // 4
     if work == polar.dtype or wedges < _QUARTERED or small:
-        plain = wedges >= _ROLLED
-        part = _turned(batched, -(wedges // 2) - 2, wedges // 2 + 3) if plain else _turned(batched, -1, wedges + 1)
+        first, end, places = frame.seam()
+        part = _turned(batched, first, end)
         most = min(planewise.PART // 4, max(len(batched) * height * width // 8, planewise.PART // 16))
         if work != polar.dtype:  # in fp32 they are several times themselves: what is left beside the turned ones
             most = min(most, max(max(planewise.PART // 2, batched.nbytes // 5) // texels, 1) * height * width)
         for images, rows in bands(len(batched), height, width, most):
-            if plain:
-                result[images, :, rows] = make_plain(points[images], rows, part[images], -(wedges // 2) - 2)
-            else:
-                result[images, :, rows] = make(points[images], rows, everything, part[images], -1)
+            found = places(points[images], x, y[rows], first, end - first)
+            result[images, :, rows] = make(part[images], *found)
         return result if polar.ndim == 4 else result[0]
     # A map of a small dtype is several times itself in fp32: a quarter of it at a time, which is what the pixels on one
     # side of the fixation in x and y read.
@@ -228,7 +295,8 @@ def reference(
             together = max(most // (columns * threads), 1) * threads  # `bilinear` shares rows among the threads
             for _, rows in bands(1, end - row, columns, together * columns):
                 rows = slice(row + rows.start, row + rows.stop)
-                result[image, :, rows, column:last] = make(at, rows, slice(column, last), part, first)[0]
+                found = frame.places(at, x[column:last], y[rows], first, part.shape[-1])
+                result[image, :, rows, column:last] = make(part, *found)[0]
             del part  # before the next one is made
     return result if polar.ndim == 4 else result[0]
 
@@ -240,21 +308,21 @@ def _turned(maps: torch.Tensor, first: int, end: int) -> torch.Tensor:
     return torch.cat(parts + [maps[..., : end - wedges]] * (end > wedges), dim=-1)
 
 
-def _gl(
-    ctx: Context,
-    polar: torch.Tensor,
-    fixation: torch.Tensor,
-    size: tuple[int, int],
-    inner: float,
-    r_max: float,
-    cortical: bool,
-    zero: bool,
-) -> torch.Tensor:
+def _turned_adjoint(turned: torch.Tensor, first: int, wedges: int) -> torch.Tensor:
+    """What wedges counted from `first` on, below 0, give those they are."""
+    before, behind = turned[..., :-first], turned[..., -first:]
+    result = turned.new_zeros(*turned.shape[:-1], wedges)
+    result[..., first:] += before
+    for part in behind.split(wedges, dim=-1):
+        result[..., : part.shape[-1]] += part
+    return result
+
+
+def _gl(ctx: Context, polar: torch.Tensor, fixation: torch.Tensor, frame: Frame) -> torch.Tensor:
     batched = polar if polar.ndim == 4 else polar[None]
     batch, channels, rings, wedges = batched.shape
-    height, width = size
-    longer = max(size)
-    scale = rings / (math.log1p(r_max / inner) if cortical else math.log(r_max / inner))
+    height, width = frame.size
+    longer = max(frame.size)
     with ctx.active(polar.device):
         source = planes_of(ctx, batched)
         target, result, done = new_rows(ctx, (batch, channels, height, width), polar.dtype)
@@ -265,9 +333,9 @@ def _gl(
             "u_map_size": (wedges, rings),
             "u_pixel": (1 / width, 1 / height),
             "u_box": (width / longer, height / longer),
-            "u_radii": (inner, r_max, scale),
+            "u_radii": (frame.inner, frame.r_max, frame.scale),
         }
-        defines = {"CORTICAL": cortical, "BORDER_ZERO": zero, "FETCHED": fetched}
+        defines = {"CORTICAL": frame.cortical, "BORDER_ZERO": frame.zero, "FETCHED": fetched}
         make = _fours if target.width % target.per_word == 0 and _together(ctx, source, target, channels) else _words
         make(ctx, source, target, channels, uniforms, defines)
         done()

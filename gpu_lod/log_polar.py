@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from gpu_lod import checks, dispatch, operators, sources
-from gpu_lod.bilinear import bilinear, cropped
+from gpu_lod.adjoints import Adjoint, linear, of_samples, wide
+from gpu_lod.bilinear import Sums, bilinear, cropped
 from gpu_lod.bridge import Private
 from gpu_lod.bridge import gl as G
 from gpu_lod.cached import constant
@@ -121,7 +124,7 @@ def log_polar(
     else:
         ctx = source.texture_context() or context_for(*source.levels)
         sample = functools.partial(_gl, ctx, source, points, rule, border, chosen.generator or "compute")
-    return sources.run(source, sample, lambda levels: reference(levels, points, rule, border))
+    return sources.run(source, sample, _adjoint_of(source.levels[0], len(source), points, rule, border))
 
 
 def _choose(
@@ -215,6 +218,15 @@ class Rule:
         """Level of each ring, for an image whose longer side is `longer` px and whose last level is `last`."""
         return [min(math.log2(max(1.0, longer * footprint)), float(last)) for footprint in self.footprints]
 
+    def runs(self, longer: int, last: int) -> Iterator[tuple[slice, int, list[float]]]:
+        """Rings between two levels: which, the finer level, and of each ring the share of the coarser one. They are
+        neighbours, since levels never fall with the radius."""
+        levels, first = self.levels(longer, last), 0
+        for fine, ring in itertools.groupby(map(int, levels)):
+            end = first + len(list(ring))
+            yield slice(first, end), fine, [level - fine for level in levels[first:end]]
+            first = end
+
 
 def ring_rule(rings: int, wedges: int, r_min: float | None, r_max: float, spacing: str, e0: float) -> Rule:
     """The checked rule. In compiled code the check alone: rings are laid out when the graph runs."""
@@ -285,18 +297,81 @@ def reference(
 
     Differentiable in the levels and the fixation.
     """
+    if not needs_grad(*levels) or needs_grad(fixation) or checks.transformed(fixation):
+        return _made(levels, fixation, rule, border, parts)
+    adjoint = _adjoint_of(levels[0], len(levels), fixation.detach().clone(), rule, border)
+    (result,) = linear(lambda *levels: [_made(levels, fixation, rule, border, parts)], adjoint, *levels)
+    return result
+
+
+def _adjoint_of(image: torch.Tensor, levels: int, fixation: torch.Tensor, rule: Rule, border: str) -> Adjoint:
+    """
+    Args:
+        fixation: that stays as it is.
+    """
+    size = image.shape[-2], image.shape[-1]
+    return of_samples(
+        lambda gradient: _adjoint(gradient, size, levels, fixation, rule, border),
+        lambda levels: _made(levels, fixation, rule, border),
+        image,
+        levels,
+    )
+
+
+def _adjoint(
+    gradient: torch.Tensor, size: tuple[int, int], levels: int, fixation: torch.Tensor, rule: Rule, border: str
+) -> list[torch.Tensor | None]:
+    """The gradients in the levels from that in a map [B, C, rings, wedges]."""
+    pixels = wide(gradient)
+    assert pixels is not None
+    batch, channels = pixels.shape[:2]
+    centre, radii, directions = _places(fixation, size, rule, pixels.dtype, pixels.device)
+    sums = Sums((batch, channels, *size), levels)
+    most = rule.rings
+    if checks.on_host(pixels):  # every call makes all of a level: of as many samples as texels that is little
+        most = max(8 * _AT_ONCE // (batch * rule.wedges), size[0] * size[1] // rule.wedges, 1)
+    for rings, fine, blend in rule.runs(max(size), levels - 1):
+        for begin in range(rings.start, rings.stop, most):
+            rows = slice(begin, min(begin + most, rings.stop))
+            grid = torch.addcmul(centre, radii[rows], directions)
+            part = pixels[:, :, rows]
+            if border == "zero":
+                part = part.masked_fill(_outside(grid), 0.0)
+            if any(blend):
+                weights = pixels.new_tensor(blend[begin - rings.start : rows.stop - rings.start])[:, None]
+                coarse = part * weights
+                sums.add(fine + 1, coarse, grid)
+                part = torch.sub(part, coarse, out=coarse)
+            sums.add(fine, part, grid)
+    return sums.found
+
+
+def _places(
+    fixation: torch.Tensor, size: tuple[int, int], rule: Rule, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Centres [B, 1, 1, 2], radii [rings, 1, 1] and directions [wedges, 2], whose products and sums are places as
+    grid_sample counts them, from -1 to 1."""
+    height, width = size
+    aspect = torch.tensor([2 * max(size) / width, 2 * max(size) / height], dtype=dtype, device=device)
+    centre = (2 * fixation.to(device, dtype) - 1)[:, None, None, :]
+    directions = constant(device, _directions, rule.wedges, dtype)
+    return centre, constant(device, _radii, rule.law, dtype), directions * aspect
+
+
+def _outside(grid: torch.Tensor) -> torch.Tensor:
+    """[B, 1, rows, columns]."""
+    return (grid.abs() > 1).any(dim=-1)[:, None]
+
+
+def _made(
+    levels: Sequence[torch.Tensor], fixation: torch.Tensor, rule: Rule, border: str, parts: int | None = None
+) -> torch.Tensor:
+    """By a graph of torch's own where gradients are asked for."""
     top = levels[0]
     batched = top.ndim == 4
     height, width = top.shape[-2:]
     work = top.dtype if top.dtype in (torch.float32, torch.float64) else torch.float32
-    longer = max(height, width)
-    # grid_sample counts from -1 to 1
-    aspect = torch.tensor([2 * longer / width, 2 * longer / height], dtype=work, device=top.device)
-    centre = (2 * fixation.to(top.device, work) - 1)[:, None, None, :]
-    radii = constant(top.device, _radii, rule.law, work)
-    directions = constant(top.device, _directions, rule.wedges, work)
-    directions = directions * aspect
-    ring_levels = rule.levels(longer, len(levels) - 1)
+    centre, radii, directions = _places(fixation, (height, width), rule, work, top.device)
     in_place = not (needs_grad(fixation, *levels) or any(map(checks.transformed, (fixation, *levels))))
     result = top.new_empty(len(centre), top.shape[-3], rule.rings, rule.wedges) if in_place else None
     few = in_place and top.dtype != work and top.device.type == "cpu"
@@ -306,14 +381,8 @@ def reference(
     elif in_place and top.device.type == "cpu":
         at_once = min(at_once, 8 * _AT_ONCE)
     bands = []
-    # Levels never fall with the radius, so the rings between two levels are neighbours.
-    first = 0
-    while first < rule.rings:
-        fine = int(ring_levels[first])
-        last = first
-        while last < rule.rings and int(ring_levels[last]) == fine:
-            last += 1
-        blend = [level - fine for level in ring_levels[first:last]]
+    for rings, fine, blend in rule.runs(max(height, width), len(levels) - 1):
+        first, last = rings.start, rings.stop
         # Converted once for all of them.
         pair = levels[fine : fine + 1 + any(blend)]
         # A quarter of the wedges, if that is much, reads a quarter of the picture.
@@ -339,13 +408,12 @@ def reference(
                     weights = torch.tensor(blend[here], dtype=work, device=top.device)[:, None]
                     part = part.lerp_(coarse, weights) if in_place else torch.lerp(part, coarse, weights)
                 if border == "zero":
-                    part = part.masked_fill((grid.abs() > 1).any(dim=-1)[:, None], 0.0)  # infinities, too
+                    part = part.masked_fill(_outside(grid), 0.0)  # infinities, too
                 part = stored(part, top.dtype, in_place=in_place)
                 if result is None:
                     bands.append(part)
                 else:
                     result[:, :, rows, columns] = part
-        first = last
     if result is None:
         result = torch.cat(bands, dim=2) if len(bands) > 1 else bands[0]
     return result if batched else result[0]

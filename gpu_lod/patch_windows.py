@@ -12,7 +12,7 @@ import torch
 
 from gpu_lod import checks
 from gpu_lod.adjoints import linear
-from gpu_lod.bilinear import grid_sample
+from gpu_lod.bilinear import grid_sample, scattered
 from gpu_lod.dispatch import needs_grad
 
 _WHOLE, _SLICES, _BETWEEN, _BEYOND = range(4)
@@ -41,6 +41,10 @@ class Sites(NamedTuple):
 
     def of(self, which: slice | torch.Tensor) -> Sites:
         return Sites(*(value[which] for value in self))
+
+    def windows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of slices: images, and the texels that they begin at."""
+        return self.image, self.texel.long()
 
     def are_slices(self) -> bool:
         """Whether all samples are texels."""
@@ -80,19 +84,8 @@ def read(
         graph: whether also in the centres and the level.
         bias: of `sites_of`.
     """
-    reads, order = sites.reads, None
-    low, high = (int(bound) for bound in torch.aminmax(reads))
-    if low == high:
-        runs = [_Run(low // 4, low % 4, 0, len(reads))]
-    else:
-        reads, order = reads.sort(stable=True)
-        sites = sites.of(order)
-        numbers, counts = reads.unique_consecutive(return_counts=True)
-        ends = [0, *counts.cumsum(0).tolist()]
-        runs = [
-            _Run(number // 4, number % 4, begin, end)
-            for number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True)
-        ]
+    runs, order = _runs(sites)
+    sites = sites if order is None else sites.of(order)
     exact = not graph and all(run.kind == _SLICES for run in runs)
     samples = None if exact else _Samples(chain, sites, runs, patch, work, graph, bias)
     # Where windows overlap, gradients are to be rounded once.
@@ -105,20 +98,83 @@ def read(
         if run.kind == _SLICES:
             level = chain[run.level]
             dtype = level.dtype if as_stored else work
-            texels = _windows(level, some.image, some.texel.long(), (patch, patch), dtype)
+            texels = _windows(level, *some.windows(), (patch, patch), dtype)
             # All gradients are those of the samples.
             values = texels if values is None else texels.detach() + (values - values.detach()).nan_to_num(0.0)
         assert values is not None
         if order is None:
             return values
         if result is None:
-            result = values.new_empty((len(reads), *values.shape[1:]))
+            result = values.new_empty((len(order), *values.shape[1:]))
         if checks.transformed(values):
             result[order[run.begin : run.end]] = values  # which torch.func.vmap has a rule for
         else:
             result.index_copy_(0, order[run.begin : run.end], values)
     assert result is not None
     return result
+
+
+class Given:
+    """What patches give the levels of a chain, added up.
+
+    Args:
+        shapes: of the levels, [B, C, h, w] each.
+        patch: side of the patches.
+        bias: of `sites_of`.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], patch: int, bias: float) -> None:
+        self._shapes, self._patch, self._bias = shapes, patch, bias
+        self._sums: list[torch.Tensor | None] = [None] * len(shapes)
+
+    def add(self, gradient: torch.Tensor, sites: Sites) -> None:
+        """The adjoint of `read`: of [N, C, P, P], fp32 or float64, at sites [N]."""
+        runs, order = _runs(sites)
+        sites = sites if order is None else sites.of(order)
+        samples = None
+        if any(run.kind != _SLICES for run in runs):
+            unread = [gradient.new_empty(()).expand(*shape) for shape in self._shapes]
+            samples = _Samples(unread, sites, runs, self._patch, gradient.dtype, False, self._bias)
+        for run in runs:
+            values = gradient if order is None else gradient[order[run.begin : run.end]]
+            if run.kind == _SLICES:
+                self.add_windows(run.level, *sites.of(slice(run.begin, run.end)).windows(), values)
+            elif samples is not None:
+                samples.give(run, values, self)
+
+    def add_windows(self, level: int, image: torch.Tensor, begin: torch.Tensor, values: torch.Tensor) -> None:
+        self._sums[level] = _added(self._sums[level], self._shapes[level], image, begin, values)
+
+    def add_texels(self, level: int, texel: torch.Tensor, values: torch.Tensor) -> None:
+        """
+        Args:
+            texel: [M], counted through the images of the level.
+            values: [C, M].
+        """
+        self._sums[level] = _added_at(self._sums[level], self._shapes[level], texel, values)
+
+    def found(self) -> list[torch.Tensor | None]:
+        """[B, C, h, w] of each level; None where nothing was read."""
+        return [
+            None if sums is None else _as_level(sums, shape)
+            for sums, shape in zip(self._sums, self._shapes, strict=True)
+        ]
+
+
+def _runs(sites: Sites) -> tuple[list[_Run], torch.Tensor | None]:
+    """Sites that read the same, and the order in which they are neighbours; None: all do."""
+    reads = sites.reads
+    low, high = (int(bound) for bound in torch.aminmax(reads))
+    if low == high:
+        return [_Run(low // 4, low % 4, 0, len(reads))], None
+    reads, order = reads.sort(stable=True)
+    numbers, counts = reads.unique_consecutive(return_counts=True)
+    ends = [0, *counts.cumsum(0).tolist()]
+    runs = [
+        _Run(number // 4, number % 4, begin, end)
+        for number, (begin, end) in zip(numbers.tolist(), pairwise(ends), strict=True)
+    ]
+    return runs, order
 
 
 class _Run(NamedTuple):
@@ -216,16 +272,49 @@ class _Samples:
                     out.copy_(every.index_select(0, index))
         return grid_sample(seen, self._grid[further, begin:end])
 
-    def _apart(self, run: _Run) -> torch.Tensor:
-        """Samples further apart than texels: the four about each by themselves."""
-        which, level = slice(run.begin, run.end), self._chain[run.level]
-        counts, corners = torch.arange(self._patch, device=level.device), []
+    def give(self, run: _Run, gradient: torch.Tensor, to: Given) -> None:
+        """The adjoint of `of` a run, without a graph."""
+        if run.kind == _BEYOND:
+            self._give_apart(run, gradient, to)
+            return
+        if run.kind == _BETWEEN:
+            coarse = gradient * self._share[run.begin : run.end]
+            self._give(run, 1, coarse, to)
+            gradient = torch.sub(gradient, coarse, out=coarse)
+        self._give(run, 0, gradient, to)
+
+    def _give(self, run: _Run, further: int, gradient: torch.Tensor, to: Given) -> None:
+        which = slice(run.begin, run.end)
+        shape = *gradient.shape[:2], *self._window(run, further)[::-1]
+        seen = scattered(gradient, self._grid[further, which], shape)
+        to.add_windows(run.level + further, self._sites.image[which], self._begin[further, which], seen)
+
+    def _corners(self, run: _Run) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Along x, then y, [n, P]: the two texels about each sample, and the share of the second."""
+        which, corners = slice(run.begin, run.end), []
+        counts = torch.arange(self._patch, device=self._first.device)
         for axis, side in enumerate(self._shapes[run.level]):
             at = self._first[0, which, axis, None] + self._step[0, which, axis, None] * counts
             at = at.clamp(0, side - 1)
             first = at.detach().floor().clamp(max=max(side - 2, 0))
             corners.append((first.long(), (first.long() + 1).clamp(max=side - 1), (at - first).to(self._work)))
-        (left, right, across), (above, below, down) = corners
+        return corners
+
+    def _give_apart(self, run: _Run, gradient: torch.Tensor, to: Given) -> None:
+        columns, rows = self._shapes[run.level]
+        image = self._sites.image[run.begin : run.end, None, None]
+        (left, right, across), (above, below, down) = self._corners(run)
+        lower = gradient * down[:, None, :, None]
+        for y, part in ((above, gradient - lower), (below, lower)):
+            outer = part * across[:, None, None, :]
+            for x, values in ((left, part - outer), (right, outer)):
+                texel = (image * rows + y[:, :, None]) * columns + x[:, None, :]
+                to.add_texels(run.level, texel.flatten(), values.transpose(0, 1).flatten(1))
+
+    def _apart(self, run: _Run) -> torch.Tensor:
+        """Samples further apart than texels: the four about each by themselves."""
+        which, level = slice(run.begin, run.end), self._chain[run.level]
+        (left, right, across), (above, below, down) = self._corners(run)
         image, channel = self._sites.image[which, None, None, None], torch.arange(level.shape[1], device=level.device)
 
         def texels(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -248,11 +337,6 @@ def _windows(
     """
     (columns, rows), whole, stored = shape, level.shape, level.dtype
 
-    def texels(channels: int) -> tuple[torch.Tensor, ...]:
-        x, y = (at[:, None] + torch.arange(n, device=at.device) for at, n in zip(begin.unbind(1), shape, strict=True))
-        channel = torch.arange(channels, device=begin.device)
-        return image[:, None, None, None], channel[:, None, None], y[:, None, :, None], x[:, None, None, :]
-
     def copied(level: torch.Tensor) -> list[torch.Tensor]:
         if level.device.type != "cpu":
             every = level.unfold(2, rows, 1).unfold(3, columns, 1)
@@ -261,20 +345,40 @@ def _windows(
         return [every.index_select(0, index).to(dtype)]
 
     def adjoint(gradient: torch.Tensor) -> list[torch.Tensor]:
-        count, channels, height, width = whole
-        layer, _, y, x = texels(1)
-        texel = ((layer * height + y) * width + x).flatten()
-        sums = gradient.new_zeros(channels, count * height * width)
-        values = gradient.transpose(0, 1).reshape(channels, -1)
-        # In place: else all of the level is copied once more.
-        add = sums.index_add if checks.transformed(gradient) else sums.index_add_
-        sums = add(1, texel, values)
-        return [sums.view(channels, count, height, width).transpose(0, 1).to(stored)]
+        return [_as_level(_added(None, whole, image, begin, gradient), whole).to(stored)]
 
     if checks.transformed(level):  # torch's own derivatives
-        return level[texels(whole[1])].to(dtype)
+        x, y = (at[:, None] + torch.arange(n, device=at.device) for at, n in zip(begin.unbind(1), shape, strict=True))
+        channel = torch.arange(whole[1], device=begin.device)[:, None, None]
+        return level[image[:, None, None, None], channel, y[:, None, :, None], x[:, None, None, :]].to(dtype)
     (result,) = linear(copied, adjoint, level)
     return result
+
+
+def _added(
+    sums: torch.Tensor | None, whole: Sequence[int], image: torch.Tensor, begin: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Windows [n, C, rows, columns] from texels `begin` on added to the sums of a level of that shape."""
+    columns, rows = (
+        at[:, None] + torch.arange(n, device=at.device)
+        for at, n in zip(begin.unbind(1), (values.shape[3], values.shape[2]), strict=True)
+    )
+    texel = (image[:, None, None] * whole[2] + rows[:, :, None]) * whole[3] + columns[:, None, :]
+    return _added_at(sums, whole, texel.flatten(), values.transpose(0, 1).reshape(values.shape[1], -1))
+
+
+def _added_at(
+    sums: torch.Tensor | None, whole: Sequence[int], texel: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    count, channels, height, width = whole
+    sums = values.new_zeros(channels, count * height * width) if sums is None else sums
+    # In place: else all of the level is copied once more.
+    return (sums.index_add if checks.transformed(values) else sums.index_add_)(1, texel, values)
+
+
+def _as_level(sums: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
+    count, channels, height, width = whole
+    return sums.view(channels, count, height, width).transpose(0, 1)
 
 
 def _in_memory(

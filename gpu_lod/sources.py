@@ -12,7 +12,6 @@ from gpu_lod.adjoints import Adjoint, linear
 from gpu_lod.context import context_for
 from gpu_lod.memory_chain import MemoryChain
 from gpu_lod.mipmap import image_gradient, mipmap
-from gpu_lod.mipmap import reference as mip_chain
 from gpu_lod.pyramid import Pyramid, level_sizes
 
 MANY = 0.25
@@ -42,6 +41,7 @@ def asked(src: torch.Tensor | Pyramid, samples: int, result_bytes: int, state: s
     """
     image = src.levels[0] if isinstance(src, Pyramid) else src
     known = {
+        "adjoint": True,
         "channels": image.shape[-3],
         "batch": image.shape[0] if image.ndim == 4 else 1,
         "context": src.texture_context() if isinstance(src, Pyramid) else None,
@@ -96,30 +96,17 @@ def _texture_pays(image: torch.Tensor, samples: int, result_bytes: int) -> bool:
     return room >= (texture + chain + copied) * image.nbytes
 
 
-def run(
-    source: Source,
-    sample: Callable[[], torch.Tensor],
-    reference: Callable[[list[torch.Tensor]], torch.Tensor],
-    adjoint: Adjoint | None = None,
-) -> torch.Tensor:
+def run(source: Source, sample: Callable[[], torch.Tensor], adjoint: Adjoint) -> torch.Tensor:
     """What a sampler makes of its source, differentiable in the pyramid's levels or the image.
 
     Args:
         sample: shader or kernel path.
-        reference: the same of the levels, in plain torch.
-        adjoint: of the samples, to gradients in the levels; None differentiates the reference.
+        adjoint: of the samples, to gradients in the levels.
     """
-    if adjoint is not None:
-        sizes = level_sizes(*source.size, len(source))
-        of_levels, of_image = adjoint, lambda x: [image_gradient(adjoint(x), sizes, source.dtype)]
-        how = of_levels if isinstance(source, Pyramid) else of_image
-        (result,) = linear(lambda *inputs: (sample(),), how, *source.levels)
-    elif isinstance(source, Pyramid):
-        (result,) = dispatch.with_reference_gradient(
-            lambda *levels: (sample(),), lambda *levels: (reference(list(levels)),), *source.levels
-        )
-    else:
-        (result,) = dispatch.with_reference_gradient(
-            lambda image: (sample(),), lambda image: (reference(mip_chain(image, len(source))),), source.image
-        )
+    sizes = level_sizes(*source.size, len(source))
+
+    def of_image(gradient: torch.Tensor) -> list[torch.Tensor | None]:
+        return [image_gradient(adjoint(gradient), sizes, source.dtype)]
+
+    (result,) = linear(lambda *_: [sample()], adjoint if isinstance(source, Pyramid) else of_image, *source.levels)
     return result

@@ -325,8 +325,11 @@ def test_a_pyramid_changed_before_it_is_used_or_differentiated(backend: Any) -> 
     pyramid = lod.mipmap(image * 1, backend=backend)
     result = lod.log_polar(pyramid, asked, 6, 10, backend=backend)
     pyramid[0].mul_(0.5)
-    with pytest.raises(InputChangedError, match="inplace"):
-        result.sum().backward()
+    if backend == "torch":
+        with pytest.raises(InputChangedError, match="inplace"):
+            result.sum().backward()
+    else:
+        result.sum().backward()  # of the adjoint, which reads no level
     with pytest.raises(PyramidChangedError):
         lod.log_polar(pyramid, (0.5, 0.5), 6, 10, backend=backend)
 
