@@ -24,7 +24,7 @@ WORKERS ?= 1
 GO_ON ?=
 CACHE ?=
 
-.PHONY: help test demo gallery bench bench-allocate bench-encoder bench-streaming bench-workers bench-memory quality report gpu-check lint check-style check-types format setup setup-test clean
+.PHONY: help test demo gallery bench bench-allocate bench-encoder bench-gradients bench-streaming bench-workers bench-memory quality report gpu-check lint check-style check-types format setup setup-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -53,6 +53,9 @@ bench-encoder: setup  ## time an encoder on token sets against its full grid, wr
 
 bench-streaming: setup  ## what a token memory keeps from frame to frame, write bench/results/streaming/ and docs/encoders.md
 	@$(BIN)/python bench/bench_streaming.py $(BENCH_ARGS) && $(BIN)/python bench/bench_streaming.py --doc
+
+bench-gradients: setup  ## time forwards and backwards, write bench/results/gradients/ and docs/gradients.md
+	@$(BIN)/python bench/bench_gradients.py $(BENCH_ARGS) && $(BIN)/python bench/bench_gradients.py --doc
 
 bench-workers: setup  ## what shaders gain in the workers of a DataLoader, write bench/results/workers/ and docs/benchmarks.md
 	@$(BIN)/python bench/bench_workers.py $(BENCH_ARGS) && $(BIN)/python bench/bench_workers.py --doc
