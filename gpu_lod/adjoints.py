@@ -132,6 +132,7 @@ def chain_adjoint(
     sizes: Sequence[tuple[int, int]],
     dtype: torch.dtype,
     step: Callable[..., torch.Tensor],
+    finest: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
     """The gradient in the finest level of a chain in which each level is made of the one above.
 
@@ -141,10 +142,11 @@ def chain_adjoint(
         dtype: of the finest.
         step: the adjoint of what makes a level, of (gradient, height, width of the level above, a gradient in that or
             None).
+        finest: another gradient in the finest, to be added.
     """
     found = wide(gradients[-1])
     for level in range(len(sizes) - 2, -1, -1):
-        more = wide(gradients[level - 1]) if level else None
+        more = wide(gradients[level - 1] if level else finest)
         found = more if found is None else step(found, *sizes[level], more)
     return [None if found is None else found.to(dtype)]
 

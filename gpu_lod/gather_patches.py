@@ -323,7 +323,7 @@ def _adjoint(
     values = gradient.flatten(0, 1)
     every = _sites_of(sizes, sites.to(gradient.device), batch, look)
     given = patch_windows.Given([(batch, channels, *size) for size in sizes], look.patch, look.bias)
-    for part in _parts(every, channels, look.patch) if checks.on_host(gradient) else [slice(None)]:
+    for part in _parts(every, channels, look.patch, 8 * _VALUES) if checks.on_host(gradient) else [slice(None)]:
         some, own = every.of(part), wide(values[part])
         assert own is not None
         if look.zero:
@@ -344,9 +344,9 @@ def _sites_of(sizes: Sequence[tuple[int, int]], sites: torch.Tensor, batch: int,
     return patch_windows.sites_of(shapes, image, centres, level, look.patch, look.bias)
 
 
-def _parts(sites: patch_windows.Sites, channels: int, patch: int) -> Iterator[torch.Tensor]:
-    """So many of them that a CPU makes their patches together, that read alike."""
-    most = max(_VALUES // (channels * patch**2), 1)
+def _parts(sites: patch_windows.Sites, channels: int, patch: int, values: int) -> Iterator[torch.Tensor]:
+    """Some that read alike, and whose patches are no more values."""
+    most = max(values // (channels * patch**2), 1)
     alike = sites.reads.argsort(stable=True).split(sites.reads.unique(return_counts=True)[1].tolist())
     return itertools.chain.from_iterable(some.split(most) for some in alike)
 
@@ -377,7 +377,7 @@ def _made(levels: Sequence[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     as_they_are = not look.zero and values_of is None and look.dtype == top.dtype
     if free and many and not (as_they_are and every.are_slices()):
         result = top.new_empty((len(every.reads), channels, patch, patch), dtype=look.dtype)
-        for part in _parts(every, channels, patch):
+        for part in _parts(every, channels, patch, _VALUES):
             result.index_copy_(0, part, read(every.of(part)))
     else:
         result = read(every)

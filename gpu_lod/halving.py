@@ -132,7 +132,10 @@ def halve_mean_adjoint(x: torch.Tensor, height: int, width: int, fine: torch.Ten
                 x = (x * 0.5).repeat_interleave(2, dim)
             elif n > 1:
                 x = _polyphase_adjoint(x, dim, n)
-    return x if fine is None else x + fine
+    if fine is None:
+        return x
+    own = max(height, width) > 1 and not (dispatch.needs_grad(x, fine) or any(map(checks.transformed, (x, fine))))
+    return x.add_(fine) if own else x + fine
 
 
 def _polyphase_adjoint(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:

@@ -233,8 +233,8 @@ def image_gradient(
     top, *rest = gradients
     if not rest:
         return top
-    (found,) = chain_adjoint(*rest, sizes=sizes, dtype=dtype, step=halve_mean_adjoint)
-    return found if top is None else top if found is None else found + top
+    (found,) = chain_adjoint(*rest, sizes=sizes, dtype=dtype, step=halve_mean_adjoint, finest=top)
+    return found
 
 
 def _below(
