@@ -20,7 +20,8 @@ differentiate again."""
 def of_samples(
     plain: Adjoint, made: Callable[[list[torch.Tensor]], torch.Tensor], image: torch.Tensor, levels: int
 ) -> Adjoint:
-    """The adjoint of samples of a mean chain, to gradients in its levels.
+    """The adjoint of samples of a mean chain, to gradients in its levels: of small dtypes in fp32, which holds what
+    coarse levels may be given, and which autograd rounds.
 
     Args:
         plain: makes them of a gradient that has memory of its own, without a graph.
@@ -42,8 +43,9 @@ def of_samples(
         steady = device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
         if steady or needs_grad(gradient) or checks.transformed(gradient):
             return by_graph(gradient)
+        gradient = gradient.resolve_neg()  # of which no tensor could be made alike
         found = plain(gradient if len(shape) == 4 else gradient[None])
-        return [None if one is None else one.to(dtype).view(*shape[:-2], *one.shape[-2:]) for one in found]
+        return [None if one is None else one.view(*shape[:-2], *one.shape[-2:]) for one in found]
 
     return adjoint
 

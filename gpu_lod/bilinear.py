@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +42,27 @@ def cropped(
     Args:
         small: texels below which all of it is converted.
     """
-    if level.numel() < small or level.dtype == dtype or checks.traced():
+    box = None
+    if level.numel() >= small and level.dtype != dtype and not checks.traced():
+        box = _box(level.shape, grid)
+    if box is None:
         return level.to(dtype), None
+    return level[..., box.rows, box.columns].to(dtype), (box.scale, box.shift)
+
+
+class _Box(NamedTuple):
+    """A part of a level, and the scale and the shift [2] from a grid to one of that part."""
+
+    rows: slice
+    columns: slice
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+
+def _box(shape: Sequence[int], grid: torch.Tensor) -> _Box | None:
+    """What is read of a level [..., h, w] between the outermost places of a grid; None: most of it."""
     box, scales, shifts = [], [], []
-    for axis, n in enumerate((level.shape[-1], level.shape[-2])):
+    for axis, n in enumerate((shape[-1], shape[-2])):
         low, high = (min(max(float(bound), -3.0), 3.0) for bound in grid[..., axis].aminmax())  # inf, too
         # A texel more on each side, for rounding; samples outside the level read its edge.
         first = min(max(math.floor((low + 1) / 2 * n - 0.5) - 1, 0), n - 1)
@@ -53,8 +71,8 @@ def cropped(
         scales.append(n / (end - first))
         shifts.append((n - 2 * first) / (end - first) - 1)
     if scales[0] * scales[1] < 1.25:  # not worth another grid
-        return level.to(dtype), None
-    return level[..., box[1], box[0]].to(dtype), (grid.new_tensor(scales), grid.new_tensor(shifts))
+        return None
+    return _Box(box[1], box[0], grid.new_tensor(scales), grid.new_tensor(shifts))
 
 
 def grid_sample(image: torch.Tensor, grid: torch.Tensor, parts: int | None = 1) -> torch.Tensor:
@@ -120,12 +138,22 @@ class Sums:
         """None: nothing was read of it."""
 
     def add(self, level: int, gradient: torch.Tensor, grid: torch.Tensor) -> None:
-        """Of samples at `grid`."""
-        self.add_to(level, scattered(gradient, grid, self.shapes[level]))
-
-    def add_to(self, level: int, gradient: torch.Tensor) -> None:
+        """Of samples [n, C, rows, columns] at `grid` [n, rows, columns, 2]: n is the batch; or, of a single image, any
+        number that share it."""
+        shape = self.shapes[level]
+        box = _box(shape, grid) if grid.device.type == "cpu" and math.prod(shape) >= _SMALL else None
         own = self.found[level]
-        self.found[level] = gradient if own is None else own.add_(gradient)
+        if box is not None:
+            own = own if own is not None else gradient.new_zeros(shape)
+            rows, columns = box.rows, box.columns
+            size = rows.stop - rows.start, columns.stop - columns.start
+            part = scattered(gradient, torch.addcmul(box.shift, grid, box.scale), (len(grid), shape[1], *size))
+            for one in part.split(shape[0]):
+                own[..., rows, columns] += one
+        else:
+            for one in scattered(gradient, grid, (len(grid), *shape[1:])).split(shape[0]):
+                own = one if own is None else own.add_(one)
+        self.found[level] = own
 
 
 def _scattered(gradient: torch.Tensor, unread: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from gpu_lod.adjoints import wide
-from gpu_lod.bilinear import Sums, scattered
+from gpu_lod.bilinear import Sums
 from gpu_lod.enlarging import enlarged_adjoint
 from gpu_lod.foveate_tiles import Tile, probes_of, sharper
+from gpu_lod.planewise import PART
 from gpu_lod.pyramid import level_sizes
 
 SMALL = 2**16
@@ -70,29 +71,30 @@ def _of_image(gradient: torch.Tensor, tile: Tile, sizes: Sequence[tuple[int, int
 
 
 def _of_probes(
-    gradient: torch.Tensor, tile: Tile, sizes: Sequence[tuple[int, int]], anisotropy: float
+    gradient: torch.Tensor, whole: Tile, sizes: Sequence[tuple[int, int]], anisotropy: float
 ) -> list[torch.Tensor | None]:
     """The same of pixels that are the means of probes. On a CPU as many probes at once as there are threads, which
     share the images of a batch."""
-    level = tile.level_map()
-    centre, radius, shifts = probes_of(tile, level, anisotropy)
-    centre, radius, values = centre.flatten(0, 1), radius.flatten(0, 1), gradient[0].flatten(1)
-    finest, coarsest = sharper(tile, anisotropy).reads()
-    level = level.flatten().sub_(math.log2(len(shifts))).clamp_(finest, coarsest)
-    at_once = torch.get_num_threads() if gradient.device.type == "cpu" else 1
+    plain = gradient.device.type == "cpu"
+    at_once = torch.get_num_threads() if plain else 1
     sums = Sums(gradient.shape[:2] + sizes[0], len(sizes))
-    for index in range(finest, coarsest + 1):
-        weight = (level - index).abs_().neg_().add_(1)
-        which = (weight > 0).nonzero()[:, 0]  # a ring, mostly
-        if not len(which):
-            continue
-        part = values.index_select(1, which).mul_(weight.index_select(0, which).div_(len(shifts)))
-        there, out = centre.index_select(0, which), radius.index_select(0, which)
-        for some in shifts.split(at_once):
-            shape = len(some), *part.shape[:1], *sizes[index]
-            grid = (there + out * some[:, None, None])[:, None]
-            for one in scattered(part[:, None].expand(len(some), -1, -1, -1), grid, shape).split(1):
-                sums.add_to(index, one)
+    for tile in whole.cut(PART // 4) if plain else [whole]:
+        level = tile.level_map()
+        centre, radius, shifts = probes_of(tile, level, anisotropy)
+        centre, radius = centre.flatten(0, 1), radius.flatten(0, 1)
+        values = gradient[0, :, tile.rows, tile.columns].flatten(1)
+        finest, coarsest = sharper(tile, anisotropy).reads()
+        level = level.flatten().sub_(math.log2(len(shifts))).clamp_(finest, coarsest)
+        for index in range(finest, coarsest + 1):
+            weight = (level - index).abs_().neg_().add_(1)
+            which = (weight > 0).nonzero()[:, 0]  # a ring, mostly
+            if not len(which):
+                continue
+            part = values.index_select(1, which).mul_(weight.index_select(0, which).div_(len(shifts)))
+            there, out = centre.index_select(0, which), radius.index_select(0, which)
+            for some in shifts.split(at_once):
+                grid = (there + out * some[:, None, None])[:, None]
+                sums.add(index, part[:, None].expand(len(some), -1, -1, -1), grid)
     return sums.found
 
 

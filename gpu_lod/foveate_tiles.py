@@ -225,7 +225,8 @@ def probes_of(tile: Tile, level: torch.Tensor, anisotropy: float) -> tuple[torch
     height, width = tile.size
     probes = math.ceil(anisotropy)
     x, y = tile.away()
-    step = torch.exp2(level) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
+    # No infinity, of which a direction along an axis would make NaN: as the shader has it.
+    step = torch.exp2(level.clamp(max=64)) / (x.square() + y.square()).clamp(min=1e-30).sqrt()
     radius = torch.stack([x * step * (2 / width), y * step * (2 / height)], dim=-1)
     kind: dict[str, Any] = {"dtype": level.dtype, "device": level.device}
     across, down = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -323,8 +323,12 @@ def _adjoint(
     values = gradient.flatten(0, 1)
     every = _sites_of(sizes, sites.to(gradient.device), batch, look)
     given = patch_windows.Given([(batch, channels, *size) for size in sizes], look.patch, look.bias)
-    for part in _parts(every, channels, look.patch, 8 * _VALUES) if checks.on_host(gradient) else [slice(None)]:
-        some, own = every.of(part), wide(values[part])
+    parts: Iterable[torch.Tensor | None] = [None]
+    if checks.on_host(gradient) and values.numel() > 2 * _VALUES:
+        parts = _parts(every, channels, look.patch, 2 * _VALUES)
+    for part in parts:
+        some = every if part is None else every.of(part)
+        own = wide(values if part is None else values[part])
         assert own is not None
         if look.zero:
             own = own.masked_fill(~_inside(some, sizes[0], look.patch), 0.0)

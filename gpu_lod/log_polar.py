@@ -327,9 +327,7 @@ def _adjoint(
     batch, channels = pixels.shape[:2]
     centre, radii, directions = _places(fixation, size, rule, pixels.dtype, pixels.device)
     sums = Sums((batch, channels, *size), levels)
-    most = rule.rings
-    if checks.on_host(pixels):  # every call makes all of a level: of as many samples as texels that is little
-        most = max(8 * _AT_ONCE // (batch * rule.wedges), size[0] * size[1] // rule.wedges, 1)
+    most = max(8 * _AT_ONCE // (batch * rule.wedges), 1) if checks.on_host(pixels) else rule.rings
     for rings, fine, blend in rule.runs(max(size), levels - 1):
         for begin in range(rings.start, rings.stop, most):
             rows = slice(begin, min(begin + most, rings.stop))
@@ -338,7 +336,8 @@ def _adjoint(
             if border == "zero":
                 part = part.masked_fill(_outside(grid), 0.0)
             if any(blend):
-                weights = pixels.new_tensor(blend[begin - rings.start : rows.stop - rings.start])[:, None]
+                here = blend[begin - rings.start : rows.stop - rings.start]
+                weights = torch.tensor(here, dtype=pixels.dtype, device=pixels.device)[:, None]
                 coarse = part * weights
                 sums.add(fine + 1, coarse, grid)
                 part = torch.sub(part, coarse, out=coarse)

@@ -232,7 +232,7 @@ def image_gradient(
     """The gradient in an image from those in the levels of its mean chain, level 0 included."""
     top, *rest = gradients
     if not rest:
-        return top
+        return None if top is None else top.to(dtype)
     (found,) = chain_adjoint(*rest, sizes=sizes, dtype=dtype, step=halve_mean_adjoint, finest=top)
     return found
 

@@ -205,6 +205,11 @@ def pull(gradient: torch.Tensor, x: torch.Tensor, orientations: int) -> torch.Te
 
     A part at a time, by sums where torch's own graph would transpose convolutions, which takes it ten times as long.
     """
+    if x.numel() * orientations <= _SMALL:  # fewer operations
+        with torch.enable_grad():
+            asked = x.detach().requires_grad_()
+            (found,) = torch.autograd.grad(_energy(asked, orientations, x.dtype), asked, gradient.to(x.dtype))
+        return found
     height, width = x.shape[-2:]
     planes, weights = x.reshape(-1, height, width), gradient.reshape(-1, orientations, height, width)
     sums = planes.new_zeros(len(planes), height + 2 * REACH, width + 2 * REACH)

@@ -103,10 +103,10 @@ def run(source: Source, sample: Callable[[], torch.Tensor], adjoint: Adjoint) ->
         sample: shader or kernel path.
         adjoint: of the samples, to gradients in the levels.
     """
-    sizes = level_sizes(*source.size, len(source))
+    sizes, dtype = level_sizes(*source.size, len(source)), source.dtype
 
     def of_image(gradient: torch.Tensor) -> list[torch.Tensor | None]:
-        return [image_gradient(adjoint(gradient), sizes, source.dtype)]
+        return [image_gradient(adjoint(gradient), sizes, dtype)]
 
     (result,) = linear(lambda *_: [sample()], adjoint if isinstance(source, Pyramid) else of_image, *source.levels)
     return result

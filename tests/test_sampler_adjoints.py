@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from images import noise
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gpu_lod as lod
-from gpu_lod import bilinear, checks
+from gpu_lod import bilinear, checks, foveate_adjoint
 from gpu_lod.gather_patches import Look
 from gpu_lod.inverse_log_polar import Frame
 from gpu_lod.log_polar import ring_rule
@@ -109,14 +111,18 @@ def test_gather_patches(shape: tuple[int, ...], patch: int, bias: float) -> None
             check(lambda x, s=sites, look=look: gather_patches._made(x, s, look), adjoint, levels)
 
 
-def test_parts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of more samples than a CPU takes on at once."""
+@pytest.mark.parametrize("shape", [(3, 2, 33, 47), (1, 3, 64, 64), (2, 1, 1, 9)], ids=str)
+def test_parts_add_up(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of more samples than a CPU takes on at once, in levels of which they read a part."""
+    monkeypatch.setattr(bilinear, "_SMALL", 0)
     monkeypatch.setattr(log_polar, "_AT_ONCE", 8)
-    monkeypatch.setattr(gather_patches, "_VALUES", 500)
+    monkeypatch.setattr(gather_patches, "_VALUES", 300)
     monkeypatch.setattr(inverse_log_polar.planewise, "PART", 400)
-    test_log_polar((3, 2, 33, 47), "zero", "log")
-    test_gather_patches((3, 2, 33, 47), 8, 0.0)
-    test_inverse_log_polar((3, 2, 5, 7), True, False)
+    monkeypatch.setattr(foveate_adjoint, "PART", 600)
+    test_log_polar(shape, "zero", "log")
+    test_gather_patches(shape, 8, 0.0)
+    test_inverse_log_polar(shape, True, False)
+    test_foveate(shape, 4.0)
 
 
 @pytest.mark.parametrize("sampler", ["log_polar", "inverse_log_polar", "foveate", "gather_patches"])
@@ -153,24 +159,71 @@ def test_threads_share_the_samples_of_an_image(
     assert torch.allclose(found, expected, rtol=0, atol=1e-4) and torch.equal(asked, found)
 
 
-@pytest.mark.parametrize("backend", ["torch", "gl"])
-@pytest.mark.parametrize("sampler", ["log_polar", "inverse_log_polar", "foveate", "foveate, probed", "gather_patches"])
+VERBS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "log_polar": lambda x, way: lod.log_polar(x, (0.4, 0.6), 9, 14, backend=way),
+    "inverse_log_polar": lambda x, way: lod.inverse_log_polar(x, (0.4, 0.6), (12, 17), backend=way),
+    "foveate": lambda x, way: lod.foveate(x, (0.4, 0.6), backend=way),
+    "foveate, probed": lambda x, way: lod.foveate(x, (0.4, 0.6), anisotropy=3, backend=way),
+    "gather_patches": lambda x, way: lod.gather_patches(x, SITES, 4, mean=[0.5], std=[0.3], backend=way),
+}
+each_verb = pytest.mark.parametrize("sampler", VERBS)
+each_backend = pytest.mark.parametrize("backend", ["torch", "gl"])
+
+
+@each_verb
+@each_backend
 def test_a_backward_reads_no_pixel(sampler: str, backend: Any) -> None:
     """The picture may be written to, and NaN there is no NaN in a gradient."""
-    verbs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "log_polar": lambda x: lod.log_polar(x, (0.4, 0.6), 9, 14, backend=backend),
-        "inverse_log_polar": lambda x: lod.inverse_log_polar(x, (0.4, 0.6), (12, 17), backend=backend),
-        "foveate": lambda x: lod.foveate(x, (0.4, 0.6), backend=backend),
-        "foveate, probed": lambda x: lod.foveate(x, (0.4, 0.6), anisotropy=3, backend=backend),
-        "gather_patches": lambda x: lod.gather_patches(x, SITES, 4, backend=backend),
-    }
     found = []
     for spoilt in (False, True):
-        image = noise(1, 3, 24, 31) * 0 + 0.5
-        x = image.requires_grad_()
-        result = verbs[sampler](x)
+        x = torch.full((1, 24, 31), 0.5).requires_grad_()
+        result = VERBS[sampler](x, backend)
         if spoilt:
             with torch.no_grad():
                 x.fill_(float("nan"))
         found.append(torch.autograd.grad(result, x, torch.ones_like(result))[0])
     assert bool(found[0].any()) and torch.equal(*found)
+
+
+@each_verb
+@each_backend
+def test_a_gradient_that_torch_negates_when_it_is_read(sampler: str, backend: Any) -> None:
+    x = noise(1, 20, 20).requires_grad_()
+    found = VERBS[sampler](x, backend)
+    negated = torch.complex(torch.zeros(found.shape), torch.ones(found.shape)).conj().imag
+    assert negated.is_neg()
+    one, other = (torch.autograd.grad(found, x, g, retain_graph=True)[0] for g in (negated, negated.resolve_neg()))
+    assert torch.equal(one, other)
+
+
+@each_verb
+@each_backend
+def test_a_graph_keeps_no_picture(sampler: str, backend: Any) -> None:
+    image = noise(1, 64, 64).requires_grad_() * 1
+    found, memory = VERBS[sampler](image, backend), StorageWeakRef(image.untyped_storage())
+    assert not memory.expired()
+    del image
+    gc.collect()
+    assert memory.expired() and found.requires_grad
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [79.0, 130.0, 1e9])
+def test_footprints_beyond_any_number(bias: float, dtype: torch.dtype, backend: Any) -> None:
+    """Whatever lies in them, all of it is the last level."""
+    x = noise(2, 3, 33, 47, dtype=dtype).requires_grad_()
+    for anisotropy in (1.5, 3, 4, 16):
+        found = lod.foveate(x, (0.5, 0.5), bias=bias, anisotropy=anisotropy, backend=backend)
+        last = mip_chain(x.detach())[-1].expand_as(found)
+        assert torch.allclose(found, last, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-3)
+        (gradient,) = torch.autograd.grad(found.float().sum(), x)
+        assert torch.allclose(gradient, torch.ones_like(gradient), rtol=0, atol=1e-2)
+
+
+def test_coarse_levels_of_two_bytes_are_given_more_than_they_hold() -> None:
+    """98,000 to a level of one texel are 383 to each pixel."""
+    x = noise(1, 16, 16, dtype=torch.float16).requires_grad_()
+    found = lod.gather_patches(x, torch.tensor([[0.5, 0.5, 9.0]]), 7, backend="gl")
+    (gradient,) = torch.autograd.grad(found, x, torch.full_like(found, 2000))
+    assert torch.allclose(gradient, torch.full_like(gradient, 7 * 7 * 2000 / 256), rtol=1e-3)

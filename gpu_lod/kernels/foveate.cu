@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT_BLOCKS(8)) foveat
         Away away = away_from(g, layer, x, y);
         float4 sample;
         if (f.anisotropy > 1.0f) {
-            float along = exp2f(away.level), across = along / f.anisotropy;
+            float along = exp2f(fminf(away.level, 64.0f)), across = along / f.anisotropy;
             float out_x = away.e > 0.0f ? away.x / away.e : 1.0f, out_y = away.e > 0.0f ? away.y / away.e : 0.0f;
             float2 by_radius = {out_x * along * g.pixel_x, out_y * along * g.pixel_y};
             float2 by_arc = {-out_y * across * g.pixel_x, out_x * across * g.pixel_y};
