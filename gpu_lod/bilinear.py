@@ -50,7 +50,7 @@ def cropped(
     return level[..., box.rows, box.columns].to(dtype), (box.scale, box.shift)
 
 
-class _Box(NamedTuple):
+class Box(NamedTuple):
     """A part of a level, and the scale and the shift [2] from a grid to one of that part."""
 
     rows: slice
@@ -59,7 +59,7 @@ class _Box(NamedTuple):
     shift: torch.Tensor
 
 
-def _box(shape: Sequence[int], grid: torch.Tensor) -> _Box | None:
+def _box(shape: Sequence[int], grid: torch.Tensor) -> Box | None:
     """What is read of a level [..., h, w] between the outermost places of a grid; None: most of it."""
     box, scales, shifts = [], [], []
     for axis, n in enumerate((shape[-1], shape[-2])):
@@ -72,7 +72,7 @@ def _box(shape: Sequence[int], grid: torch.Tensor) -> _Box | None:
         shifts.append((n - 2 * first) / (end - first) - 1)
     if scales[0] * scales[1] < 1.25:  # not worth another grid
         return None
-    return _Box(box[1], box[0], grid.new_tensor(scales), grid.new_tensor(shifts))
+    return Box(box[1], box[0], grid.new_tensor(scales), grid.new_tensor(shifts))
 
 
 def grid_sample(image: torch.Tensor, grid: torch.Tensor, parts: int | None = 1) -> torch.Tensor:
@@ -137,18 +137,25 @@ class Sums:
         self.found: list[torch.Tensor | None] = [None] * levels
         """None: nothing was read of it."""
 
-    def add(self, level: int, gradient: torch.Tensor, grid: torch.Tensor) -> None:
-        """Of samples [n, C, rows, columns] at `grid` [n, rows, columns, 2]: n is the batch; or, of a single image, any
-        number that share it."""
+    def within(self, level: int, ends: torch.Tensor) -> Box | None:
+        """The part of a level between the outermost of such places [..., 2], if to add to that takes a CPU less."""
         shape = self.shapes[level]
-        box = _box(shape, grid) if grid.device.type == "cpu" and math.prod(shape) >= _SMALL else None
+        return _box(shape, ends) if ends.device.type == "cpu" and math.prod(shape) >= _SMALL else None
+
+    def add(self, level: int, gradient: torch.Tensor, grid: torch.Tensor, box: Box | None = None) -> None:
+        """Of samples [n, C, rows, columns] at `grid` [n, rows, columns, 2]: n is the batch; or, of a single image, any
+        number that share it.
+
+        Args:
+            box: the part of the level that they lie in, which the grid counts in.
+        """
+        shape = self.shapes[level]
         own = self.found[level]
         if box is not None:
             own = own if own is not None else gradient.new_zeros(shape)
             rows, columns = box.rows, box.columns
             size = rows.stop - rows.start, columns.stop - columns.start
-            part = scattered(gradient, torch.addcmul(box.shift, grid, box.scale), (len(grid), shape[1], *size))
-            for one in part.split(shape[0]):
+            for one in scattered(gradient, grid, (len(grid), shape[1], *size)).split(shape[0]):
                 own[..., rows, columns] += one
         else:
             for one in scattered(gradient, grid, (len(grid), *shape[1:])).split(shape[0]):

@@ -92,9 +92,13 @@ def _of_probes(
                 continue
             part = values.index_select(1, which).mul_(weight.index_select(0, which).div_(len(shifts)))
             there, out = centre.index_select(0, which), radius.index_select(0, which)
+            reach = out.abs().amax(0).mul_(0.5)
+            box = sums.within(index, torch.stack([there.amin(0) - reach, there.amax(0) + reach]))
+            if box is not None:
+                there, out = torch.addcmul(box.shift, there, box.scale), out * box.scale
             for some in shifts.split(at_once):
                 grid = (there + out * some[:, None, None])[:, None]
-                sums.add(index, part[:, None].expand(len(some), -1, -1, -1), grid)
+                sums.add(index, part[:, None].expand(len(some), -1, -1, -1), grid, box)
     return sums.found
 
 

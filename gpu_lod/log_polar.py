@@ -327,7 +327,11 @@ def _adjoint(
     batch, channels = pixels.shape[:2]
     centre, radii, directions = _places(fixation, size, rule, pixels.dtype, pixels.device)
     sums = Sums((batch, channels, *size), levels)
-    most = max(8 * _AT_ONCE // (batch * rule.wedges), 1) if checks.on_host(pixels) else rule.rings
+    most = rule.rings
+    if checks.on_host(
+        pixels
+    ):  # where all of a level is made at every call: of as many samples as texels that is little
+        most = max(8 * _AT_ONCE // (batch * rule.wedges), size[0] * size[1] // rule.wedges, 1)
     for rings, fine, blend in rule.runs(max(size), levels - 1):
         for begin in range(rings.start, rings.stop, most):
             rows = slice(begin, min(begin + most, rings.stop))
@@ -335,13 +339,18 @@ def _adjoint(
             part = pixels[:, :, rows]
             if border == "zero":
                 part = part.masked_fill(_outside(grid), 0.0)
+            ends = _ends(centre, radii[rows.stop - 1] * directions)
+
+            def add(level: int, part: torch.Tensor, grid: torch.Tensor = grid, ends: torch.Tensor = ends) -> None:
+                box = sums.within(level, ends)
+                sums.add(level, part, grid if box is None else torch.addcmul(box.shift, grid, box.scale), box)
+
             if any(blend):
                 here = blend[begin - rings.start : rows.stop - rings.start]
-                weights = torch.tensor(here, dtype=pixels.dtype, device=pixels.device)[:, None]
-                coarse = part * weights
-                sums.add(fine + 1, coarse, grid)
+                coarse = part * torch.tensor(here, dtype=pixels.dtype, device=pixels.device)[:, None]
+                add(fine + 1, coarse)
                 part = torch.sub(part, coarse, out=coarse)
-            sums.add(fine, part, grid)
+            add(fine, part)
     return sums.found
 
 
@@ -355,6 +364,11 @@ def _places(
     centre = (2 * fixation.to(device, dtype) - 1)[:, None, None, :]
     directions = constant(device, _directions, rule.wedges, dtype)
     return centre, constant(device, _radii, rule.law, dtype), directions * aspect
+
+
+def _ends(centre: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    """The two corners of what lies up to the last ring [..., 2] about the centres."""
+    return torch.cat([centre + away.amin(0).clamp(max=0), centre + away.amax(0).clamp(min=0)], dim=1)
 
 
 def _outside(grid: torch.Tensor) -> torch.Tensor:
@@ -391,7 +405,7 @@ def _made(
             columns = slice(quarter * rule.wedges // several, (quarter + 1) * rule.wedges // several)
             if few:
                 away = radii[last - 1] * directions[columns]
-                ends = torch.cat([centre + away.amin(0).clamp(max=0), centre + away.amax(0).clamp(min=0)], dim=1)
+                ends = _ends(centre, away)
                 read = [cropped(level, ends, work, small=0) for level in pair]  # two ends a level cost nothing to ask
             else:
                 read = [(level.to(work), None) for level in pair]
