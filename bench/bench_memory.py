@@ -268,7 +268,7 @@ def _one(
     image = picture(dtype, shape).requires_grad_(graph is not None)
     call = _checkpointed(verb, image) if graph == "checkpointed" else {**VERBS, **ALLOCATORS}[verb](image)
     call(backend)
-    if backend == "gl":
+    if backend == "gl" or verb in ALLOCATORS:  # whose patches "auto" may read by OpenGL
         gc.collect()
         lod.Context().trim()
     given = image.nbytes
