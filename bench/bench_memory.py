@@ -1,6 +1,6 @@
 """What calls take at their peak: bench/results/memory/<device>.json and the tables of docs/memory.md.
 
-python bench/bench_memory.py [--quick] [--allocators] [--out FILE]
+python bench/bench_memory.py [--quick] [--allocators] [--gradients] [--out FILE]
 python bench/bench_memory.py --doc   put the tables of all result files into docs/memory.md
 
 Each call runs in a process of its own, forked before OpenGL or torch's threads were started. It is made once, so that
@@ -8,15 +8,14 @@ shaders are compiled and libraries loaded, and all that it took is given back; w
 highest resident size the system saw during it, less the size before it. Foreign pages can only add to that, so what is
 above the bound is measured again, and the least counts. The bound is twice the result plus 1.8 times the picture: a
 chain of RGB in RGBA texels is 1.78 pictures. Beside it stands `ALLOWANCE`, which small pictures use. Where gradients
-are asked for, the call is the forward. Allocators are not held to it; `--allocators` measures them alone, and leaves
-the other rows of the file as they were.
+are asked for, it is that of the forward; what the backward takes stands beside it. Allocators are not held to it.
+`--allocators` and `--gradients` measure these alone, and leave the other rows of the file as they were.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import json
 import multiprocessing
 import sys
@@ -29,7 +28,6 @@ import jsonschema
 import torch
 from bench_allocate import BUDGET, PATCH, given_to, ready
 from rows import RESULTS, on_this_cpu, parser_of, write
-from torch.utils.checkpoint import checkpoint
 
 import gpu_lod as lod
 from gpu_lod.feature_passes import FeatureTexture
@@ -49,7 +47,7 @@ SIZES = (
     (1, 4, 511, 511),
     (32, 3, 224, 224),
 )
-GRAPH_SIZES = (1, 3, 1024, 1024), (8, 3, 512, 512)
+GRADIENT_SIZES = (1, 3, 1024, 1024), (8, 3, 512, 512)
 ALLOCATED_SIZES = (1, 3, 1024, 1024), (1, 3, 2048, 2048), (32, 3, 224, 224)
 QUICK_SIZES, QUICK_VERBS, QUICK_ALLOCATORS = ((2, 3, 256, 320),), ("mipmap", "foveate"), ("GridTopK",)
 DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -189,7 +187,7 @@ PYRAMIDS = {"collapse": lod.laplacian, "cull": lod.hiz, "region_max": lod.hiz, "
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 ONLY = {
-    "log_polar, gradients asked for": (FLOATS, ("gl",)),  # with a graph torch does nothing in parts
+    "log_polar, gradients asked for": (FLOATS, ("gl",)),
     "log_polar, drawn, 1024 x 1024": (DTYPES, ("gl",)),
     "feature_maps, as_texture": (DTYPES, ("gl",)),
     "cortical_sites": (FLOATS[-1:], ("torch",)),  # of a fixation
@@ -197,11 +195,11 @@ ONLY = {
 }
 """Dtypes and backends of what has not all of them."""
 
-GRAPHS = ("kept", "checkpointed")
-"""Of calls in plain torch whose gradients are asked for; the bound holds for calls without, and of checkpoints."""
-GRAPH_VERBS = tuple(verb for verb in VERBS if verb not in {*PYRAMIDS, *ONLY} and not verb.startswith("hiz"))
-GRAPH_DTYPES = (torch.float16, torch.float32)
+GRADIENTS = tuple(verb for verb in VERBS if verb not in {*PYRAMIDS, *ONLY} and not verb.startswith("hiz"))
+"""Whose forwards and backwards are measured in plain torch."""
+GRADIENT_DTYPES = (torch.float16, torch.float32)
 
+_COUNTS = ("picture", "result", "peak", "backward")
 _ROW = {
     "type": "object",
     "required": ["verb", "dtype", "backend", "shape", "picture", "result", "peak"],
@@ -210,21 +208,22 @@ _ROW = {
         "dtype": {"enum": [str(dtype)[6:] for dtype in DTYPES]},
         "backend": {"enum": list(BACKENDS)},
         "shape": {"type": "array", "minItems": 4, "maxItems": 4, "items": {"type": "integer", "minimum": 1}},
-        "graph": {"enum": list(GRAPHS)},
-        **{key: {"type": "integer", "minimum": 0} for key in ("picture", "result", "peak")},
+        **{key: {"type": "integer", "minimum": 0} for key in _COUNTS},
     },
     "additionalProperties": False,
+}
+_PART = {
+    "type": "object",
+    "required": ["commit", "date", "rows"],
+    "properties": {"rows": {"type": "array", "minItems": 1, "items": _ROW}},
 }
 SCHEMA: Data = {
     "type": "object",
     "required": ["device", "cpu", "threads", "versions", "commit", "date", "rows"],
     "properties": {
         "rows": {"type": "array", "minItems": 1, "items": _ROW},
-        "allocators": {
-            "type": "object",
-            "required": ["commit", "date", "rows"],
-            "properties": {"rows": {"type": "array", "minItems": 1, "items": _ROW}},
-        },
+        "gradients": _PART,
+        "allocators": _PART,
     },
 }
 
@@ -249,25 +248,35 @@ def _resident(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def _checkpointed(verb: str, image: torch.Tensor) -> Call:
-    """A forward that keeps the picture alone; reentrant, so that the verb sees no graph."""
+def _backward(result: Any, image: torch.Tensor) -> Callable[[], object]:
+    levels = [result] if isinstance(result, torch.Tensor) else list(result)
+    levels = [level for level in levels if level is not image]
+    weights = [torch.ones_like(level) for level in levels]
+    return lambda: torch.autograd.grad(levels, image, weights, retain_graph=True)
 
-    def run(x: torch.Tensor, backend: str) -> Any:
-        result = VERBS[verb](x)(backend)
-        return result if isinstance(result, torch.Tensor) else tuple(result)
 
-    return lambda backend: checkpoint(run, image, backend, use_reentrant=True)
+def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What it returns, and the bytes that it takes at its peak."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
+    before = _resident("VmRSS")
+    result = call()
+    return result, max(_resident("VmHWM") - before, 0)
 
 
 def _one(
-    verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...], graph: str | None = None
-) -> tuple[int, int, int]:
-    """(picture, result, peak) in bytes. Runs in a process of its own."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is the system's again at once
-    image = picture(dtype, shape).requires_grad_(graph is not None)
-    call = _checkpointed(verb, image) if graph == "checkpointed" else {**VERBS, **ALLOCATORS}[verb](image)
-    call(backend)
+    verb: str, dtype: torch.dtype, backend: str, shape: tuple[int, ...], gradients: bool = False
+) -> dict[str, int]:
+    """The picture, the result, the peak, and, where gradients are asked for, that of the backward, in bytes. Runs in a
+    process of its own."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is the system's again at once
+    image = picture(dtype, shape).requires_grad_(gradients)
+    call = {**VERBS, **ALLOCATORS}[verb](image)
+    result = call(backend)
+    if gradients:
+        _backward(result, image)()
+    del result
     if backend == "gl" or verb in ALLOCATORS:  # whose patches "auto" may read by OpenGL
         gc.collect()
         lod.Context().trim()
@@ -276,44 +285,37 @@ def _one(
         given = FIXATION.expand(shape[0], 2).contiguous().nbytes
     elif verb in PYRAMIDS:
         given = nbytes(PYRAMIDS[verb](image, backend="torch"))
-    gc.collect()
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest size so far
-    before = _resident("VmRSS")
-    result = call(backend)
-    return given, nbytes(result), max(_resident("VmHWM") - before, 0)
+    result, peak = _peak(partial(call, backend))
+    found = {"picture": given, "result": nbytes(result), "peak": peak}
+    if gradients:
+        found["backward"] = _peak(_backward(result, image))[1]
+    return found
 
 
 def measure(
-    verbs: Iterable[str], sizes: tuple[tuple[int, ...], ...], runs: int = RUNS, graphs: tuple[str | None, ...] = (None,)
+    verbs: Iterable[str], sizes: tuple[tuple[int, ...], ...], runs: int = RUNS, gradients: bool = False
 ) -> list[Data]:
-    """
-    Args:
-        graphs: None is a call without gradients.
-    """
     rows = []
     # A fresh process a call; this one must start neither OpenGL nor torch's threads. What it holds is frozen: to look
     # through all of torch for garbage takes a process longer than most calls, and copies every page.
     gc.collect()
     gc.freeze()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for verb, graph in itertools.product(verbs, graphs):
+        for verb in verbs:
             dtypes, backends = ONLY.get(verb, (DTYPES, BACKENDS))
-            if graph is not None:
-                dtypes, backends = GRAPH_DTYPES, ("torch",)
+            if gradients:
+                dtypes, backends = GRADIENT_DTYPES, ("torch",)
             for shape in sizes:
                 for dtype in (dtype for dtype in DTYPES if dtype in dtypes):
                     for backend in backends:
                         row: Data = {"verb": verb, "dtype": str(dtype)[6:], "backend": backend, "shape": list(shape)}
-                        row |= {"graph": graph} if graph else {}
-                        for run in range(runs):
-                            given, result, peak = pool.apply(_one, (verb, dtype, backend, shape, graph))
-                            peak = min(peak, row["peak"]) if run else peak
-                            row |= {"picture": given, "result": result, "peak": peak}
+                        for _ in range(runs):
+                            found = pool.apply(_one, (verb, dtype, backend, shape, gradients))
+                            row |= {key: min(value, row.get(key, value)) for key, value in found.items()}
                             if share(row) <= 1:
                                 break
                         rows.append(row)
-            print(f"{verb} measured" + (f", the graph {graph}" if graph else ""), file=sys.stderr)
+            print(f"{verb} measured" + ", with its backward" * gradients, file=sys.stderr)
     return rows
 
 
@@ -329,7 +331,7 @@ def tables(path: Path) -> str:
     for backend in BACKENDS:
         lines[0] += [f"backend={backend!r}", "share of the bound, at worst"]
         lines[1] += ["---"] * 2
-    calls = [row for row in data["rows"] if "graph" not in row]
+    calls = data["rows"]
     first = calls[0]["shape"]
     for verb in dict.fromkeys(row["verb"] for row in calls):
         for dtype in DTYPES:
@@ -357,22 +359,27 @@ def tables(path: Path) -> str:
             f"share of the bound among {sizes} ([file](../bench/results/memory/{path.name}), torch "
             f"{data['versions']['torch']}).",
             _table(lines),
-            *_with_graphs([row for row in data["rows"] if "graph" in row]),
+            *_with_gradients(data.get("gradients")),
             *_of_allocators(data.get("allocators")),
         ]
     )
 
 
-def _with_graphs(rows: list[Data]) -> list[str]:
-    if not rows:
+def _with_gradients(data: Data | None) -> list[str]:
+    if data is None:
         return []
-    lines = [["verb", "dtype", *(f"graph {graph}" for graph in GRAPHS)], ["---"] * 4]
+    rows = data["rows"]
+    lines = [["verb", "dtype", "forward, share of the bound", "backward, pictures of fp32"], ["---"] * 4]
     for verb, dtype in dict.fromkeys((row["verb"], row["dtype"]) for row in rows):
         own = [row for row in rows if (row["verb"], row["dtype"]) == (verb, dtype)]
-        worst = (max(share(row) for row in own if row["graph"] == graph) for graph in GRAPHS)
+        wide = 4 // getattr(torch, dtype).itemsize
+        worst = max(map(share, own)), max(row["backward"] / (wide * row["picture"]) for row in own)
         lines.append([f"`{verb}`", dtype, *(f"{value:.2f}" for value in worst)])
     sizes = ", ".join(dict.fromkeys(_name(row) for row in rows))
-    about = f"Where gradients are asked for, of a forward in plain torch, the largest share of the bound among {sizes}."
+    about = (
+        f"Where gradients are asked for, in plain torch, at worst among {sizes}: the forward, and the backward beside "
+        f"the gradient that it is given ({data['date']}, commit {data['commit']})."
+    )
     return [about, _table(lines)]
 
 
@@ -411,21 +418,30 @@ def with_tables(text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__ or "", document="docs/memory.md", folder="memory", quick="one small size, once")
-    parser.add_argument("--allocators", action="store_true", help="measure these, and keep the other rows of the file")
+    for part in ("allocators", "gradients"):
+        parser.add_argument(f"--{part}", action="store_true", help="measure these, and keep the other rows of the file")
     options = parser.parse_args(arguments)
     if options.doc:
         write_text(with_tables(DOC.read_text("utf-8")), DOC)
         return 0
     about, path = on_this_cpu("memory", options.out)
     data: Data = {**about}
-    if options.allocators:
-        data = json.loads(path.read_text("utf-8"))
-    elif options.quick:
-        data["rows"] = measure(QUICK_VERBS, QUICK_SIZES, 1) + measure(QUICK_VERBS, QUICK_SIZES, 1, GRAPHS)
+    everything = not (options.allocators or options.gradients)
+    quick = options.quick
+
+    def part(rows: list[Data]) -> Data:
+        return {"commit": about["commit"], "date": about["date"], "rows": rows}
+
+    if everything:
+        data["rows"] = measure(QUICK_VERBS, QUICK_SIZES, 1) if quick else measure(VERBS, SIZES)
     else:
-        data["rows"] = measure(VERBS, SIZES) + measure(GRAPH_VERBS, GRAPH_SIZES, graphs=GRAPHS)
-    chosen = measure(QUICK_ALLOCATORS, QUICK_SIZES, 1) if options.quick else measure(ALLOCATORS, ALLOCATED_SIZES)
-    data["allocators"] = {"commit": about["commit"], "date": about["date"], "rows": chosen}
+        data = json.loads(path.read_text("utf-8"))
+    if everything or options.gradients:
+        found = measure(QUICK_VERBS, QUICK_SIZES, 1, True) if quick else measure(GRADIENTS, GRADIENT_SIZES, RUNS, True)
+        data["gradients"] = part(found)
+    if everything or options.allocators:
+        found = measure(QUICK_ALLOCATORS, QUICK_SIZES, 1) if quick else measure(ALLOCATORS, ALLOCATED_SIZES)
+        data["allocators"] = part(found)
     jsonschema.validate(data, SCHEMA)
     write(data, path)
     print(f"{tables(path)}\n\nwrote {path}")

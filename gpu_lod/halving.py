@@ -179,20 +179,25 @@ def _extreme(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     return x
 
 
-def in_parts(image: torch.Tensor, levels: int | None, part: int, whole: int = WHOLE) -> list[torch.Tensor] | None:
+def parts_pay(image: torch.Tensor, whole: int = WHOLE) -> bool:
+    """Whether a mean chain is to be made by `in_parts`. Else it is no gain, or cannot be: the chain is made of the
+    whole then, with the same values but for rounding.
+
+    Args:
+        whole: texels up to which it is made of the whole.
+    """
+    small = image.dtype not in (torch.float32, torch.float64) and image.device.type == "cpu"
+    return small and image.numel() > whole and not checks.transformed(image)
+
+
+def in_parts(image: torch.Tensor, levels: int | None, part: int) -> list[torch.Tensor]:
     """Levels 1, 2, ... of a mean chain of a small dtype, some planes or rows at a time: in fp32 the image would be
-    several. None where that is no gain or cannot be: the chain is made of the whole then, with the same values but for
-    rounding.
+    several. Without a graph.
 
     Args:
         part: texels of the image that are fp32 at once; more where the rows that one of the next but one level rests on
             have more.
-        whole: texels up to which it is made of the whole.
     """
-    if image.dtype in (torch.float32, torch.float64) or image.device.type != "cpu" or image.numel() <= whole:
-        return None
-    if dispatch.needs_grad(image) or checks.transformed(image):
-        return None
     sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
     result = [image.new_empty(*image.shape[:-2], *size) for size in sizes[1:]]
     source = image

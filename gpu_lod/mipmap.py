@@ -14,7 +14,7 @@ from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
 from gpu_lod.errors import UnsupportedError
-from gpu_lod.halving import SUMS, WHOLE, halve_extreme, halve_mean, halve_mean_adjoint, in_parts, stored
+from gpu_lod.halving import SUMS, WHOLE, halve_extreme, halve_mean, halve_mean_adjoint, in_parts, parts_pay, stored
 from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
 from gpu_lod.planewise import PART
@@ -296,8 +296,10 @@ def sampled(
 def _chain(image: torch.Tensor, levels: int | None) -> list[torch.Tensor]:
     """A mean chain that is there to be sampled alone: made of smaller parts than one that is kept, as less memory is
     what a call may take."""
-    below = in_parts(image, levels, min(PART // 2, image.numel() // 8))
-    return reference(image, levels) if below is None else [image, *below]
+    if not parts_pay(image):
+        return reference(image, levels)
+    part = min(PART // 2, image.numel() // 8)
+    return [image, *_means(lambda x: in_parts(x, levels, part), image, levels)]
 
 
 def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, values: Conversion | None = None) -> Pyramid:
@@ -305,9 +307,8 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     if chosen.backend == "torch":
         # Counts are halved four in a word; half precision costs more whole only where fp32 of it is fresh memory.
         whole = WHOLE if image.dtype == torch.uint8 else SUMS
-        small = in_parts(image, levels, PART, whole) if reduce == "mean" and values is None else None
-        if small is not None:
-            return Pyramid((image, *small), reduce)
+        if reduce == "mean" and values is None and parts_pay(image, whole):
+            return Pyramid((image, *_means(lambda x: in_parts(x, levels, PART), image, levels)), reduce)
         return Pyramid(tuple(reference(image, levels, reduce, values)), reduce)
     if chosen.backend == "cuda":
         return _cuda(image, levels, reduce, values)

@@ -51,10 +51,22 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_verb_and_backend_has_a_row(quick: dict[str, Any]) -> None:
-    rows = {(row["verb"], row["dtype"], row["backend"], row.get("graph")) for row in quick["rows"]}
-    assert len(rows) == len(quick["rows"]) == len(bench_memory.QUICK_VERBS) * (4 * 2 + 2 * 2)
+    rows = {(row["verb"], row["dtype"], row["backend"]) for row in quick["rows"]}
+    assert len(rows) == len(quick["rows"]) == len(bench_memory.QUICK_VERBS) * 4 * 2
     for row in quick["rows"]:
         assert row["picture"] == 2 * 3 * 256 * 320 * {"uint8": 1, "float32": 4}.get(row["dtype"], 2)
+
+
+def test_gradients_have_rows_of_their_own(quick: dict[str, Any]) -> None:
+    rows = quick["gradients"]["rows"]
+    assert {(row["verb"], row["dtype"], row["backend"]) for row in rows} == {
+        (verb, dtype, "torch") for verb in bench_memory.QUICK_VERBS for dtype in ("float16", "float32")
+    }
+    for row in rows:  # the gradient at least
+        assert row["picture"] <= row["backward"] <= 20 * 2 * 3 * 256 * 320 * 4, row
+    for path in bench_memory.result_files():
+        rows = json.loads(path.read_text("utf-8"))["gradients"]["rows"]
+        assert {row["verb"] for row in rows} == {*bench_memory.GRADIENTS}
 
 
 def test_allocators_have_rows_of_their_own(quick: dict[str, Any]) -> None:
@@ -71,7 +83,7 @@ def test_allocators_have_rows_of_their_own(quick: dict[str, Any]) -> None:
 
 
 def test_a_bad_file_is_refused(quick: dict[str, Any]) -> None:
-    for name, value in (("verb", "zoom"), ("peak", -1), ("shape", [3, 4]), ("graph", "dropped")):
+    for name, value in (("verb", "zoom"), ("peak", -1), ("shape", [3, 4]), ("graph", "kept")):
         bad = json.loads(json.dumps(quick))
         bad["rows"][0][name] = value
         with pytest.raises(jsonschema.ValidationError):
@@ -85,13 +97,14 @@ def test_the_doc_shows_the_files() -> None:
 
 
 def test_calls_keep_the_bound() -> None:
-    """But for the fixed allowance, and for graphs that are kept."""
+    """But for the fixed allowance; forwards whose gradients are asked for, without it."""
     for path in bench_memory.result_files():
-        rows = json.loads(path.read_text("utf-8"))["rows"]
-        assert {row.get("graph") for row in rows} == {None, *bench_memory.GRAPHS}
-        for row in (row for row in rows if row.get("graph") != "kept"):
+        data = json.loads(path.read_text("utf-8"))
+        for row in data["rows"]:
             allowed = bench_memory.ALLOWANCE[row["backend"]]
             assert row["peak"] <= row["peak"] / max(bench_memory.share(row), 1.0) + allowed, row
+        for row in data["gradients"]["rows"]:
+            assert bench_memory.share(row) <= 1, row
 
 
 LIVE = """
@@ -146,20 +159,18 @@ def test_calls_keep_the_bound_here(calls: str) -> None:
     assert not (beyond(calls) and beyond(calls))
 
 
-def test_a_checkpoint_keeps_the_bound_here() -> None:
-    """Where the graph alone is several times the bound."""
-    verb, shape = "foveate, anisotropy 4", (1, 3, 512, 512)
-    kept, checkpointed = (
-        bench_memory.share(row) for row in json.loads(succeed(GRAPHS.format(verb=verb, shape=shape), PYTHONPATH=BENCH))
-    )
-    assert checkpointed <= 1 and kept > 3
+@pytest.mark.parametrize("verb", ["foveate, anisotropy 4", "oriented_energy", "gather_patches"])
+def test_forwards_keep_the_bound_where_gradients_are_asked_for(verb: str) -> None:
+    """A graph of torch's own is several times that."""
+    rows = json.loads(succeed(GRADIENTS.format(verb=verb, shape=(1, 3, 1024, 1024)), PYTHONPATH=BENCH))
+    assert {row["dtype"] for row in rows} == {"float16", "float32"}
+    assert max(map(bench_memory.share, rows)) <= 1, rows
 
 
-GRAPHS = """
+GRADIENTS = """
 import json
 import torch
 import bench_memory
 
-bench_memory.GRAPH_DTYPES = (torch.float32,)
-print(json.dumps(bench_memory.measure(["{verb}"], ({shape},), 2, bench_memory.GRAPHS)))
+print(json.dumps(bench_memory.measure(["{verb}"], ({shape},), 2, True)))
 """
