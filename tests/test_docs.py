@@ -123,7 +123,6 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/cuda.md": dict,
     "docs/encoders.md": encoders,
     "docs/gradients.md": dict,
-    "docs/memory.md": lambda: {"image": torch.rand(1, 3, 64, 64, requires_grad=True)},
     "docs/usage.md": dict,
 }  # fmt: skip
 """What the blocks of a page may take for granted, page by page."""
