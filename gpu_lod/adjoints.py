@@ -1,4 +1,5 @@
-"""Linear verbs with an adjoint of their own: their backward needs neither the values of the forward nor its graph."""
+"""Backwards of verbs' own: of linear ones an adjoint, which needs neither the values of the forward nor its graph; of
+others a pullback, which reads the inputs again."""
 
 from __future__ import annotations
 
