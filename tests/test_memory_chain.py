@@ -339,7 +339,7 @@ def test_what_torch_takes_of_images_whatever_the_times_are(unseeded: Path) -> No
     assert lod.explain(lod.gather_patches, image, sites, 8).backend == "gl"
     for words, src, places in (
         ("slices, which torch copies", image, sites.floor()),
-        ("gradients are asked for", image.clone().requires_grad_(), sites),
+        ("gradients are asked for in the sites", image, sites.clone().requires_grad_()),
         ("hold 1 to 4 channels, and there are 5", noise(1, 5, 64, 96), sites),
     ):
         chosen = lod.explain(lod.gather_patches, src, places, 8)
