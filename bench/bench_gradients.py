@@ -34,8 +34,9 @@ from gpu_lod.report.files import between
 from gpu_lod.report.files import write as write_text
 
 # Verbs hide the modules of their names.
-_foveate, _gather_patches, _inverse_log_polar, _log_polar = (
-    sys.modules[f"gpu_lod.{name}"] for name in ("foveate", "gather_patches", "inverse_log_polar", "log_polar")
+_feature_maps, _foveate, _gather_patches, _inverse_log_polar, _log_polar = (
+    sys.modules[f"gpu_lod.{name}"]
+    for name in ("feature_maps", "foveate", "gather_patches", "inverse_log_polar", "log_polar")
 )
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "gradients.md"
@@ -85,6 +86,10 @@ def _energies(image: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:
     return [quadrature._energy(level, 4, level.dtype) for level in levels]
 
 
+def _maps(image: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return _feature_maps._made(image, at, None, None, image.dtype, False)
+
+
 JOBS: dict[str, tuple[str, Call, Graph | None]] = {
     "mipmap": ("all levels", lambda x, _, way: lod.mipmap(x, backend=way).levels[1:], None),
     "gaussian": ("all levels", lambda x, _, way: lod.gaussian(x, backend=way).levels[1:], None),
@@ -105,7 +110,7 @@ JOBS: dict[str, tuple[str, Call, Graph | None]] = {
         lambda x, at, way: lod.gather_patches(x, _sites(x, at), backend=way), _patches,
     ),
     "oriented_energy": (f"{LEVELS} levels", lambda x, _, way: lod.oriented_energy(x, LEVELS, backend=way), _energies),
-    "feature_maps": ("40 channels", lambda x, at, way: lod.feature_maps(x, at, backend=way), None),
+    "feature_maps": ("40 channels", lambda x, at, way: lod.feature_maps(x, at, backend=way), _maps),
 }  # fmt: skip
 """By name: what is made, the verb, and the same by a graph of torch's own."""
 

@@ -27,7 +27,7 @@ from rows import RESULTS, on_this_cpu, parser_of, versions, write
 from skimage import data as photographs
 
 import gpu_lod as lod
-from gpu_lod.feature_maps import saliency_map
+from gpu_lod.feature_channels import saliency_map
 from gpu_lod.report.files import between
 from gpu_lod.report.files import write as write_text
 

@@ -85,7 +85,8 @@ class _ByAdjoint(torch.autograd.Function):
 
 
 Pullback = Callable[..., Sequence[torch.Tensor | None]]
-"""From the gradients in all results, then the inputs, to the gradients in the inputs; without a graph."""
+"""From which inputs are wanted, the gradients in all results, None where nothing asks for one, and the inputs, to the
+gradients in those; without a graph."""
 
 
 def pulled(
@@ -126,7 +127,7 @@ class _ByPullback(torch.autograd.Function):
         with precision.full():
             if torch.is_grad_enabled() or any(map(checks.transformed, gradients)):
                 return (None, None, None, *differentiated(ctx.graph, inputs, wanted, gradients))
-            found = ctx.pullback(*gradients, *inputs)
+            found = ctx.pullback(wanted, gradients, inputs)
         return (None, None, None, *(one if want else None for one, want in zip(found, wanted, strict=True)))
 
 

@@ -75,22 +75,24 @@ def enlarged(
 
 
 def enlarged_adjoint(
-    pixels: torch.Tensor, factor: int, box: tuple[int, int, int, int], size: tuple[int, int]
+    pixels: torch.Tensor, factor: int, box: tuple[int, int, int, int], size: tuple[int, int], *, centred: bool = True
 ) -> torch.Tensor:
-    """The adjoint of `enlarged`, centred: what pixels [B, C, y1 - y0, x1 - x0] give the samples, [B, C, *size]."""
-    down, along = (_Side.of(n, factor, *ends, True) for n, ends in zip(size, (box[:2], box[2:]), strict=True))
-    window = _gathered(_gathered(pixels, factor, down).mT, factor, along).mT
+    """The adjoint of `enlarged`: what pixels [B, C, y1 - y0, x1 - x0] give the samples, [B, C, *size]."""
+    down, along = (_Side.of(n, factor, *ends, centred) for n, ends in zip(size, (box[:2], box[2:]), strict=True))
+    window = _gathered(_gathered(pixels, factor, down, centred).mT, factor, along, centred).mT
+    if window.shape[-2:] == size:
+        return window
     result = pixels.new_zeros(*pixels.shape[:-2], *size)
     result[..., down.low : down.high, along.low : along.high] = window
     return result
 
 
-def _gathered(pixels: torch.Tensor, factor: int, side: _Side) -> torch.Tensor:
+def _gathered(pixels: torch.Tensor, factor: int, side: _Side, centred: bool) -> torch.Tensor:
     """Rows of pixels [..., n, w] weighed into the samples that are there, as rows."""
     count = side.before + side.high - side.low + side.after
     behind = (count - 1) * factor - side.begin - side.wanted
     between = F.pad(pixels, (0, 0, side.begin, behind)).unflatten(-2, (count - 1, factor))
-    shares = torch.arange(factor, dtype=pixels.dtype, device=pixels.device).add_(0.5).div_(factor)
+    shares = torch.arange(factor, dtype=pixels.dtype, device=pixels.device).add_(0.5 if centred else 0.0).div_(factor)
     above, below = (factored(torch.stack([1 - shares, shares])) @ factored(between)).to(pixels.dtype).unbind(-2)
     samples = F.pad(above, (0, 0, 0, 1)) + F.pad(below, (0, 0, 1, 0))
     if side.before:  # the first was read once more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,10 +127,11 @@ def _wide_levels(image: torch.Tensor, levels: int) -> Iterator[torch.Tensor]:
         yield wide
 
 
-def _pull(orientations: int, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The gradient in the image, which is the last, from those in the energies of each level."""
-    *gradients, image = tensors
-    assert image is not None
+def _pull(
+    orientations: int, _: Sequence[bool], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradient in the image from those in the energies of each level."""
+    (image,) = inputs
     levels = list(_wide_levels(image, len(gradients)))
     found: torch.Tensor | None = None
     for level, gradient in zip(reversed(levels), reversed(gradients), strict=True):

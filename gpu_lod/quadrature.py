@@ -112,7 +112,9 @@ def energy(x: torch.Tensor, orientations: int, dtype: torch.dtype | None = None)
     if not checks.on_host(x):
         return _energy(x, orientations, dtype)
     (result,) = pulled(
-        lambda x: [_energy(x, orientations, dtype)], lambda gradient, x: [pull(gradient, x, orientations)], x
+        lambda x: [_energy(x, orientations, dtype)],
+        lambda _, gradients, inputs: [pull(gradients[0], inputs[0], orientations)],
+        x,
     )
     return result
 
@@ -200,12 +202,12 @@ def _parts(planes: torch.Tensor, orientations: int) -> Iterator[_Part]:
 
 
 def pull(gradient: torch.Tensor, x: torch.Tensor, orientations: int) -> torch.Tensor:
-    """The gradient in a level x [..., h, w], fp32 or float64, from that in its energies, of any dtype. For a CPU; keeps
-    no graph.
+    """The gradient in a level x [..., h, w], fp32 or float64, from that in its energies, of any dtype. Keeps no graph.
 
-    A part at a time, by sums where torch's own graph would transpose convolutions, which takes it ten times as long.
+    On a CPU a part at a time, by sums where torch's own graph would transpose convolutions, which takes it ten times as
+    long.
     """
-    if x.numel() * orientations <= _SMALL:  # fewer operations
+    if not checks.on_host(x) or x.numel() * orientations <= _SMALL:  # fewer operations
         with torch.enable_grad():
             asked = x.detach().requires_grad_()
             (found,) = torch.autograd.grad(_energy(asked, orientations, x.dtype), asked, gradient.to(x.dtype))

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from gpu_lod.feature_maps import LUMA
+from gpu_lod.feature_channels import LUMA
 from gpu_lod.halving import stored
 from gpu_lod.mipmap import reference
 

@@ -11,7 +11,7 @@ from gpu_lod import by_kernel, checks, precision
 from gpu_lod.binomial import BINOMIAL, reduce
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import LEVELS, LUMA, PAIRS, luma_weights, saliency_map
+from gpu_lod.feature_channels import LEVELS, LUMA, PAIRS, luma_weights, saliency_map
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels import saliency
 from gpu_lod.kernels.sources import ELEMENTS

@@ -376,7 +376,7 @@ def test_auto_follows_the_times_in_both_directions(name: str, cache: Path, ctx: 
             assert ctx.owns(result) == (chosen.backend == "gl")
 
 
-AGAIN = ("mipmap max", "hiz", "feature_maps")
+AGAIN = ("mipmap max", "hiz")
 """Whose backward begins with the forward in torch; those of the others are of their own."""
 
 

@@ -411,6 +411,53 @@ def test_gradients_agree(dtype: torch.dtype) -> None:
         assert torch.allclose(one, two, rtol=1e-4, atol=1e-4)
 
 
+CASES = [
+    ((2, 3, 61, 47), "previous of all", False),
+    ((3, 4, 40, 70), "previous of one", False),
+    ((1, 1, 130, 96), "", False),
+    ((2, 2, 1, 90), "previous of all", False),
+    ((3, 3, 33, 64), "previous of one", True),
+    ((2, 3, 2, 3), "", True),
+    ((2, 1, 2, 2), "previous of one", False),
+    ((1, 3, 1, 1), "previous of one", True),
+]
+
+
+@pytest.mark.parametrize(("shape", "frames", "video"), CASES)
+def test_gradients_are_those_of_a_graph(shape: tuple[int, ...], frames: str, video: bool) -> None:
+    """In every input, in double precision, where kinks of lengths and absolutes lie alike."""
+    batch, _, height, width = shape
+    image = torch.rand(shape, dtype=torch.float64)
+    fixation = torch.rand(1 if video else batch, 2, dtype=torch.float64)
+    previous = torch.rand(batch if "all" in frames else 1, *shape[1:], dtype=torch.float64) if frames else None
+    semantic = torch.rand(16, height, width, dtype=torch.float64)
+    weights = torch.rand(batch, 40, height, width, dtype=torch.float64)
+    found = []
+    for make in (reference, sys.modules["gpu_lod.feature_maps"]._made):
+        given = [x if x is None else x.clone().requires_grad_() for x in (image, fixation, previous, semantic)]
+        make(*given, torch.float64, video).backward(weights)
+        found.append([x.grad for x in given if x is not None])
+    for ours, graph in zip(*found, strict=True):
+        assert float(graph.abs().max()) > 0.1
+        assert torch.allclose(ours, graph, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backward_makes_no_maps(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    image, semantic = torch.rand(1, 3, 70, 60), torch.rand(16, 70, 60).requires_grad_()
+    asked = image.clone().requires_grad_()
+    maps = lod.feature_maps(asked, semantic=semantic, backend=backend)
+    alone = lod.feature_maps(image, semantic=semantic, backend=backend)
+    weights = torch.rand_like(maps)
+    monkeypatch.setattr(sys.modules["gpu_lod.feature_maps"], "channels", None)
+    torch.autograd.grad(maps, asked, weights)
+    monkeypatch.setattr(sys.modules["gpu_lod.feature_channels"], "_luma", None)  # of features none reads the picture
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(alone, semantic, weights, retain_graph=True)
+        assert torch.equal(gradient, weights[0, 17:33])
+        gradient.zero_()  # which is nobody else's
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_finite_where_nothing_changes(backend: Any) -> None:
     image = torch.full((3, 9, 12), 0.5, requires_grad=True)
@@ -567,6 +614,6 @@ def test_the_saliency_alone_is_channel_5_whatever_is_worked_on_at_a_time(monkeyp
     image = torch.rand(5, 3, 37, 29)
     expected = lod.feature_maps(image, backend="torch")[:, 5]
     for at_once in (1, 37 * 29 * 2, 2**20):
-        monkeypatch.setattr(sys.modules["gpu_lod.feature_maps"], "AT_ONCE", at_once)
-        found = sys.modules["gpu_lod.feature_maps"].saliency_map(image)
+        monkeypatch.setattr(sys.modules["gpu_lod.feature_channels"], "AT_ONCE", at_once)
+        found = sys.modules["gpu_lod.feature_channels"].saliency_map(image)
         assert torch.allclose(found, expected, atol=1e-6)

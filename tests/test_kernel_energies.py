@@ -13,7 +13,7 @@ from images import DTYPES, noise
 import gpu_lod as lod
 from gpu_lod.allocate.frequency_aware import energies
 from gpu_lod.errors import LimitError
-from gpu_lod.feature_maps import LUMA
+from gpu_lod.feature_channels import LUMA
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.kernels import device
 from gpu_lod.kernels.energies import of_half

@@ -11,7 +11,7 @@ from cuda_emulator import ASCENDING, COMPILER, DESCENDING, SHUFFLED, EmulatedDev
 from images import DTYPES, noise
 
 from gpu_lod.errors import LimitError
-from gpu_lod.feature_maps import saliency_map
+from gpu_lod.feature_channels import saliency_map
 from gpu_lod.kernels import device, saliency
 from gpu_lod.patch_grid import pooled
 from gpu_lod.salient_cells import _of_map, saliency_cells

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu_lod.feature_maps import saliency_map
+from gpu_lod.feature_channels import saliency_map
 from gpu_lod.rebuild import Rebuilt
 from gpu_lod.saliency import saliency
 from gpu_lod.token_set import TokenSet

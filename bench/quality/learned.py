@@ -248,7 +248,7 @@ def _pages(patch: int) -> Iterator[Example]:
 
 
 def _salient(image: torch.Tensor) -> torch.Tensor:
-    from gpu_lod.feature_maps import saliency_map
+    from gpu_lod.feature_channels import saliency_map
 
     return saliency_map(image[None])[0]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gpu_lod.feature_maps import saliency_map
+from gpu_lod.feature_channels import saliency_map
 from gpu_lod.rebuild import Rebuilt
 from gpu_lod.saliency import saliency
 from gpu_lod.token_set import TokenSet

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import gpu_lod as lod
 from gpu_lod.allocate.adaptive_stratified import CHOICES, COARSEST, FINEST
-from gpu_lod.feature_maps import SEMANTIC, saliency_map
+from gpu_lod.feature_channels import SEMANTIC, saliency_map
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.vlm.training import Trainer
 from quality.search_reader import KINDS, Reader

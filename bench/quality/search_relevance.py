@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from rows import RESULTS, common, write
 
-from gpu_lod.feature_maps import CHANNELS
+from gpu_lod.feature_channels import CHANNELS
 from quality import search, search_run, search_scorer
 from quality.search_run import interval
 from quality.search_scenes import SIDE

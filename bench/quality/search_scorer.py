@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from gpu_lod.feature_maps import SEMANTIC, feature_maps
+from gpu_lod.feature_channels import SEMANTIC
+from gpu_lod.feature_maps import feature_maps
 from gpu_lod.vlm import ContextualizedRelevance, gumbel_top_k
 from gpu_lod.vlm.training import Trainer
 from quality.search_reader import KINDS, Reader, queries

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import gpu_lod as lod
 from gpu_lod.allocate import find_fixations
-from gpu_lod.feature_maps import saliency_map
+from gpu_lod.feature_channels import saliency_map
 from gpu_lod.pyramid import Pyramid
 from gpu_lod.rebuild import rebuild
 from gpu_lod.token_set import TokenSet

@@ -16,7 +16,7 @@ from gpu_lod.allocate.scale import HIGHEST
 from gpu_lod.allocate.scene import Scene, cells_of, label_maps
 from gpu_lod.cached import numbers
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import AT_ONCE
+from gpu_lod.feature_channels import AT_ONCE
 from gpu_lod.gather_patches import gather_patches
 from gpu_lod.kernels import device as kernels
 from gpu_lod.kernels.vortices import tiles

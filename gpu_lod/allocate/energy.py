@@ -7,7 +7,7 @@ import torch
 from gpu_lod import checks
 from gpu_lod.allocate.scene import Scene
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import luma_of
+from gpu_lod.feature_channels import luma_of
 from gpu_lod.patch_grid import coarser
 
 ROUNDING = 1 / (12 * 255**2)

@@ -17,7 +17,7 @@ from gpu_lod.allocate.tree_cut import tokens_at
 from gpu_lod.cached import numbers
 from gpu_lod.dispatch import Backend, needs_grad
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import luma_weights
+from gpu_lod.feature_channels import luma_weights
 from gpu_lod.gaussian import gaussian
 from gpu_lod.kernels import choosing
 from gpu_lod.kernels import device as kernels

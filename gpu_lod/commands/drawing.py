@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
-from gpu_lod.feature_maps import CHANNELS, SEMANTIC
+from gpu_lod.feature_channels import CHANNELS, SEMANTIC
 from gpu_lod.saliency import colour, unit
 
 _PAPER, _INK = (255, 255, 255), (31, 41, 55)

@@ -14,7 +14,8 @@ from gpu_lod import checks, dispatch, operators, precision
 from gpu_lod.allocate.scene import cells_of, centres_of
 from gpu_lod.cached import constant, numbers
 from gpu_lod.errors import InputError
-from gpu_lod.feature_maps import CHANNELS, COUNT, SEMANTIC, feature_maps
+from gpu_lod.feature_channels import CHANNELS, COUNT, SEMANTIC
+from gpu_lod.feature_maps import feature_maps
 from gpu_lod.gather_patches import on_pixels
 from gpu_lod.patch_grid import pooled
 from gpu_lod.rebuild import AT_ONCE
