@@ -26,12 +26,16 @@ class Conversion:
         wide = image if image.dtype in (torch.float32, torch.float64) else image.float()
         if self.scale is None:
             return wide
-        # Not by new_tensor, which negated views refuse.
-        scale, offset = (
-            torch.tensor(values, dtype=wide.dtype, device=wide.device)[:, None, None]
-            for values in (self.scale, self.offset)
-        )
-        return torch.addcmul(offset, wide, scale)
+        return torch.addcmul(_of_channels(self.offset, wide), wide, _of_channels(self.scale, wide))
+
+    def adjoint(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient in the values from that in what they become, [..., C, H, W]."""
+        return gradient if self.scale is None else gradient * _of_channels(self.scale, gradient)
+
+
+def _of_channels(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+    # Not by new_tensor, which negated views refuse.
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
 
 
 def conversion(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from gpu_lod import checks, dispatch, generators, operators
-from gpu_lod.adjoints import chain_adjoint, linear
+from gpu_lod.adjoints import chain_adjoint, linear, wide
 from gpu_lod.context import Context, context_for
 from gpu_lod.conversion import Conversion, conversion
 from gpu_lod.dispatch import Backend, Choice
@@ -107,8 +107,7 @@ def _choose(
     checks.choice(generator, "generator", _GENERATORS)
     converted = _conversion(image, mean, std, dtype) is not None
     batch, state = image.shape[0] if image.ndim == 4 else 1, "mean" if reduce == "mean" else "max, min"
-    adjoint = reduce == "mean" and not converted
-    channels = image.shape[-3]
+    channels, adjoint = image.shape[-3], reduce == "mean"
     return choose_generator(
         "mipmap", image, generator, backend, state, channels, batch, converted=converted, adjoint=adjoint
     )
@@ -246,6 +245,25 @@ def _below(
     return dispatch.with_reference_gradient(below, lambda x: reference(x, levels, reduce)[1:], image)
 
 
+def _converted(
+    chain: Callable[[torch.Tensor], list[torch.Tensor]],
+    image: torch.Tensor,
+    levels: int,
+    reduce: Reduce,
+    values: Conversion,
+) -> Sequence[torch.Tensor]:
+    """`chain(image)`, all levels of converted values that shaders or kernels make, differentiable."""
+    if reduce != "mean":
+        return dispatch.with_reference_gradient(chain, lambda x: reference(x, levels, reduce, values), image)
+    sizes, dtype = level_sizes(image.shape[-2], image.shape[-1], levels), image.dtype
+
+    def adjoint(*gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
+        found = image_gradient([wide(one) for one in gradients], sizes, torch.promote_types(dtype, torch.float32))
+        return [None if found is None else values.adjoint(found).to(dtype)]
+
+    return linear(chain, adjoint, image)
+
+
 def sampled(
     src: torch.Tensor | Pyramid,
     levels: int | None,
@@ -315,10 +333,8 @@ def make(image: torch.Tensor, levels: int, reduce: Reduce, chosen: Choice, value
     ctx = context_for(image)
     generator = chosen.generator or generator_of(ctx.tuning, image, converted=values is not None)
     if values is not None:
-        converted = dispatch.with_reference_gradient(
-            lambda x: _gl_converted(ctx, x, levels, reduce, generator, values),
-            lambda x: reference(x, levels, reduce, values),
-            image,
+        converted = _converted(
+            lambda x: _gl_converted(ctx, x, levels, reduce, generator, values), image, levels, reduce, values
         )
         return Pyramid(tuple(converted), reduce, generator)
     kept: list[Any] = []
@@ -346,10 +362,7 @@ def _cuda(image: torch.Tensor, levels: int, reduce: Reduce, values: Conversion |
             top = (wide if reduce == "mean" else stored(wide, values.dtype)).contiguous()
             return [stored(level, values.dtype) for level in (top, *chain(device, top, levels, reduce))]
 
-        made = dispatch.with_reference_gradient(
-            converted, lambda source: reference(source, levels, reduce, values), image
-        )
-        return Pyramid(tuple(made), reduce, "cuda")
+        return Pyramid(tuple(_converted(converted, image, levels, reduce, values)), reduce, "cuda")
     top = image if dispatch.needs_grad(image) else image.contiguous()
     result = _below(lambda source: chain(device, source.contiguous(), levels, reduce), top, levels, reduce)
     return Pyramid.made((top, *result), reduce, "cuda")

@@ -8,6 +8,7 @@ import io
 import math
 import pickle
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gpu_lod as lod
 from gpu_lod import halving
+from gpu_lod.conversion import conversion
 from gpu_lod.errors import InputError, LimitError, PyramidChangedError, UnsupportedError
 from gpu_lod.halving import halve_mean
+from gpu_lod.mipmap import reference
 from gpu_lod.pyramid import level_sizes
 
 pytestmark = pytest.mark.threads
@@ -519,3 +522,27 @@ def test_negated_counts() -> None:
         lod.mipmap(view, backend="torch"), lod.mipmap(view.resolve_neg(), backend="torch"), strict=True
     ):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("generator", ["compute", "single-pass"])
+@pytest.mark.parametrize(("dtype", "to"), [(torch.float32, None), (torch.float16, torch.float32)])
+def test_gradients_of_converted_chains_are_made_of_gradients_alone(
+    generator: Any, dtype: torch.dtype, to: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"mean": [0.5, 0.4, 0.3], "std": [0.5, 1.0, 2.0]}
+    image = noise(2, 3, 13, 18).to(dtype)
+    exact = image.double().requires_grad_()
+    values = conversion(exact, **how, dtype=None)
+    levels = reference(exact, None, "mean", values)
+    weights = [torch.rand(level.shape) for level in levels]
+    for some in (range(len(levels)), [0], [2, 3]):
+        (expected,) = torch.autograd.grad(
+            [levels[k] for k in some], exact, [weights[k].double() for k in some], retain_graph=True
+        )
+        given = image.clone().requires_grad_()
+        made = lod.mipmap(given, generator=generator, dtype=to, **how)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.modules["gpu_lod.mipmap"], "reference", None)
+            (found,) = torch.autograd.grad([made[k] for k in some], given, [weights[k] for k in some])
+        assert found.dtype == dtype
+        assert torch.allclose(found.double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-3, atol=1e-6)
