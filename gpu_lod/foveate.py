@@ -24,6 +24,7 @@ from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.sources import Source
+from gpu_lod.texture import Readable
 from gpu_lod.transfer import Planes, bind_table, chunks, make_words
 from gpu_lod.whole_rows import new_rows
 
@@ -320,9 +321,13 @@ def _gl(
         "u_bias": bias,
     }
     defines = {"CHANNELS": channels, "TO_STORED": 255.0 if dtype == torch.uint8 else 1.0}
+    textures: Sequence[tuple[int, Readable]] | None = None
+    if by_unit and not isinstance(pyramid, Pyramid):
+        with ctx.active(pyramid.device):  # by itself: the result is made in the memory that this gives back
+            textures = pyramid.textures(ctx, filtered=True)
     with ctx.active(pyramid.device):
         target, result, done = new_rows(ctx, (batch, channels, height, width), dtype, longer=spare)
-        textures = pyramid.textures(ctx, filtered=by_unit)
+        textures = textures or pyramid.textures(ctx, filtered=by_unit)
         points = ctx.private.lease(batch * 8).write(fixation.float())
         bind_table(ctx, 1, points)
         for first, texture in textures:

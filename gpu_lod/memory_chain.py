@@ -17,7 +17,7 @@ from gpu_lod.texture import Readable
 from gpu_lod.texture_storage import MOST_LEVELS, Storage, TextureKey
 from gpu_lod.transfer import ALIGNMENT, Planes, layer_groups, packed_bytes
 from gpu_lod.tuning import generator_of
-from gpu_lod.uploads import new_textures, tensors_to_textures
+from gpu_lod.uploads import new_textures, planes_to_textures
 
 _TOP, _BELOW = 6, 7
 """Bindings of level 0 and of the others (shaders/texels.glsl)."""
@@ -73,11 +73,12 @@ class MemoryChain:
         """
         image = (self.image if self.batched else self.image[None]).detach()
         generator = generator_of(ctx.tuning, image)
-        chain, _ = chain_of(ctx, image, len(self), "mean", generator, private=not filtered)
+        chain, _ = chain_of(ctx, image, len(self), "mean", generator, private=True)
         if filtered:
             how: dict[str, Any] = {"dtype": self.dtype, "channels": self.channels, "filtered": True}
             textures = new_textures(ctx, self.size, layers=self.batch, levels=len(self), **how)
-            tensors_to_textures(ctx, chain.tensors, textures)
+            for level, planes in enumerate(chain.planes):
+                planes_to_textures(ctx, planes, textures, level)
             return textures
         viewed = all(level.fetchable(ctx) for level in chain.planes)
         groups = [(0, self.batch)] if viewed else layer_groups(ctx, self.batch, _at_once(ctx, self.image))

@@ -93,10 +93,10 @@ def tensors_to_textures(ctx: Context, levels: Sequence[torch.Tensor], textures: 
     # All of them first: torch's copies, then GL's work.
     sources = [planes_of(ctx, level) for level in levels]
     for level, source in enumerate(sources):
-        _planes_to_textures(ctx, source, textures, level)
+        planes_to_textures(ctx, source, textures, level)
 
 
-def _planes_to_textures(ctx: Context, source: Planes, textures: Sequence[tuple[int, Sampled]], level: int) -> None:
+def planes_to_textures(ctx: Context, source: Planes, textures: Sequence[tuple[int, Sampled]], level: int) -> None:
     for first, texture in textures:
         channels = texture.key.channels
         planes_to_texture(ctx, source.layers(first * channels, texture.key.layers * channels), texture, level)

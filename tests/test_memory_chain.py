@@ -376,3 +376,18 @@ def test_a_texture_is_made_where_there_is_room_for_it(
         samples = math.ceil(share * image.numel() / image.shape[-3])
         assert sources._texture_pays(image, samples, samples * image.shape[-3] * image.itemsize) == wanted
     assert not sources._texture_pays(image, int(0.24 * image.numel() / image.shape[-3]), 100 * image.nbytes)
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_anisotropy_on_hardware_copies_an_image_into_the_memory_of_its_result(
+    hardware: lod.Context, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A texture unit reads a texture alone; on the way into it there is a copy, and no third picture."""
+    image, bridge, made = noise(2, channels, 128, 192), hardware.bridge, []
+    gc.collect()
+    hardware.trim()
+    make = bridge._make
+    monkeypatch.setattr(bridge._borrower, "able", False)  # as that of hardware
+    monkeypatch.setattr(bridge, "_make", lambda nbytes: made.append(nbytes) or make(nbytes))
+    result = lod.foveate(image, (0.3, 0.6), anisotropy=4, backend="gl")
+    assert result.shape == image.shape and sum(made) <= 1.5 * image.nbytes
