@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -264,8 +265,8 @@ def pull(
     given = gradient if gradient.ndim == 4 else gradient[None]
     work = _working(image)
 
-    def of(name: str) -> torch.Tensor:
-        return given[:, CHANNELS[name]].to(work)
+    def of(name: str, images: slice = slice(None), rows: slice = slice(None)) -> torch.Tensor:
+        return given[images, CHANNELS[name], rows].to(work)
 
     found: list[torch.Tensor | None] = [None] * 4
     if wanted[0]:
@@ -290,8 +291,8 @@ def _shared(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gradient.sum(0, keepdim=True) if len(x) < len(gradient) else gradient
 
 
-Channels = Callable[[str], torch.Tensor]
-"""The gradients in channels, by their name: [B, k, H, W]."""
+Channels = Callable[..., torch.Tensor]
+"""The gradients in channels [B, k, H, W], by their name; of some images and rows alone."""
 
 
 def _from_colours(luma: torch.Tensor, image: torch.Tensor, of: Channels | None = None) -> torch.Tensor:
@@ -345,8 +346,19 @@ def _pull_image(of: Channels, image: torch.Tensor, previous: torch.Tensor | None
 
 
 def _pull_windows(of: Channels, luma: torch.Tensor) -> torch.Tensor:
-    """The gradient in the luma from those in what is made of 3 x 3 and 5 x 5 pixels."""
+    """The gradient in the luma from those in what is made of 3 x 3 and 5 x 5 pixels: on a CPU some rows at a time."""
     padded = mirrored(luma, 2, 2)
+    result = torch.zeros_like(padded)
+    height, width = luma.shape[-2:]
+    whole = [(slice(None), slice(0, height))]
+    for images, rows in bands(len(luma), height, width, _CACHED) if checks.on_host(luma) else whole:
+        around = slice(rows.start, rows.stop + 4)
+        result[images, :, around] += _of_windows(partial(of, images=images, rows=rows), padded[images, :, around])
+    return mirrored_adjoint(result, 2, 2)
+
+
+def _of_windows(of: Channels, padded: torch.Tensor) -> torch.Tensor:
+    """What gradients of some rows give those, and two more on both sides."""
     gx, gy, length = _gradient(padded)
     along, down, steep = of("gradient").split(1, dim=1)
     steep = _over(steep, length)
@@ -356,7 +368,7 @@ def _pull_windows(of: Channels, luma: torch.Tensor) -> torch.Tensor:
         return _five_by_five(F.pad(x, (4, 4, 4, 4)))
 
     around = wide * back(weights) - back(weights * (_five_by_five(wide) * (1 / 25)))
-    result = around.to(luma.dtype)
+    result = around.to(padded.dtype)
     inner = result[..., 1:-1, 1:-1]
     for gradient, dim, across in ((torch.addcmul(along, steep, gx), -1, -2), (torch.addcmul(down, steep, gy), -2, -1)):
         sums = F.pad(gradient, (0, 0, 2, 2) if across == -2 else (2, 2))
@@ -364,7 +376,7 @@ def _pull_windows(of: Channels, luma: torch.Tensor) -> torch.Tensor:
         count = gradient.shape[dim]
         inner.narrow(dim, 2, count).add_(sums)
         inner.narrow(dim, 0, count).sub_(sums)
-    return mirrored_adjoint(result, 2, 2)
+    return result
 
 
 def _pull_levels(of: Channels, luma: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
