@@ -15,7 +15,7 @@ from gpu_lod.foveate_tiles import Tile, probes_of, sharper
 from gpu_lod.planewise import PART
 from gpu_lod.pyramid import level_sizes
 
-SMALL = 2**16
+SMALL = 3 * 2**15
 """Values of a picture below which torch's own interpolation takes less than the several operations here."""
 
 
@@ -107,12 +107,13 @@ def _reduced(
 ) -> torch.Tensor:
     """What rows y0..y1 and columns x0..x1 at full size give a level that was brought there."""
     size = sizes[0]
-    if index and all(n % (1 << index) == 0 for n in size):
-        return enlarged_adjoint(pixels, 1 << index, box, sizes[index])
     y0, y1, x0, x1 = box
-    large = pixels.shape[1] * size[0] * size[1] >= SMALL
-    if index and large and pixels.device.type == "cpu":
-        return _by_sides(pixels, size, box, sizes[index])
+    large = pixels.device.type != "cpu" or pixels.shape[1] * size[0] * size[1] >= SMALL
+    if index and large:
+        if all(n % (1 << index) == 0 for n in size):
+            return enlarged_adjoint(pixels, 1 << index, box, sizes[index])
+        if pixels.device.type == "cpu":
+            return _by_sides(pixels, size, box, sizes[index])
     whole = F.pad(pixels, (x0, size[1] - x1, y0, size[0] - y1))
     if index == 0:
         return whole
