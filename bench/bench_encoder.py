@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,15 +22,11 @@ from typing import Any
 import timer
 import torch
 from inputs import declare_vision_operators, picture
-from rows import RESULTS, on_this_cpu, parser_of, versions, write
+from study import Study
 from timer import race
 
 import gpu_lod as lod
-from gpu_lod.report.files import between
-from gpu_lod.report.files import write as write_text
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "encoders.md"
-MARKS = "<!-- tables: python bench/bench_encoder.py --doc -->", "<!-- end of tables -->"
 FULL, OWN, ADAPTER = "full grid", "the model's own forward, 529 tokens", "the adapter, the same 529 tokens"
 Data = dict[str, Any]
 
@@ -96,28 +93,25 @@ def tables(path: Path) -> str:
     )
 
 
-def result_files() -> list[Path]:
-    return sorted((RESULTS / "encoder").glob("*.json"))
-
-
-def with_tables(text: str) -> str:
-    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
+STUDY = Study(
+    __doc__ or "",
+    folder="encoder",
+    document="encoders.md",
+    marks=("<!-- tables: python bench/bench_encoder.py --doc -->", "<!-- end of tables -->"),
+    quick="a tiny model",
+    tables=tables,
+    packages=("transformers",),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__ or "", document="docs/encoders.md", folder="encoder", quick="a tiny model")
-    options = parser.parse_args(arguments)
-    if options.doc:
-        write_text(with_tables(DOC.read_text("utf-8")), DOC)
-        return 0
-    if options.quick:
-        timer.TRIES = 1
-    declare_vision_operators()
-    about, path = on_this_cpu("encoder", options.out)
-    about["versions"] |= versions(("transformers",))
-    write({**about, "rows": measure(options.quick)}, path)
-    print(f"{tables(path)}\n\nwrote {path}")
-    return 0
+    def measured(options: Namespace) -> Data:
+        if options.quick:
+            timer.TRIES = 1
+        declare_vision_operators()
+        return {"rows": measure(options.quick)}
+
+    return STUDY.run(measured, arguments)
 
 
 if __name__ == "__main__":

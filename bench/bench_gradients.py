@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -21,7 +22,7 @@ from typing import Any
 import jsonschema
 import torch
 from inputs import picture
-from rows import RESULTS, on_this_cpu, parser_of, write
+from study import Study
 from timer import race
 
 import gpu_lod as lod
@@ -30,8 +31,6 @@ from gpu_lod.gather_patches import Look
 from gpu_lod.inverse_log_polar import Frame
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.mipmap import reference as mip_chain
-from gpu_lod.report.files import between
-from gpu_lod.report.files import write as write_text
 
 # Verbs hide the modules of their names.
 _feature_maps, _foveate, _gather_patches, _inverse_log_polar, _log_polar = (
@@ -39,8 +38,6 @@ _feature_maps, _foveate, _gather_patches, _inverse_log_polar, _log_polar = (
     for name in ("feature_maps", "foveate", "gather_patches", "inverse_log_polar", "log_polar")
 )
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "gradients.md"
-MARKS = "<!-- tables: python bench/bench_gradients.py --doc -->", "<!-- end of the tables of gradients -->"
 WAYS = "gl", "torch", "auto", "graph"
 SHAPES = (1, 3, 1024, 1024), (8, 3, 256, 256)
 BUDGET, LEVELS, E0, MAP = 273, 5, 0.05, (256, 512)
@@ -192,30 +189,24 @@ def tables(path: Path) -> str:
     )
 
 
-def result_files() -> list[Path]:
-    return sorted((RESULTS / "gradients").glob("*.json"))
-
-
-def with_tables(text: str) -> str:
-    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
+STUDY = Study(
+    __doc__ or "",
+    folder="gradients",
+    document="gradients.md",
+    marks=("<!-- tables: python bench/bench_gradients.py --doc -->", "<!-- end of the tables of gradients -->"),
+    quick="small, and short",
+    tables=tables,
+    schema=SCHEMA,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__ or "", document="docs/gradients.md", folder="gradients", quick="small, and short")
-    options = parser.parse_args(arguments)
-    if options.doc:
-        write_text(with_tables(DOC.read_text("utf-8")), DOC)
-        return 0
-    about, path = on_this_cpu("gradients", options.out)
-    if options.quick:
-        rows = measure(["gather_patches", "mipmap"], ((2, 3, 64, 64),), 0.02)
-    else:
-        rows = measure([*JOBS], SHAPES, SECONDS)
-    found: Data = {**about, "rows": rows}
-    jsonschema.validate(found, SCHEMA)
-    write(found, path)
-    print(f"{tables(path)}\n\nwrote {path}")
-    return 0
+    def measured(options: Namespace) -> Data:
+        if options.quick:
+            return {"rows": measure(["gather_patches", "mipmap"], ((2, 3, 64, 64),), 0.02)}
+        return {"rows": measure([*JOBS], SHAPES, SECONDS)}
+
+    return STUDY.run(measured, arguments)
 
 
 if __name__ == "__main__":

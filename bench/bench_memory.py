@@ -19,6 +19,8 @@ import gc
 import json
 import multiprocessing
 import sys
+import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -27,15 +29,12 @@ from typing import Any
 import jsonschema
 import torch
 from bench_allocate import BUDGET, PATCH, given_to, ready
-from rows import RESULTS, on_this_cpu, parser_of, write
+from rows import COMMIT
+from study import Study
 
 import gpu_lod as lod
 from gpu_lod.feature_passes import FeatureTexture
-from gpu_lod.report.files import between
-from gpu_lod.report.files import write as write_text
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
-MARKS = "<!-- tables: python bench/bench_memory.py --doc -->", "<!-- end of the tables -->"
 SIZES = (
     (1, 3, 1024, 1024),
     (1, 3, 1080, 1920),
@@ -408,44 +407,42 @@ def _name(row: Data) -> str:
     return f"{batch} x {channels} x {height} x {width}"
 
 
-def result_files() -> list[Path]:
-    return sorted((RESULTS / "memory").glob("*.json"))
-
-
-def with_tables(text: str) -> str:
-    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
+STUDY = Study(
+    __doc__ or "",
+    folder="memory",
+    document="memory.md",
+    marks=("<!-- tables: python bench/bench_memory.py --doc -->", "<!-- end of the tables -->"),
+    quick="one small size, once",
+    tables=tables,
+    schema=SCHEMA,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__ or "", document="docs/memory.md", folder="memory", quick="one small size, once")
+    parser = STUDY.parser()
     for part in ("allocators", "gradients"):
         parser.add_argument(f"--{part}", action="store_true", help="measure these, and keep the other rows of the file")
-    options = parser.parse_args(arguments)
-    if options.doc:
-        write_text(with_tables(DOC.read_text("utf-8")), DOC)
-        return 0
-    about, path = on_this_cpu("memory", options.out)
-    data: Data = {**about}
-    everything = not (options.allocators or options.gradients)
-    quick = options.quick
+    return STUDY.run(_measured, arguments, parser)
+
+
+def _measured(options: Namespace) -> Data:
+    quick, everything = options.quick, not (options.allocators or options.gradients)
 
     def part(rows: list[Data]) -> Data:
-        return {"commit": about["commit"], "date": about["date"], "rows": rows}
+        return {"commit": COMMIT, "date": time.strftime("%Y-%m-%d"), "rows": rows}
 
+    data: Data = {}
     if everything:
         data["rows"] = measure(QUICK_VERBS, QUICK_SIZES, 1) if quick else measure(VERBS, SIZES)
     else:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(STUDY.path_of(options).read_text("utf-8"))
     if everything or options.gradients:
         found = measure(QUICK_VERBS, QUICK_SIZES, 1, True) if quick else measure(GRADIENTS, GRADIENT_SIZES, RUNS, True)
         data["gradients"] = part(found)
     if everything or options.allocators:
         found = measure(QUICK_ALLOCATORS, QUICK_SIZES, 1) if quick else measure(ALLOCATORS, ALLOCATED_SIZES)
         data["allocators"] = part(found)
-    jsonschema.validate(data, SCHEMA)
-    write(data, path)
-    print(f"{tables(path)}\n\nwrote {path}")
-    return 0
+    return data
 
 
 if __name__ == "__main__":

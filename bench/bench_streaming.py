@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, quantiles
@@ -23,16 +24,12 @@ from typing import Any
 import jsonschema
 import torch
 from quality.summary import interval
-from rows import RESULTS, on_this_cpu, parser_of, versions, write
 from skimage import data as photographs
+from study import Study
 
 import gpu_lod as lod
 from gpu_lod.feature_channels import saliency_map
-from gpu_lod.report.files import between
-from gpu_lod.report.files import write as write_text
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "encoders.md"
-MARKS = "<!-- tables: python bench/bench_streaming.py --doc -->", "<!-- end of the tables of streaming -->"
 PATCH, BUDGET, SIZE = 14, 128, (252, 336)
 """18 x 24 patches, of which 128 are held."""
 FRAMES, QUICK_FRAMES = 48, 4
@@ -185,29 +182,25 @@ def _percent(value: Data) -> str:
     return f"{value['mean']:.1%} ± {50 * (value['high'] - value['low']):.1f}"
 
 
-def result_files() -> list[Path]:
-    return sorted((RESULTS / "streaming").glob("*.json"))
-
-
-def with_tables(text: str) -> str:
-    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
+STUDY = Study(
+    __doc__ or "",
+    folder="streaming",
+    document="encoders.md",
+    marks=("<!-- tables: python bench/bench_streaming.py --doc -->", "<!-- end of the tables of streaming -->"),
+    quick="a few frames",
+    tables=tables,
+    schema=SCHEMA,
+    packages=("scipy",),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__ or "", document="docs/encoders.md", folder="streaming", quick="a few frames")
-    options = parser.parse_args(arguments)
-    if options.doc:
-        write_text(with_tables(DOC.read_text("utf-8")), DOC)
-        return 0
-    frames = QUICK_FRAMES if options.quick else FRAMES
-    about, path = on_this_cpu("streaming", options.out)
-    about["versions"] |= versions(("scipy",))
-    what = {"budget": BUDGET, "patch": PATCH, "size": list(SIZE), "frames": frames}
-    found: Data = {**about, **what, "rows": measure(frames)}
-    jsonschema.validate(found, SCHEMA)
-    write(found, path)
-    print(f"{tables(path)}\n\nwrote {path}")
-    return 0
+    def measured(options: Namespace) -> Data:
+        frames = QUICK_FRAMES if options.quick else FRAMES
+        what = {"budget": BUDGET, "patch": PATCH, "size": list(SIZE), "frames": frames}
+        return {**what, "rows": measure(frames)}
+
+    return STUDY.run(measured, arguments)
 
 
 if __name__ == "__main__":

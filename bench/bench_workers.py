@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,15 +24,11 @@ from typing import Any
 import jsonschema
 import torch
 from inputs import picture
-from rows import RESULTS, on_this_cpu, parser_of, write
+from study import Study
 from torch.utils.data import DataLoader, Dataset
 
 import gpu_lod as lod
-from gpu_lod.report.files import between
-from gpu_lod.report.files import write as write_text
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
-MARKS = "<!-- tables: python bench/bench_workers.py --doc -->", "<!-- end of the tables of workers -->"
 WAYS = "torch", "gl", "auto"
 SECONDS, ROUNDS = 1.0, 3
 """Of a way in a round."""
@@ -179,27 +176,23 @@ def tables(path: Path) -> str:
     )
 
 
-def result_files() -> list[Path]:
-    return sorted((RESULTS / "workers").glob("*.json"))
-
-
-def with_tables(text: str) -> str:
-    return between(text, MARKS, "\n\n".join(tables(path) for path in result_files()))
+STUDY = Study(
+    __doc__ or "",
+    folder="workers",
+    document="benchmarks.md",
+    marks=("<!-- tables: python bench/bench_workers.py --doc -->", "<!-- end of the tables of workers -->"),
+    quick="one job, and short",
+    tables=tables,
+    schema=SCHEMA,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__ or "", document="docs/benchmarks.md", folder="workers", quick="one job, and short")
-    options = parser.parse_args(arguments)
-    if options.doc:
-        write_text(with_tables(DOC.read_text("utf-8")), DOC)
-        return 0
-    about, path = on_this_cpu("workers", options.out)
-    jobs, seconds, rounds = (["log_polar"], 0.02, 1) if options.quick else ([*JOBS], SECONDS, ROUNDS)
-    found: Data = {**about, "rounds": rounds, "rows": measure(jobs, seconds, rounds)}
-    jsonschema.validate(found, SCHEMA)
-    write(found, path)
-    print(f"{tables(path)}\n\nwrote {path}")
-    return 0
+    def measured(options: Namespace) -> Data:
+        jobs, seconds, rounds = (["log_polar"], 0.02, 1) if options.quick else ([*JOBS], SECONDS, ROUNDS)
+        return {"rounds": rounds, "rows": measure(jobs, seconds, rounds)}
+
+    return STUDY.run(measured, arguments)
 
 
 if __name__ == "__main__":

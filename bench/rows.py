@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -132,26 +131,6 @@ def common() -> dict[str, Any]:
         "races_repeated": timer.repeated,
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def parser_of(about: str, *, document: str, folder: str, quick: str) -> argparse.ArgumentParser:
-    """Of a benchmark with result files in a folder of their own, and tables of them in a document.
-
-    Args:
-        quick: what is measured to see that it works.
-    """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--doc", action="store_true", help=f"bring {document} up to date, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help=f"{quick}: to see that it works")
-    parser.add_argument("--out", type=Path, help=f"result file (default: bench/results/{folder}/<device>.json)")
-    return parser
-
-
-def on_this_cpu(folder: str, out: Path | None) -> tuple[dict[str, Any], Path]:
-    """What the file of such a benchmark says beside its rows, and where it goes."""
-    about = common()
-    device = f"{about['cpu']} {about['threads']} cores"
-    return {"device": device, **about}, out or RESULTS / folder / f"{slug(device)}.json"
 
 
 def slug(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark of encoders runs, and its doc shows the committed files."""
+"""The benchmark of encoders runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,3 @@ def test_it_runs_and_the_table_has_every_job(tmp_path: Path, monkeypatch: pytest
     own["iqr_ms"] = 9.0
     path.write_text(json.dumps(data))
     assert "takes as long, within the spread, as" in bench_encoder.tables(path)
-
-
-def test_the_doc_shows_the_files() -> None:
-    text = bench_encoder.DOC.read_text("utf-8")
-    assert bench_encoder.with_tables(text) == text, "python bench/bench_encoder.py --doc"

@@ -1,4 +1,4 @@
-"""The benchmark of memory sees what a call takes, and its doc shows the committed files."""
+"""The benchmark of memory sees what a call takes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gradients_have_rows_of_their_own(quick: dict[str, Any]) -> None:
     }
     for row in rows:  # the gradient at least
         assert row["picture"] <= row["backward"] <= 20 * 2 * 3 * 256 * 320 * 4, row
-    for path in bench_memory.result_files():
+    for path in bench_memory.STUDY.result_files():
         rows = json.loads(path.read_text("utf-8"))["gradients"]["rows"]
         assert {row["verb"] for row in rows} == {*bench_memory.GRADIENTS}
 
@@ -77,7 +77,7 @@ def test_allocators_have_rows_of_their_own(quick: dict[str, Any]) -> None:
     for row, size in zip(rows, (1, 4), strict=True):
         # Of 320 patches 273, each with a site and a score.
         assert row["result"] == 2 * 273 * (3 * 16 * 16 * size + 4 * 4)
-    for path in bench_memory.result_files():
+    for path in bench_memory.STUDY.result_files():
         rows = json.loads(path.read_text("utf-8"))["allocators"]["rows"]
         assert {row["verb"] for row in rows} == {*bench_memory.ALLOCATORS}
 
@@ -90,15 +90,9 @@ def test_a_bad_file_is_refused(quick: dict[str, Any]) -> None:
             jsonschema.validate(bad, bench_memory.SCHEMA)
 
 
-def test_the_doc_shows_the_files() -> None:
-    assert bench_memory.result_files()
-    text = bench_memory.DOC.read_text("utf-8")
-    assert bench_memory.with_tables(text) == text, "python bench/bench_memory.py --doc"
-
-
 def test_calls_keep_the_bound() -> None:
     """But for the fixed allowance; forwards whose gradients are asked for, without it."""
-    for path in bench_memory.result_files():
+    for path in bench_memory.STUDY.result_files():
         data = json.loads(path.read_text("utf-8"))
         for row in data["rows"]:
             allowed = bench_memory.ALLOWANCE[row["backend"]]

@@ -1,4 +1,4 @@
-"""The benchmark of the token memory runs, is the same each time, and its doc shows the committed files."""
+"""The benchmark of the token memory runs, and is the same each time."""
 
 from __future__ import annotations
 
@@ -61,9 +61,3 @@ def test_a_bad_file_is_refused(quick: dict[str, Any]) -> None:
         bad["rows"][0][name] = value
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, bench_streaming.SCHEMA)
-
-
-def test_the_doc_shows_the_files() -> None:
-    assert bench_streaming.result_files()
-    text = bench_streaming.DOC.read_text("utf-8")
-    assert bench_streaming.with_tables(text) == text, "python bench/bench_streaming.py --doc"

@@ -1,4 +1,4 @@
-"""The benchmark of a DataLoader's workers runs, and its doc shows the committed files."""
+"""The benchmark of a DataLoader's workers runs."""
 
 from __future__ import annotations
 
@@ -40,9 +40,3 @@ def test_ways_make_the_same_at_every_place(job: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=close.get(verb, 1.0 if other.max() > 1 else 1e-3))
     nowhere = verb in ("oriented_energy", "region_max")
     assert torch.equal(made["torch"][0], made["torch"][1]) == nowhere
-
-
-def test_the_doc_shows_the_files() -> None:
-    assert bench_workers.result_files()
-    text = bench_workers.DOC.read_text("utf-8")
-    assert bench_workers.with_tables(text) == text, "python bench/bench_workers.py --doc"
