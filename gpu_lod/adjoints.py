@@ -3,7 +3,9 @@ others a pullback, which reads the inputs again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,14 +53,41 @@ def of_samples(
     return adjoint
 
 
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """For a backward that calls a verb for its gradients alone: what `linear` and `pulled` give has no values where
+    gradients are asked for and they know what it is like."""
+    _here.without_values = True
+    try:
+        yield
+    finally:
+        _here.without_values = False
+
+
+def _valued(forward: Callable[..., Any], like: Callable[[], Any] | None) -> Callable[..., Any]:
+    if like is None or not getattr(_here, "without_values", False):
+        return forward
+    return lambda *_: like()
+
+
 def linear(
-    forward: Callable[..., Sequence[torch.Tensor]], adjoint: Adjoint, *inputs: torch.Tensor
+    forward: Callable[..., Sequence[torch.Tensor]],
+    adjoint: Adjoint,
+    *inputs: torch.Tensor,
+    like: Callable[[], Sequence[torch.Tensor]] | None = None,
 ) -> Sequence[torch.Tensor]:
     """`forward(*inputs)`, differentiable by the adjoint where an input asks for it: in a fraction of the time and the
     memory that a graph of sums takes. Inside torch.func and in forward mode a forward in plain torch differentiates
-    itself; no other comes there."""
+    itself; no other comes there.
+
+    Args:
+        like: gives tensors like its results, of no values.
+    """
     if needs_grad(*inputs) and not any(map(checks.transformed, inputs)):
-        result: tuple[torch.Tensor, ...] = _ByAdjoint.apply(forward, adjoint, *inputs)
+        result: tuple[torch.Tensor, ...] = _ByAdjoint.apply(_valued(forward, like), adjoint, *inputs)
         return result
     return forward(*inputs)
 
@@ -94,14 +123,17 @@ def pulled(
     pullback: Pullback,
     *inputs: torch.Tensor,
     graph: Callable[..., Sequence[torch.Tensor]] | None = None,
+    like: Callable[[], Sequence[torch.Tensor]] | None = None,
 ) -> Sequence[torch.Tensor]:
     """`forward(*inputs)`, no linear function, differentiable by a pullback that reads the inputs again.
 
     Args:
         graph: `forward` in plain torch, for gradients of gradients and those in a batch; None: that is `forward`.
+        like: as of `linear`.
     """
     if needs_grad(*inputs) and not any(map(checks.transformed, inputs)):
-        result: tuple[torch.Tensor, ...] = _ByPullback.apply(forward, pullback, graph or forward, *keepable(*inputs))
+        made = _valued(forward, like)
+        result: tuple[torch.Tensor, ...] = _ByPullback.apply(made, pullback, graph or forward, *keepable(*inputs))
         return result
     return forward(*inputs)
 

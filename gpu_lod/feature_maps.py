@@ -302,5 +302,11 @@ def _differentiable(
         return [_made(*all_of(tensors), dtype, video)]
 
     tensors = [one for one in given if one is not None]
-    (result,) = pulled(lambda *tensors: [make(*all_of(tensors))], pullback, *tensors, graph=graph)
+    (result,) = pulled(
+        lambda *tensors: [make(*all_of(tensors))],
+        pullback,
+        *tensors,
+        graph=graph,
+        like=lambda: [_like(image, dtype=dtype)],
+    )
     return result

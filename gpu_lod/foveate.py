@@ -221,7 +221,12 @@ def reference(
             result = result + 0 * fixation.sum().to(result)  # which it rests on, but nowhere changes with
         return result
     adjoint = _adjoint_of(levels[0], len(levels), fixation.detach().clone(), *rule)
-    (result,) = linear(lambda *levels: (_made(levels, fixation, *rule, kept),), adjoint, *levels)
+    (result,) = linear(
+        lambda *levels: (_made(levels, fixation, *rule, kept),),
+        adjoint,
+        *levels,
+        like=lambda: [torch.empty_like(levels[0])],
+    )
     return result
 
 

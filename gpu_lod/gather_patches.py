@@ -297,7 +297,14 @@ def reference(levels: list[torch.Tensor], sites: torch.Tensor, look: Look) -> to
     if not needs_grad(*levels) or _graph(sites):
         return _made(levels, sites, look)
     adjoint = _adjoint_of(levels[0], len(levels), sites.detach().clone(), look)
-    (result,) = linear(lambda *levels: [_made(levels, sites, look)], adjoint, *levels)
+    top = levels[0]
+    shape = (*top.shape[:-3], sites.shape[-2], top.shape[-3], look.patch, look.patch)
+    (result,) = linear(
+        lambda *levels: [_made(levels, sites, look)],
+        adjoint,
+        *levels,
+        like=lambda: [top.new_empty(shape, dtype=look.dtype)],
+    )
     return result
 
 

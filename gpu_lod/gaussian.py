@@ -16,7 +16,7 @@ from gpu_lod.generators import Chain, reduce_by
 from gpu_lod.halving import stored
 from gpu_lod.mipmap import empty
 from gpu_lod.planewise import planewise
-from gpu_lod.pyramid import Pyramid, burt_sizes
+from gpu_lod.pyramid import Pyramid, burt_sizes, like_levels
 from gpu_lod.transfer import READ_BARRIERS, Planes, parts, rows_of, scratch_planes
 
 
@@ -111,7 +111,8 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
     def below(image: torch.Tensor) -> list[torch.Tensor]:
         return planewise(lambda planes: _below(planes, levels - 1), image)
 
-    return [image, *linear(below, _adjoint_of(image, levels), image)]
+    sizes = burt_sizes(image.shape[-2], image.shape[-1], levels)[1:]
+    return [image, *linear(below, _adjoint_of(image, levels), image, like=lambda: like_levels(image, sizes))]
 
 
 def _below(image: torch.Tensor, levels: int) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from gpu_lod.halving import stored
 from gpu_lod.log_polar import ring_rule
 from gpu_lod.planewise import bands
 from gpu_lod.program import LOCAL_SIZE, MAX_GROUPS
+from gpu_lod.pyramid import like_levels
 from gpu_lod.transfer import Planes, bind_table, chunks, make_words, planes_of, word_defines
 from gpu_lod.whole_rows import new_rows
 
@@ -213,7 +214,9 @@ def reference(
     if not needs_grad(polar) or needs_grad(fixation) or checks.transformed(fixation):
         return _made(polar, fixation, frame)
     adjoint = _adjoint_of(polar, fixation.detach().clone(), frame)
-    (result,) = linear(lambda polar: [_made(polar, fixation, frame)], adjoint, polar)
+    (result,) = linear(
+        lambda polar: [_made(polar, fixation, frame)], adjoint, polar, like=lambda: like_levels(polar, [size])
+    )
     return result
 
 

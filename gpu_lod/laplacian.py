@@ -17,7 +17,7 @@ from gpu_lod.errors import InputError
 from gpu_lod.gaussian import choose, reduce_level
 from gpu_lod.gaussian import reference as gaussian_chain
 from gpu_lod.planewise import planewise
-from gpu_lod.pyramid import Pyramid, burt_sizes
+from gpu_lod.pyramid import Pyramid, burt_sizes, like_levels
 from gpu_lod.transfer import (
     READ_BARRIERS,
     Planes,
@@ -134,7 +134,10 @@ def reference(image: torch.Tensor, levels: int) -> list[torch.Tensor]:
         result = [added(fine, coarse, -1).to(dtype) for fine, coarse in pairwise(chain)]
         return [*result, chain[-1].to(dtype, copy=levels == 1)]  # not the image itself
 
-    return list(linear(lambda image: planewise(make, image), _adjoint_of(image, levels), image))
+    def like() -> list[torch.Tensor]:
+        return like_levels(image, burt_sizes(image.shape[-2], image.shape[-1], levels), dtype)
+
+    return list(linear(lambda image: planewise(make, image), _adjoint_of(image, levels), image, like=like))
 
 
 def _adjoint_of(image: torch.Tensor, levels: int) -> Adjoint:
@@ -170,7 +173,12 @@ def collapse_reference(levels: list[torch.Tensor]) -> torch.Tensor:
             result = added(level.to(wide), result, 1)
         return [result.to(dtype, copy=len(levels) == 1)]  # not the level itself
 
-    (result,) = linear(lambda *levels: planewise(make, *levels), _collapse_adjoint_of(levels), *levels)
+    (result,) = linear(
+        lambda *levels: planewise(make, *levels),
+        _collapse_adjoint_of(levels),
+        *levels,
+        like=lambda: [torch.empty_like(levels[0])],
+    )
     return result
 
 

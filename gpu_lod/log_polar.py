@@ -23,7 +23,7 @@ from gpu_lod.errors import InputError, LimitError, UnsupportedError
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
 from gpu_lod.mipmap import mipmap, sampled
-from gpu_lod.pyramid import Pyramid
+from gpu_lod.pyramid import Pyramid, like_levels
 from gpu_lod.sources import Source
 from gpu_lod.transfer import Planes, bind_table, chunks, layer_groups, make_words, new_planes, texture_to_planes
 
@@ -300,7 +300,12 @@ def reference(
     if not needs_grad(*levels) or needs_grad(fixation) or checks.transformed(fixation):
         return _made(levels, fixation, rule, border, parts)
     adjoint = _adjoint_of(levels[0], len(levels), fixation.detach().clone(), rule, border)
-    (result,) = linear(lambda *levels: [_made(levels, fixation, rule, border, parts)], adjoint, *levels)
+    (result,) = linear(
+        lambda *levels: [_made(levels, fixation, rule, border, parts)],
+        adjoint,
+        *levels,
+        like=lambda: like_levels(levels[0], [(rule.rings, rule.wedges)]),
+    )
     return result
 
 

@@ -18,7 +18,7 @@ from gpu_lod.halving import SUMS, WHOLE, halve_extreme, halve_mean, halve_mean_a
 from gpu_lod.kernels.chain import chain
 from gpu_lod.kernels.device import device_of
 from gpu_lod.planewise import PART
-from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes
+from gpu_lod.pyramid import Kind, Pyramid, Reduce, level_sizes, like_levels
 from gpu_lod.tuning import generator_of
 
 _REDUCES = ("mean", "max", "min")
@@ -212,17 +212,25 @@ def reference(
             result.append(wide if wide.dtype == dtype else stored(wide, dtype))
         return result
 
-    return [image, *(_means(below, wide, levels) if reduce == "mean" else below(wide))]
+    return [image, *(_means(below, wide, levels, dtype) if reduce == "mean" else below(wide))]
 
 
 def _means(
-    below: Callable[[torch.Tensor], list[torch.Tensor]], image: torch.Tensor, levels: int | None
+    below: Callable[[torch.Tensor], list[torch.Tensor]],
+    image: torch.Tensor,
+    levels: int | None,
+    dtype: torch.dtype | None = None,
 ) -> Sequence[torch.Tensor]:
-    """`below(image)`, the levels of its mean chain below it, differentiable."""
+    """`below(image)`, the levels of its mean chain below it, differentiable.
+
+    Args:
+        dtype: of the levels; None is the image's.
+    """
     sizes = level_sizes(image.shape[-2], image.shape[-1], levels)
     if len(sizes) == 1:
         return below(image)
-    return linear(below, partial(chain_adjoint, sizes=sizes, dtype=image.dtype, step=halve_mean_adjoint), image)
+    adjoint = partial(chain_adjoint, sizes=sizes, dtype=image.dtype, step=halve_mean_adjoint)
+    return linear(below, adjoint, image, like=lambda: like_levels(image, sizes[1:], dtype))
 
 
 def image_gradient(

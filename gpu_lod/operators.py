@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 
 from gpu_lod import dispatch, heap, precision
+from gpu_lod.adjoints import without_values
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
 from gpu_lod.saved_tensors import saved, watched
@@ -80,7 +81,8 @@ def register(verb: Callable[..., Any], fake: Callable[..., Any], *, differentiab
             from the arguments but for level 0 of a pyramid that holds its source.
         differentiable: False for a verb that gives no gradients.
     """
-    operators[verb.__name__] = Operator(verb, fake, differentiable, dispatch.chooser(verb) or fake)
+    operator = operators[verb.__name__] = Operator(verb, fake, differentiable, dispatch.chooser(verb) or fake)
+    operator.is_verb = True
 
 
 def function(fake: Callable[..., Any], *, differentiable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -117,6 +119,8 @@ class Operator:
     Args:
         refuses: what raises for arguments that are wrong whatever their values.
     """
+
+    is_verb = False
 
     def __init__(
         self,
@@ -274,6 +278,7 @@ class Operator:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         places = [i for i, want in zip(places, wanted, strict=True) if want]
 
+        alone = without_values() if self._needs_no_values(flat, wanted) else contextlib.nullcontext()
         with _autograd(), precision.full():
             asked = [leaves[place].detach().requires_grad_() for place in places]
             for place, leaf in zip(places, asked, strict=True):
@@ -282,10 +287,22 @@ class Operator:
             given = {
                 name: _TORCH.get(name, value) for name, value in zip(self.signature.parameters, values, strict=True)
             }
-            outputs = self._outputs(self.verb(**given), values)
+            with alone:
+                outputs = self._outputs(self.verb(**given), values)
             found = dispatch.pull([outputs[place] for place in of], asked, gradients)
         pairs = zip(found, asked, strict=True)
         return _apart([torch.zeros_like(leaf) if one is None else one for one, leaf in pairs], (gradients, *flat))
+
+    def _needs_no_values(self, flat: Sequence[Any], wanted: Sequence[bool]) -> bool:
+        """Whether gradients are wanted only in what a verb has a backward of its own for: all but places, whose are a
+        graph's, which reads what the verb makes on the way. Functions are graphs about verbs."""
+        values, wants = iter(flat), iter(wanted)
+        for place, pyramid in zip(self.numbers, self.pyramids, strict=True):
+            given = [next(values), next(values)] if pyramid else [next(values)]
+            asked = [next(wants) for _ in _tensors(given)]
+            if place and any(asked):
+                return False
+        return self.is_verb
 
     def _fake_backward(
         self, gradients: list[torch.Tensor], of: list[int], wanted: list[bool], *flat: Any

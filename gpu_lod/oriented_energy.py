@@ -115,7 +115,14 @@ def reference(image: torch.Tensor, levels: int, orientations: int = 4) -> list[t
 
     if not checks.on_host(image):
         return planewise(make, image)
-    return list(pulled(lambda x: planewise(make, x), partial(_pull, orientations), image))
+    return list(
+        pulled(
+            lambda x: planewise(make, x),
+            partial(_pull, orientations),
+            image,
+            like=lambda: _like(image, levels, orientations),
+        )
+    )
 
 
 def _wide_levels(image: torch.Tensor, levels: int) -> Iterator[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +40,13 @@ def halvings(height: int, width: int) -> int:
 def depth(height: int, width: int) -> int:
     """Levels down to 1 x 1, by OpenGL's rule."""
     return halvings(height + 1, width + 1)
+
+
+def like_levels(
+    image: torch.Tensor, sizes: Sequence[tuple[int, int]], dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Tensors [..., h, w] of these sizes, without values, else like the image."""
+    return [image.new_empty(*image.shape[:-2], *size, dtype=dtype or image.dtype) for size in sizes]
 
 
 def level_sizes(height: int, width: int, levels: int | None = None) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ import io
 import math
 import random
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,57 @@ def test_compiled_verbs_equal_eager_ones(name: str, backend: Any, dynamic: bool)
     eager = torch.autograd.grad(expected, inputs, ys, allow_unused=True)  # the sampler need not read every level
     for x, one, two in zip(inputs, torch.autograd.grad(found, inputs, ys), eager, strict=True):
         assert torch.allclose(one, torch.zeros_like(x) if two is None else two, atol=1e-6)
+
+
+FORWARDS = {
+    "mipmap": ("mipmap", "halve_mean"), "gaussian": ("gaussian", "_below"),
+    "laplacian": ("laplacian", "gaussian_chain"), "collapse": ("laplacian", "added"),
+    "log_polar": ("log_polar", "_made"), "foveate": ("foveate", "_made"),
+    "log_polar of a pyramid": ("log_polar", "_made"), "foveate, anisotropic": ("foveate", "_made"),
+    "gather_patches": ("gather_patches", "_made"), "inverse_log_polar": ("inverse_log_polar", "_made"),
+    "oriented_energy": ("oriented_energy", "planewise"), "feature_maps": ("feature_maps", "channels"),
+}  # fmt: skip
+"""By the names of calls, what makes values in plain torch."""
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_backward_of_its_own_is_all_that_a_compiled_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, module, forward = CALLS[name], sys.modules[f"gpu_lod.{FORWARDS[name][0]}"], FORWARDS[name][1]
+    inputs = [x.requires_grad_() for x in call.inputs()]
+    expected = call.run(*inputs, backend="torch")
+    run, _ = compiled(lambda *inputs: call.run(*inputs, backend="torch"), False)
+    found = run(*inputs)
+    weights = [torch.rand_like(x) for x in expected]
+    eager = torch.autograd.grad(expected, inputs, weights, allow_unused=True)
+    made = [torch.zeros_like(x) if two is None else two for x, two in zip(inputs, eager, strict=True)]
+    assert getattr(module, forward)
+    monkeypatch.setattr(module, forward, None)
+    for one, two in zip(torch.autograd.grad(found, inputs, weights), made, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda x, at: lod.log_polar(x, at[..., :2], 6, 10),
+        lambda x, at: lod.foveate(x, at[..., :2], 0.1),
+        lambda x, at: lod.foveate(x, at[..., :2], 0.1, anisotropy=3),
+        lambda x, at: lod.gather_patches(x, at[:, None], 4),
+        lambda x, at: lod.inverse_log_polar(x, at[..., :2], (11, 9)),
+        lambda x, at: lod.feature_maps(x, at[..., :2]),
+    ],
+    ids=["log_polar", "foveate", "foveate, anisotropic", "gather_patches", "inverse_log_polar", "feature_maps"],
+)
+def test_gradients_in_places_beside_those_in_pictures(verb: Callable[..., torch.Tensor]) -> None:
+    """These are a graph's, which reads levels."""
+    inputs = [noise(2, 3, 40, 37).requires_grad_(), torch.tensor([[0.4, 0.3, 1.3], [0.7, 0.6, 0.6]]).requires_grad_()]
+    expected = verb(*inputs)
+    run, _ = compiled(verb)
+    found = run(*inputs)
+    weights = torch.rand_like(expected)
+    eager = torch.autograd.grad(expected, inputs, weights)
+    for one, two in zip(torch.autograd.grad(found, inputs, weights), eager, strict=True):
+        assert bool(two.any()) and torch.allclose(one, two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "gl"])
