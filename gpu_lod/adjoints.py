@@ -115,7 +115,7 @@ class _ByAdjoint(torch.autograd.Function):
 
 Pullback = Callable[..., Sequence[torch.Tensor | None]]
 """From which inputs are wanted, the gradients in all results, None where nothing asks for one, and the inputs, to the
-gradients in those; without a graph."""
+gradients in those; without a graph. It reads the values of those inputs alone that ask for gradients."""
 
 
 def pulled(
@@ -148,7 +148,8 @@ class _ByPullback(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.pullback, ctx.graph = inputs[1:3]
-        ctx.save_for_backward(*inputs[3:])
+        # Of what nothing reads torch need not say that it was written to: an alias has a version of its own.
+        ctx.save_for_backward(*(x if x.requires_grad or checks.transformed(x) else x.data for x in inputs[3:]))
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -384,6 +384,16 @@ def transformed(value: Any) -> bool:
     return forward or functorch.is_functorch_wrapped_tensor(value) or functorch.is_legacy_batchedtensor(value)
 
 
+def transforming() -> bool:
+    """Whether this is inside of torch.func.vmap, grad and their like, whatever the tensors: torch makes none require
+    gradients there."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+# torch.compiler.assume_constant_result, which would import the compiler at once.
+transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def values(tensor: torch.Tensor) -> torch.Tensor:
     """What can be read on the host; inside torch.func.vmap that is the whole batch."""
     if memoryless(tensor):

@@ -40,7 +40,7 @@ def put(ctx: Context, target: torch.Tensor, source: torch.Tensor | float) -> Non
             else:
                 target.copy_(source)
         elif target.numel() < PARALLEL:
-            _in_pieces(target, source)
+            _in_pieces(target, source.expand_as(target))
         else:
             target.copy_(source)
 

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree
 
-from gpu_lod import dispatch, heap, precision
+from gpu_lod import checks, dispatch, heap, precision
 from gpu_lod.adjoints import without_values
 from gpu_lod.errors import UnsupportedError
 from gpu_lod.pyramid import OWN_LEVEL_0, Pyramid
@@ -180,7 +180,7 @@ class Operator:
         """What stands in a graph for a call of the verb."""
         if forward_ad._current_level >= 0:  # torch would drop the tangent
             raise UnsupportedError("compiled verbs have no forward-mode gradients. Call the function uncompiled.")
-        if transformed():
+        if checks.transforming():
             raise UnsupportedError("compiled verbs know no torch.func. Call the function uncompiled.")
         flat = self.arguments(*args, **kwargs)
         if not self.differentiable:
@@ -330,15 +330,6 @@ class Operator:
         of = [place for place, gradient in enumerate(gradients) if gradient is not None]
         found = iter(self.adjoint([gradients[place] for place in of], of, wanted, *flat))
         return tuple(_pytree.tree_unflatten([next(found) if want else None for want in asked], ctx.spec))
-
-
-def transformed() -> bool:
-    """Whether this is inside of torch.func.vmap, grad and their like."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-# torch.compiler.assume_constant_result, which would import the compiler at once.
-transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

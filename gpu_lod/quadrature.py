@@ -207,7 +207,8 @@ def pull(gradient: torch.Tensor, x: torch.Tensor, orientations: int) -> torch.Te
     On a CPU a part at a time, by sums where torch's own graph would transpose convolutions, which takes it ten times as
     long.
     """
-    if not checks.on_host(x) or x.numel() * orientations <= _SMALL:  # fewer operations
+    few = not checks.on_host(x) or x.numel() * orientations <= _SMALL
+    if few and not checks.transforming():  # fewer operations
         with torch.enable_grad():
             asked = x.detach().requires_grad_()
             (found,) = torch.autograd.grad(_energy(asked, orientations, x.dtype), asked, gradient.to(x.dtype))

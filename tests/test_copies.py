@@ -35,6 +35,10 @@ def test_what_is_put_is_what_torch_copies(ctx: lod.Context, dtype: torch.dtype) 
         target = torch.full(source.shape, 7, dtype=dtype)
         copies.put(ctx, target, source)
         assert torch.equal(target, source.to(dtype))
+    for one in (whole[:1], whole[1], whole[:, :1].double(), whole[:1].double(), whole[1].double()):  # for several
+        target = torch.full(whole.shape, 7, dtype=dtype)
+        copies.put(ctx, target, one)
+        assert torch.equal(target, one.to(dtype).expand(whole.shape))
     wide = torch.full((2, SIDE, SIDE + 2, 4), 7, dtype=dtype)
     copies.put(ctx, wide[..., 1], whole[:, 1])  # every fourth
     assert torch.equal(wide[..., 1], whole[:, 1])

@@ -17,7 +17,7 @@ from scripts import succeed
 from times import fastest
 
 import gpu_lod as lod
-from gpu_lod.errors import CalibrationWarning, InputError, LimitError, UnsupportedError
+from gpu_lod.errors import CalibrationWarning, InputChangedError, InputError, LimitError, UnsupportedError
 from gpu_lod.feature_maps import CHANNELS, reference
 
 BACKENDS: list[Any] = ["torch", "gl"]
@@ -202,11 +202,12 @@ def test_pictures_anywhere_in_gl_memory(ctx: lod.Context, dtype: torch.dtype, fi
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_semantic_features_are_taken_as_they_are(backend: Any, dtype: torch.dtype) -> None:
-    image = noise(2, 3, 9, 14)
-    for shape in ((2, 16, 9, 14), (1, 16, 9, 14), (16, 9, 14)):
-        features = torch.randn(shape).to(dtype)
-        found = lod.feature_maps(image, semantic=features, backend=backend)
-        assert torch.equal(found[:, CHANNELS["semantic"]], features.float().expand(2, 16, 9, 14))
+    for height, width in ((9, 14), (40, 52)):
+        image = noise(2, 3, height, width)
+        for shape in ((2, 16, height, width), (1, 16, height, width), (16, height, width)):
+            features = torch.randn(shape).to(dtype)
+            found = lod.feature_maps(image, semantic=features, backend=backend)
+            assert torch.equal(found[:, CHANNELS["semantic"]], features.float().expand(2, 16, height, width))
     assert bool((lod.feature_maps(image, backend=backend)[:, 17:33] == 0).all())
 
 
@@ -459,6 +460,49 @@ def test_a_backward_makes_no_maps(backend: Any, monkeypatch: pytest.MonkeyPatch)
         (gradient,) = torch.autograd.grad(alone, semantic, weights, retain_graph=True)
         assert torch.equal(gradient, weights[0, 17:33])
         gradient.zero_()  # which is nobody else's
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_backward_does_not_read_may_be_written_to(backend: Any, twice: bool) -> None:
+    """As a program does that moves its fixation, and keeps its frame for the next one."""
+    image, given = noise(3, 40, 30), {"semantic": torch.rand(16, 40, 30), "previous": noise(3, 40, 30)}
+    found = []
+    for written in (False, True):
+        asked, fixation = image.clone().requires_grad_(), torch.tensor([0.4, 0.6])
+        kinds = {name: tensor.clone() for name, tensor in given.items()}
+        maps = lod.feature_maps(asked, fixation, backend=backend, **kinds)
+        if written:
+            for tensor in (fixation, *kinds.values()):
+                tensor.fill_(0.75)
+        (gradient,) = torch.autograd.grad(maps.square().sum() if twice else maps.sum(), asked, create_graph=twice)
+        found.append(torch.autograd.grad(gradient.square().sum(), asked)[0] if twice else gradient)
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-4)
+    semantic = given["semantic"].requires_grad_()
+    maps = lod.feature_maps(image, semantic=semantic, backend=backend)
+    image.zero_()
+    (gradient,) = torch.autograd.grad(maps.sum(), semantic)
+    assert bool((gradient == 1).all())
+    asked = noise(3, 40, 30).requires_grad_()
+    doubled = asked * 1
+    maps = lod.feature_maps(doubled, backend=backend)
+    doubled.mul_(2)
+    with pytest.raises(InputChangedError):
+        maps.sum().backward()
+
+
+@pytest.mark.parametrize("side", [20, 70, 130])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_gradients_beside_a_vmap_over_fixations(backend: Any, side: int) -> None:
+    image, points = noise(3, side, side + 2).requires_grad_(), torch.rand(3, 2)
+
+    def run(point: torch.Tensor) -> torch.Tensor:
+        return lod.feature_maps(image, point, backend=backend)
+
+    found, expected = torch.func.vmap(run)(points), torch.stack([run(point) for point in points])
+    weights = torch.rand_like(found)
+    ours, loops = (torch.autograd.grad(maps, image, weights)[0] for maps in (found, expected))
+    assert torch.allclose(ours, loops, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

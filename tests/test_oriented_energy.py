@@ -390,6 +390,19 @@ def test_the_backward_reads_the_image_again(backend: Any) -> None:
         found.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_gradients_beside_a_vmap_over_something_else(backend: Any) -> None:
+    """Some levels are small, some not."""
+    x = noise(1, 150, 140).requires_grad_()
+
+    def run(factor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([factor * level.sum() for level in lod.oriented_energy(x, backend=backend)])
+
+    (found,) = torch.autograd.grad(torch.func.vmap(run)(torch.tensor([1.0, 2.0])).sum(), x)
+    (expected,) = torch.autograd.grad(run(torch.tensor(3.0)).sum(), x)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_in_a_batch() -> None:
     x = noise(1, 3, 5, dtype=torch.float64).requires_grad_()
     level = energy(x, 2)
