@@ -83,7 +83,7 @@ def sample_position_table(
     columns, column_weights = _taps(at[:, 1], grid[1], cells[1], mode, antialias, align_corners)
     index = (rows[:, :, None] * grid[1] + columns[:, None, :]).flatten(1)
     weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)
-    if operators.transformed():  # which torch's embedding_bag passes but in part
+    if checks.transforming():  # which torch's embedding_bag passes but in part
         values = (table.float()[index] * weights[..., None]).sum(1)
     else:
         values = F.embedding_bag(index, table.float(), per_sample_weights=weights, mode="sum")
