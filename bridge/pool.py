@@ -42,11 +42,12 @@ _holding = threading.local()
 @contextmanager
 def holding(held: list[Any]) -> Iterator[None]:
     """Keep in the list what this thread leases, and what else `hold` is told of."""
+    before = getattr(_holding, "held", None)
     _holding.held = held
     try:
         yield
     finally:
-        _holding.held = None
+        _holding.held = before
 
 
 def hold(thing: Any) -> None:

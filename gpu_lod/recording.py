@@ -131,6 +131,18 @@ class Recording:
         finally:
             self.watching = True
 
+    def step(self, function: Callable[..., Any], args: tuple[Any, ...], reads: Sequence[torch.Tensor]) -> None:
+        """Note a function that is called again where it stands among the commands, and call it."""
+        self.tape.append((function, args))
+        leases = (self._lease_of(tensor.data_ptr()) for tensor in reads)
+        self._bound.update(lease.item.glo for lease in leases if lease is not None)  # torch must not write there later
+        _here.recording = None
+        try:
+            with self.unwatched(), holding([]):
+                function(*args)
+        finally:
+            _here.recording = self
+
     @contextmanager
     def running(self, gl: GL) -> Iterator[None]:
         """Record what this thread does with a context, which must be current."""
@@ -144,6 +156,8 @@ class Recording:
             _here.recording = None
 
     def _note(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if current() is not self:  # a step's own, which it gives again
+            return
         if name == "GetBufferSubData":
             self.stop("it reads results back on the host (glGetBufferSubData)")
         elif name == "BufferSubData":
@@ -180,6 +194,20 @@ def check(function: Callable[[torch.Tensor], T], values: torch.Tensor) -> T:
         recording.stop("it reads on the host what a verb made")
     with recording.unwatched():
         return function(values)
+
+
+def step(function: Callable[..., Any], *args: Any, reads: Sequence[torch.Tensor]) -> None:
+    """Call a function in which the host reads what commands made, or writes what they read: a plan calls it again
+    between these commands. For bridges and renderers on which that is no long wait.
+
+    Args:
+        reads: the tensors that it reads.
+    """
+    recording = current()
+    if recording is None:
+        function(*args)
+    else:
+        recording.step(function, args, reads)
 
 
 def current() -> Recording | None:

@@ -37,8 +37,8 @@ _FORMATS = (G.RED, G.RG, G.RGBA, G.RGBA)
 
 def by_host(ctx: Context) -> bool:
     """True where `Uploader` is used: on a software renderer, where torch and OpenGL share memory amid a verb.
-    Hardware would wait for each piece and read its memory back; a plan that is recorded repeats OpenGL's work alone."""
-    return ctx.software and ctx.bridge.coherent and recording.current() is None
+    Hardware would wait for each piece and read its memory back."""
+    return ctx.software and ctx.bridge.coherent
 
 
 def new_textures(
@@ -82,18 +82,22 @@ def tensors_to_textures(ctx: Context, levels: Sequence[torch.Tensor], textures: 
     Where the bridge allows it they go through a small buffer, and memory holds no second copy of them.
     """
     if by_host(ctx):
-        finish(ctx)  # a verb round this one may have made them
-        uploader = Uploader(ctx)
-        for level, tensor in enumerate(levels):
-            for first, texture in textures:
-                key = texture.key
-                layers = tensor.reshape(-1, key.channels, *tensor.shape[-2:])
-                uploader.write(layers[first : first + key.layers], texture, level)
+        recording.step(_from_host, ctx, levels, textures, reads=levels)
         return
     # All of them first: torch's copies, then GL's work.
     sources = [planes_of(ctx, level) for level in levels]
     for level, source in enumerate(sources):
         planes_to_textures(ctx, source, textures, level)
+
+
+def _from_host(ctx: Context, levels: Sequence[torch.Tensor], textures: Sequence[tuple[int, Sampled]]) -> None:
+    finish(ctx)  # a verb round this one, or before it in a plan, may have made them
+    uploader = Uploader(ctx)
+    for level, tensor in enumerate(levels):
+        for first, texture in textures:
+            key = texture.key
+            layers = tensor.reshape(-1, key.channels, *tensor.shape[-2:])
+            uploader.write(layers[first : first + key.layers], texture, level)
 
 
 def planes_to_textures(ctx: Context, source: Planes, textures: Sequence[tuple[int, Sampled]], level: int) -> None:

@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 from calls import CALLS
-from images import noise
+from images import DTYPES, noise
 from scripts import succeed
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import gpu_lod as lod
+from gpu_lod import recording
 from gpu_lod.copies import put
 from gpu_lod.errors import BufferMovedError, ContextClosedError, InputError, PyramidChangedError, UnsupportedError
 from gpu_lod.sharing import Sharing
 from gpu_lod.transfer import new_planes
+from gpu_lod.uploads import Uploader
 
 FIXATION = torch.tensor([[0.4, 0.6], [0.7, 0.2]])
 REPLAY = set(CALLS) - {"cull"}
@@ -290,6 +292,51 @@ def test_what_torch_writes_after_shaders_fetch_it(llvmpipe: lod.Context) -> None
 
     planned = lod.plan(function, noise(1, 8, 8))
     assert not planned.replays and "torch computes" in planned.reason
+
+
+def test_what_torch_writes_after_the_host_read_it(llvmpipe: lod.Context) -> None:
+    """The same of a step of the host between commands."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with llvmpipe.active():
+            _, values = new_planes(llvmpipe, (1, 8, 8), torch.float32)
+            recording.step(values.sum, reads=[values])
+            put(llvmpipe, values, x)
+        return lod.mipmap(x, generator="compute")[1]
+
+    planned = lod.plan(function, noise(1, 8, 8))
+    assert not planned.replays and "torch computes" in planned.reason
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_textures_are_made_again_as_calls_make_them(
+    monkeypatch: pytest.MonkeyPatch, restored_limits: lod.Context, dtype: torch.dtype, *, buffered: bool
+) -> None:
+    """By the host, between commands: shaders that store texels take a software renderer several times as long."""
+    if not buffered:
+        restored_limits.limits.texels = 0
+    written: list[int] = []
+    write = Uploader.write
+    monkeypatch.setattr(Uploader, "write", lambda *args: written.append(args[3]) or write(*args))
+
+    def function(image: torch.Tensor, fixation: torch.Tensor) -> Any:
+        pyramid = lod.mipmap(image, 4, backend="gl").upload()
+        first = lod.log_polar(pyramid, fixation, 8, 16, backend="gl")
+        inner = lod.mipmap(first, 2, backend="gl").upload()
+        return first, lod.log_polar(inner, fixation, 5, 6, backend="gl")
+
+    with restored_limits:
+        shape = (2, 3, 101, 134)
+        planned = lod.plan(function, noise(*shape, dtype=dtype), FIXATION)
+        assert planned.replays, planned.reason
+        for _ in range(3):
+            image = noise(*shape, dtype=dtype)
+            written.clear()
+            found = [one.clone() for one in planned(image, FIXATION.flip(0))]
+            assert written == [0, 1, 2, 3, 0, 1]
+            for ours, called in zip(found, function(image, FIXATION.flip(0)), strict=True):
+                assert torch.equal(ours, called)
 
 
 def test_values_are_checked_at_every_call() -> None:
