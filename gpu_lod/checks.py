@@ -37,10 +37,13 @@ def tensor(value: Any, name: str) -> torch.Tensor:
     if not hasattr(value, "__dlpack__"):
         hint = "Make a list a tensor with torch.tensor(values)."
         if not torch.compiler.is_compiling() and type(value).__module__.startswith("PIL."):
-            hint = "Make a picture of Pillow one: torch.from_numpy(numpy.array(picture)).movedim(-1, -3)."
+            hint = (
+                "Make a picture of Pillow one: torch.from_numpy(numpy.array(picture.convert('RGB'))).movedim(-1, -3); "
+                "gpu_lod.images.load reads its file upright, with alpha, and more than 8 bits of grey."
+            )
         elif isinstance(value, (str, PurePath)):
             picture = "numpy.array(Image.open(path).convert('RGB'))"
-            hint = f"Open a picture's file with Pillow: torch.from_numpy({picture}).movedim(-1, -3)."
+            hint = f"Read a picture's file with gpu_lod.images.load, or torch.from_numpy({picture}).movedim(-1, -3)."
         elif isinstance(value, (list, tuple)) and any(hasattr(one, "shape") for one in value):
             hint = "Make tensors of one size one by torch.stack; of several sizes, call this for each."
         raise InputError(

@@ -15,7 +15,8 @@ FAILURE, USAGE = 1, 2
 def main() -> None:
     """Run the command line on `sys.argv`.
 
-    Exit codes: 0 done; 1 it failed, and a line on stderr says why; 2 the arguments make no sense; 130 interrupted.
+    Exit codes: 0 done; 1 it failed or cannot be done, and a line on stderr says why; 2 the arguments make no sense,
+    alone or for this picture; 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

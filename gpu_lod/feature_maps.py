@@ -215,11 +215,13 @@ def _check_previous(image: torch.Tensor, value: torch.Tensor, video: bool) -> to
 
 
 def _check_semantic(image: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not value.is_floating_point() or value.dtype == torch.float64:
+        raise InputError(
+            f"semantic is {value.dtype}; expected features in float16, bfloat16 or float32. Convert them with .float()."
+        )
     semantic = checks.image(value, "semantic", max_channels=None)
     batch = image.shape[0] if image.ndim == 4 else 1
     count = semantic.shape[0] if semantic.ndim == 4 else 1
-    if not semantic.is_floating_point():
-        raise InputError(f"semantic is {semantic.dtype}; features are floats: convert them with .float().")
     if semantic.shape[-3] != SEMANTIC or count not in (1, batch):
         raise InputError(
             f"semantic has shape {tuple(semantic.shape)}; expected [16, H, W] or [{batch}, 16, H, W]. Project other "

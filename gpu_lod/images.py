@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -32,8 +32,9 @@ _LARGEST_SIDE = {"JPEG": 65500, "WEBP": 16383}
 PathLike = str | os.PathLike[str]
 
 
-def load(path: PathLike) -> torch.Tensor:
-    """A PNG, JPEG, TIFF or WebP picture as a tensor.
+def load(path: PathLike | BinaryIO) -> torch.Tensor:
+    """A PNG, JPEG, TIFF or WebP picture as a tensor, of a file's path, or of a binary file that is open (an upload, or
+    `io.BytesIO(data)`).
 
     Shape: [C, H, W], C = 1 (grey), 2 (grey, alpha), 3 (RGB) or 4 (RGBA).
     Units: uint8 as stored; 16-bit grey becomes float32 in [0, 1], and 32-bit TIFF float32 as stored. Pillow reads
@@ -44,15 +45,7 @@ def load(path: PathLike) -> torch.Tensor:
     Raises:
         FileError: missing, a directory, unreadable, no picture, truncated, or so large that it looks like an attack.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise FileError(f"{path} is a directory; expected a picture file.")
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise FileError(f"{path} does not exist.") from None
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be read: {_reason(error)}.") from None
+    path, data = _read(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of large pictures well before it refuses them
         try:
@@ -84,6 +77,22 @@ def load(path: PathLike) -> torch.Tensor:
     if values.ndim == 2:
         values = values[..., None]
     return torch.from_numpy(np.ascontiguousarray(values.transpose(2, 0, 1)))
+
+
+def _read(path: PathLike | BinaryIO) -> tuple[str, bytes]:
+    """What to call a file, and what is in it."""
+    name = str(getattr(path, "name", "the picture") if hasattr(path, "read") else path)
+    try:
+        data = path.read() if hasattr(path, "read") else Path(path).read_bytes()
+    except FileNotFoundError:
+        raise FileError(f"{name} does not exist.") from None
+    except IsADirectoryError:
+        raise FileError(f"{name} is a directory; expected a picture file.") from None
+    except (OSError, ValueError) as error:
+        raise FileError(f"{name} cannot be read: {_reason(error)}.") from None
+    if not isinstance(data, bytes):
+        raise FileError(f"{name} is open as text; open it with 'rb'.")
+    return name, data
 
 
 def upright(picture: Image.Image) -> Image.Image:

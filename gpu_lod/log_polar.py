@@ -152,7 +152,7 @@ def _choose_for(
     checks.choice(generator, "generator", _GENERATORS)
     image = checks.mean_source(src, "log_polar")
     if generator != "auto" and backend in ("torch", "cuda"):
-        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend={backend!r}.")
+        raise UnsupportedError(f"generator={generator!r} is a GL one; backend={backend!r} has none: leave it out.")
     if backend == "cuda":
         checks.cuda_input(image)
         checks.cuda_place(fixation)

@@ -134,7 +134,7 @@ def choose_generator(
     """
     dispatch.check_backend(backend, cuda=True)
     if generator != "auto" and backend in ("torch", "cuda"):
-        raise UnsupportedError(f"generator={generator!r} is a GL one; leave it 'auto' with backend={backend!r}.")
+        raise UnsupportedError(f"generator={generator!r} is a GL one; backend={backend!r} has none: leave it out.")
     if backend == "cuda":
         checks.cuda_input(image)
         return Choice("cuda", "asked for")

@@ -592,3 +592,18 @@ def test_a_psnr_that_is_not_finite_is_none(psnr: float) -> None:
     tokens = allocate.GridTopK(2)(IMAGE[0])
     made = allocation.Allocation("GridTopK", tokens, lod.rebuild(tokens, (56, 56)), psnr, False)
     assert made.as_dict()["psnr"] is None
+
+
+def test_relevance_as_networks_give_it_says_what_makes_it_a_map() -> None:
+    allocator = allocate.GridTopK(5, patch=4)
+    batch, height, width = RELEVANCE.shape
+    image = torch.rand(batch, 3, 4 * height, 4 * width)
+    for relevance in (RELEVANCE[:, None], RELEVANCE.flatten(1)):
+        with pytest.raises(InputError) as caught:
+            allocator(image, relevance)
+        hint = str(caught.value).rpartition(": ")[2].rstrip(".")
+        assert torch.equal(eval(hint, {"relevance": relevance}), RELEVANCE)
+    with pytest.raises(InputError, match=r"relevance\[:, 0\]"):
+        allocator(relevance=RELEVANCE[:, None])
+    with pytest.raises(InputError, match="interpolate"):
+        allocator(image, RELEVANCE[:, 1:])

@@ -176,6 +176,7 @@ def test_log_polar(tmp_path: Path, picture: Path) -> None:
         "zero",
     )
     found = json.loads(done(tmp_path, "log-polar", "cat.png", *options, "--spacing", "cortical", "--json"))
+    assert found["verb"] == "log_polar"
     expected = lod.log_polar(
         load(picture), (0.25, 0.5), 9, 20, r_max=0.5, spacing="cortical", border="zero", backend="torch"
     )
@@ -372,6 +373,7 @@ def test_output_that_cannot_be_written(tmp_path: Path, picture: Path) -> None:
         ("mipmap cat.png -o file/x.png", 1, "cannot be written"),
         ("hiz cat.png -o x.gif", 1, "the choices are .png"),
         ("demo cat.png -o file", 1, "cannot be written to"),
+        ("sites cat.png -o -", 2, "'-' is no file"),
     )
 
 
@@ -380,7 +382,8 @@ def test_errors_name_options(tmp_path: Path, picture: Path) -> None:
     refused(
         tmp_path,
         ("log-polar cat.png --spacing cortical --r-min 0.02", 2, "or use --spacing log."),
-        ("mipmap cat.png --generator compute --backend torch", 1, "with --backend torch."),
+        ("mipmap cat.png --generator compute --backend torch", 1, "--backend torch has none: leave it out."),
+        ("mipmap cat.png --generator driver --reduce max", 1, "Use --generator compute or --generator fragment."),
         ("allocate cat.png --patch 4 --budget 5 --with GridTopK --fixation 0.2,0.2", 2, "Leave --fixation out."),
     )
 

@@ -195,6 +195,23 @@ def test_no_file(tmp_path: Path) -> None:
         load(tmp_path / "file" / "x.png")
 
 
+def test_files_that_are_open(tmp_path: Path) -> None:
+    picture = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)
+    save(picture, tmp_path / "x.png")
+    with (tmp_path / "x.png").open("rb") as file:
+        assert torch.equal(load(file), picture)
+    assert torch.equal(load(io.BytesIO((tmp_path / "x.png").read_bytes())), picture)
+    for file, message in (
+        (io.BytesIO(b"none"), "the picture is not a PNG"),
+        (io.StringIO("text"), "the picture is open as text; open it with 'rb'"),
+        ((tmp_path / "x.png").open("rb"), "x.png cannot be read"),
+    ):
+        if message.endswith("read"):
+            file.close()
+        with pytest.raises(FileError, match=message):
+            load(file)  # type: ignore[arg-type]
+
+
 def test_file_errors_are_gpu_lod_errors_and_os_errors() -> None:
     assert issubclass(FileError, GpuLodError)
     assert issubclass(FileError, OSError)

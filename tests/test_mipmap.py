@@ -268,7 +268,7 @@ def test_bad_image(name: str, generator: str) -> None:
         ({"generator": "magic"}, InputError, "'compute'"),
         ({"backend": "vulkan"}, InputError, "'torch'"),
         ({"generator": "driver", "reduce": "max"}, UnsupportedError, "averages"),
-        ({"generator": "compute", "backend": "torch"}, UnsupportedError, "auto"),
+        ({"generator": "compute", "backend": "torch"}, UnsupportedError, "leave it out"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], error: type[Exception], hint: str) -> None:

@@ -384,9 +384,10 @@ class Allocator(ABC):
         if image is None:
             values = checks.dense(relevance, "relevance")
             if values.ndim not in (2, 3) or not values.numel():
+                hint = _shaped(values) or "Give each patch a number."
                 raise InputError(
-                    f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg], with no side of 0: "
-                    "give each patch a number."
+                    f"relevance has shape {tuple(values.shape)}; expected [B, Hg, Wg] or [Hg, Wg], with no side of 0. "
+                    f"{hint}"
                 )
             size = values.shape[-2] * self.patch, values.shape[-1] * self.patch
             return values.ndim == 3, values.shape[0] if values.ndim == 3 else 1, size
@@ -401,6 +402,8 @@ class Allocator(ABC):
             hint = "Resize it with torch.nn.functional.interpolate, and make masks numbers with .float()."
             if not batched and tuple(values.shape) in [(1, *shape) for shape in expected]:
                 hint = "The picture is no batch: pass relevance[0], or image[None]."
+            elif values.dtype != torch.bool:
+                hint = _shaped(values, cells) or hint
             raise InputError(
                 f"relevance is {values.dtype} {tuple(values.shape)}; expected numbers of shape {expected[0]}, one a "
                 f"patch, or {expected[1]}, one a pixel. {hint}"
@@ -468,6 +471,15 @@ def _arguments(kind: type) -> dict[str, Any]:
 
 def _grid_of(size: tuple[int, int], patch: int, batch: int, device: torch.device) -> torch.Tensor:
     return torch.ones(batch, *cells_of(size, patch), dtype=torch.float32, device=device)
+
+
+def _shaped(values: torch.Tensor, cells: tuple[int, int] | None = None) -> str:
+    """What makes relevance of what networks give, maps with a channel and tokens in a row, or nothing."""
+    if values.ndim == 4 and values.shape[1] == 1:
+        return "Drop its channel: relevance[:, 0]."
+    if cells is not None and values.ndim in (1, 2) and values.shape[-1] == cells[0] * cells[1]:
+        return f"Give its tokens rows: relevance.unflatten(-1, {cells})."
+    return ""
 
 
 def register(allocator: A) -> A:

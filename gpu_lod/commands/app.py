@@ -16,7 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # which fills paragraphs
     help="Level of detail on graphics hardware for PyTorch: pyramids, samplers and token budgets for image files.",
-    epilog="Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong arguments.",
+    epilog="Exit codes: 0 done, 1 it failed or cannot be done (one line on stderr says why), 2 arguments that make no "
+    "sense, alone or for this picture, 130 interrupted.",
 )
 
 

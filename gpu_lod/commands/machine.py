@@ -151,7 +151,7 @@ def demo(
         typer.Argument(metavar="IMAGE", help="A picture of yours; without one, a portrait and a printed page."),
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to.")] = Path("out/demo"),
-    fixation: Annotated[str | None, typer.Option(metavar="X,Y", help="As for log-polar.", show_default=False)] = None,
+    fixation: options.OptionalFixation = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:

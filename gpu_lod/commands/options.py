@@ -29,7 +29,9 @@ Backend = Annotated[
     Literal["auto", "gl", "torch"], typer.Option(help="auto takes what measures fastest; a name is used or fails.")
 ]
 Eccentricity = Annotated[float, typer.Option(help="Eccentricity of half resolution, in units of the longer side.")]
-Fixation = Annotated[str, typer.Option(metavar="X,Y", help="Fixation in fractions of width and height, y down.")]
+_FIXATION = "Fixation in fractions of width and height, y down."
+Fixation = Annotated[str, typer.Option(metavar="X,Y", help=_FIXATION)]
+OptionalFixation = Annotated[str | None, typer.Option(metavar="X,Y", help=_FIXATION, show_default=False)]
 
 
 def on(device: int | None) -> AbstractContextManager[Any]:
@@ -74,6 +76,8 @@ def box(text: str) -> tuple[float, float, float, float]:
 
 def output_path(image: Path, verb: str, output: str | None) -> Path:
     """Where to write; an extension that cannot be written fails before any work."""
+    if output in ("", "-"):
+        raise typer.BadParameter(f"{output!r} is no file; name one, or a folder.", param_hint="'--output'")
     name = "out/" if output is None else output
     path = Path(name)
     if path.is_dir() or not path.suffix or name.endswith(("/", os.sep)):

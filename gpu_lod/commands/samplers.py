@@ -66,7 +66,7 @@ def log_polar(
             height, width = picture.shape[-2:]
             paths.append(back_path)
             images.save(lod.inverse_log_polar(mapped, points, (height, width), **place, **how), paths[-1])
-    printing.show_made("log-polar", image, paths, [mapped], choice, as_json)
+    printing.show_made("log_polar", image, paths, [mapped], choice, as_json)
 
 
 @app.command()

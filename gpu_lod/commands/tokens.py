@@ -88,7 +88,7 @@ def allocate(
     ] = "FoveatedPyramid",
     budget: Annotated[int, typer.Option(min=1, help="How many tokens.")] = 273,
     patch: Annotated[int, typer.Option(min=1, help="Samples along a patch's side.")] = PATCH,
-    fixation: Annotated[str | None, typer.Option(metavar="X,Y", help="As for log-polar.", show_default=False)] = None,
+    fixation: options.OptionalFixation = None,
     labels: Annotated[
         Path | None, typer.Option(help="A label map: a grey PNG or a .npy of integers.", show_default=False)
     ] = None,
