@@ -73,7 +73,7 @@ def test_a_picture_of_pillow_is_told_how_to_become_a_tensor() -> None:
     with pytest.raises(InputError, match=r"Pillow one: torch.from_numpy\(numpy.array\(picture.convert"):
         lod.mipmap(picture)  # type: ignore[arg-type]
     for path in ("photo.jpg", Path("photo.jpg")):
-        with pytest.raises(InputError, match=r"gpu_lod.images.load, or torch.from_numpy\(numpy.array\(Image.open\(path\)"):
+        with pytest.raises(InputError, match=r"images.load, or torch.from_numpy\(numpy.array\(Image.open\(path\)"):
             lod.mipmap(path)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"torch.tensor\(values\)"):
         lod.mipmap([[[0.5]]])  # type: ignore[arg-type]
