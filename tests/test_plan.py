@@ -308,6 +308,7 @@ def test_what_torch_writes_after_the_host_read_it(llvmpipe: lod.Context) -> None
     assert not planned.replays and "torch computes" in planned.reason
 
 
+@pytest.mark.usefixtures("llvmpipe")
 @pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_textures_are_made_again_as_calls_make_them(
