@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from gpu_lod import by_kernel, checks, precision
+from gpu_lod.between_samples import ROWS, SAMPLES, spread
 from gpu_lod.binomial import BINOMIAL, reduce
 from gpu_lod.dispatch import needs_grad
 from gpu_lod.errors import InputError
@@ -27,13 +27,9 @@ _POOLED = 2**18
 """Pixels of the saliency, of which all pairs of levels are there at once."""
 _LEAST = 8
 """Pixels of a side below which a picture is no matter of bands."""
-_BLOCK = 16
-"""Rows of pixels that a product of matrices makes."""
 _WHOLE = 16
 """Columns that are summed together. A CPU sums what is left of its vectors in another order, and what that is depends
 on how many images there are: sites must not."""
-_SAMPLES = 8
-"""Of a row, that a product reads pixels between."""
 _COARSEST = 1 << max(centre for centre, _ in PAIRS) >> 1
 """Every other pixels that the samples of the coarsest centres are apart."""
 
@@ -145,16 +141,15 @@ def _at_every_other(levels: Sequence[torch.Tensor], whole: int) -> torch.Tensor:
     the other sign, so that `_apart` can make sums along columns."""
     count, h, w = levels[0].shape
     columns = -(-w // whole) * whole
-    wide = -(-(columns + 1) // (_SAMPLES * _COARSEST)) * _SAMPLES * _COARSEST
-    tall = -(-(h + 1) // _BLOCK) * _BLOCK
+    tall, wide = -(-(h + 1) // ROWS) * ROWS, -(-(columns + 1) // (SAMPLES * _COARSEST)) * SAMPLES * _COARSEST
     result = levels[0].new_empty(len(PAIRS), count, tall, wide)
     for (centre, surround), out in zip(PAIRS, result, strict=True):
         factor = 1 << centre >> 1
         if factor > 1:
-            _spread(_difference(levels[centre], levels[surround], 1 << surround - centre), factor, out, _TURNED)
+            spread(_difference(levels[centre], levels[surround], 1 << surround - centre), factor, out, signs=True)
             continue
         fine = levels[centre]
-        _spread(levels[surround], 1 << surround - centre, out, _TURNED)
+        spread(levels[surround], 1 << surround - centre, out, signs=True)
         out[:, :h:2, :w].sub_(fine[:, ::2])
         out[:, 1:h:2, :w].add_(fine[:, 1::2])
         out[:, :h, w] = out[:, :h, w - 1]
@@ -165,53 +160,9 @@ def _at_every_other(levels: Sequence[torch.Tensor], whole: int) -> torch.Tensor:
 def _difference(fine: torch.Tensor, coarse: torch.Tensor, factor: int) -> torch.Tensor:
     """A level less a coarser one at its samples."""
     count, h, w = fine.shape
-    tall = fine.new_empty(count, -(-h // _BLOCK) * _BLOCK, -(-w // (_SAMPLES * factor)) * _SAMPLES * factor)
-    _spread(coarse, factor, tall, _LONGER)
+    tall = fine.new_empty(count, -(-h // ROWS) * ROWS, -(-w // (SAMPLES * factor)) * SAMPLES * factor)
+    spread(coarse, factor, tall)
     return fine - tall[:, :h, :w]
-
-
-def _spread(samples: torch.Tensor, factor: int, out: torch.Tensor, longer: dict[int, torch.Tensor]) -> None:
-    """Samples [B, h, w], `factor` pixels apart, read at every pixel: out [B, n _BLOCK, m _SAMPLES factor]. Beyond the
-    last ones are these."""
-    rows, columns = out.shape[1] // factor + 1, out.shape[2] // factor + 1
-    more = (0, columns - samples.shape[-1], 0, rows - samples.shape[-2])
-    _lengthened(_widened(F.pad(samples, more, mode="replicate"), factor), factor, out, longer[factor])
-
-
-def _between(factor: int, samples: int) -> torch.Tensor:
-    """[samples factor, samples + 1], the weights of samples, `factor` pixels apart, at the pixels from the first on."""
-    shares = torch.arange(factor, dtype=torch.float32, device="cpu")[:, None] / factor
-    matrix = torch.zeros(samples, factor, samples + 1, dtype=torch.float32, device="cpu")
-    matrix.diagonal(0, 0, 2)[:] = 1 - shares
-    matrix.diagonal(1, 0, 2)[:] = shares
-    return matrix.flatten(0, 1)
-
-
-_FACTORS = {factor for centre, surround in PAIRS for factor in (1 << centre >> 1, 1 << surround - centre)} - {1}
-_WIDER = {factor: _between(factor, _SAMPLES).t().contiguous() for factor in _FACTORS}
-_LONGER = {factor: _between(factor, _BLOCK // factor) for factor in _FACTORS}
-# Every other row of the other sign.
-_TURNED = {factor: torch.stack([weights[::2], -weights[1::2]], 1).flatten(0, 1) for factor, weights in _LONGER.items()}
-
-
-def _widened(samples: torch.Tensor, factor: int) -> torch.Tensor:
-    """Samples [B, h, 8 n + 1], `factor` pixels apart along a row, read at every pixel between: [B, h, 8 n factor]."""
-    blocks = samples.unfold(-1, _SAMPLES + 1, _SAMPLES).reshape(-1, _SAMPLES + 1)
-    return torch.mm(blocks, _WIDER[factor]).view(*samples.shape[:2], -1)
-
-
-def _lengthened(samples: torch.Tensor, factor: int, out: torch.Tensor, longer: torch.Tensor) -> None:
-    """The same along columns: whole blocks of rows `out` [B, n _BLOCK, w] of samples [B, h, w]."""
-    step = _BLOCK // factor
-    windows = samples.unfold(1, step + 1, step)[:, : out.shape[1] // _BLOCK].transpose(2, 3)
-    blocks = out.unflatten(1, (-1, _BLOCK))
-    if len(out) == 1:
-        torch.bmm(longer.expand(windows.shape[1], -1, -1), windows[0], out=blocks[0])
-        return
-    # A product serves all blocks of an image, or a block of all images.
-    weights = longer.expand(len(out), -1, -1)
-    for index in range(blocks.shape[1]):
-        blocks[:, index] = torch.bmm(weights, windows[:, index])
 
 
 def _level_one(images: torch.Tensor) -> torch.Tensor:

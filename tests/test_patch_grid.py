@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from images import noise
+from scripts import succeed
 
+from gpu_lod import between_samples as between
 from gpu_lod.patch_grid import Pool, pooled, starts_of
 from gpu_lod.salient_cells import saliency_cells
 
@@ -62,6 +64,7 @@ def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, mon
     monkeypatch.setattr(cells_module, "_BAND", band)
     monkeypatch.setattr(cells_module, "_POOLED", band)
     monkeypatch.setattr(cells_module, "_AT_ONCE", 4 * band)
+    monkeypatch.setattr(between, "_SMALL", 0 if band == 2**12 else 128)
     for shape in SHAPES:
         image = noise(*shape, dtype=dtype)
         whole = the_map(image)
@@ -70,6 +73,49 @@ def test_saliency_of_cells_is_that_of_the_map(dtype: torch.dtype, band: int, mon
                 found, expected = saliency_cells(image, patch, pool), pooled(whole, patch, pool)
                 assert found.dtype == torch.float32
                 torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6, msg=f"{shape}, {patch}, {pool}")
+
+
+@pytest.mark.parametrize("limit", [0, 128, 1000])
+def test_levels_are_read_between_their_samples(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(between, "_SMALL", limit)
+    for height, width in ((1, 5), (4, 8), (33, 16), (21, 40)):
+        samples = noise(3, height, width)
+        for factor in (2, 4):
+            found = samples.new_empty(3, 4 * height // 16 * 16 + 16, (width + 8) // 8 * 8 * factor)
+            between.spread(samples, factor, found)
+            expected = samples.double()
+            for dim, n in ((1, height), (2, width)):
+                at = torch.arange(found.shape[dim]) / factor
+                share = (at % 1).double().view(-1, *[1] * (2 - dim))
+                low, high = (expected.index_select(dim, (at.long() + k).clamp(max=n - 1)) for k in (0, 1))
+                expected = torch.lerp(low, high, share)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+            turned = torch.empty_like(found)
+            between.spread(samples, factor, turned, signs=True)
+            assert torch.equal(turned[:, ::2], found[:, ::2]) and torch.equal(turned[:, 1::2], -found[:, 1::2])
+
+
+@pytest.mark.parametrize("kernels", ["", "AVX2", "SSE4_2"])
+def test_saliency_of_cells_depends_on_no_other_image_and_no_place(kernels: str) -> None:
+    """To the bit, whatever kernels MKL takes for products: sites must not, and equal cells are taken in their order."""
+    succeed(
+        """
+        import torch
+        from gpu_lod.salient_cells import saliency_cells
+
+        for size in ((65, 77), (64, 64), (150, 203), (224, 224), (301, 517), (640, 96)):
+            images = torch.rand(5, 3, *size)
+            for patch in (14, 16):
+                for count in (2, 3, 5):
+                    together = saliency_cells(images[:count], patch)
+                    for image, cells in zip(images, together):
+                        assert torch.equal(saliency_cells(image[None].clone(), patch)[0], cells), (size, patch, count)
+                for value in (0.1, 0.37, 0.5911534, 0.9690406):
+                    flat = saliency_cells(torch.full((1, 3, *size), value), patch)
+                    assert len(flat.unique()) == 1, (size, patch, value)
+        """,
+        MKL_ENABLE_INSTRUCTIONS=kernels,
+    )
 
 
 def test_saliency_of_cells_is_fp32_where_products_are_not() -> None:
