@@ -151,7 +151,10 @@ def _blends(
 def means(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """weights [B, K, N] @ places [N, 2]."""
     if checks.on_host(weights):
-        return weights @ places
+        if torch.compiler.is_compiling():
+            return weights @ places
+        # An image at a time: libraries add in other orders for other numbers of rows, and sites know no other images.
+        return torch.stack([torch.mm(rows, places) for rows in weights])
     # cuBLAS multiplies by a matrix of two columns at a tenth of the speed of memory, and by a vector at all of it.
     rows = weights.flatten(0, 1)
     return torch.stack([torch.mv(rows, column) for column in places.unbind(1)], dim=1).unflatten(0, weights.shape[:2])
