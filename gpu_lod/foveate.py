@@ -21,6 +21,7 @@ from gpu_lod.foveate_blocks import blocks, highest, ranges_of
 from gpu_lod.foveate_tiles import Tile, probed, trilinear
 from gpu_lod.halving import stored
 from gpu_lod.kernels import samplers
+from gpu_lod.memory_chain import MemoryChain
 from gpu_lod.mipmap import mipmap, sampled
 from gpu_lod.pyramid import Pyramid, level_sizes
 from gpu_lod.sources import Source
@@ -110,6 +111,8 @@ def foveate(
     else:
         ctx = source.texture_context() or context_for(*source.levels)
         sample = partial(_gl, ctx, source, points, *rule, spare=built)
+        if isinstance(source, MemoryChain) and _large_texels(ctx, source, anisotropy):
+            sample = partial(_by_planes, ctx, source, points, *rule)
     return sources.run(source, sample, _adjoint_of(source.levels[0], len(source), points, *rule))
 
 
@@ -295,6 +298,30 @@ def _made(
     if result is None:
         result = stored(torch.cat(parts) if len(parts) > 1 else parts[0], top.dtype)
     return result if levels[0].ndim == 4 else result[0]
+
+
+def _large_texels(ctx: Context, chain: MemoryChain, anisotropy: float) -> bool:
+    """Whether texture units filter texels twice the size of what they are made of, of more than one plane. A plan keeps
+    what it made, and gains nothing."""
+    large = chain.dtype == torch.bfloat16 and chain.batch * chain.channels > 1
+    return large and anisotropy > 1 and not ctx.software and recording.current() is None
+
+
+def _by_planes(
+    ctx: Context, chain: MemoryChain, fixation: torch.Tensor, e0: float, bias: float, anisotropy: float
+) -> torch.Tensor:
+    """A third of an image's planes at a time, or less, each an image by itself: a texture of all of them would be more
+    than memory allows. All parts are as many planes, for the next one takes the texture of the last."""
+    image = chain.image.detach()
+    planes = image.reshape(-1, 1, *chain.size)
+    count = len(planes)
+    at_once = count // next((parts for parts in range(3, count) if count % parts == 0), count)
+    points = fixation.expand(chain.batch, 2).repeat_interleave(chain.channels, dim=0)
+    parts = [
+        _gl(ctx, MemoryChain(some, len(chain)), at, e0, bias, anisotropy, spare=False)
+        for some, at in zip(planes.split(at_once), points.split(at_once), strict=True)
+    ]
+    return torch.cat(parts).view(image.shape)
 
 
 def _gl(

@@ -161,6 +161,34 @@ def test_forwards_keep_the_bound_where_gradients_are_asked_for(verb: str) -> Non
     assert max(map(bench_memory.share, rows)) <= 1, rows
 
 
+LARGE_TEXELS = """
+import json, os, sys
+import torch
+sys.path.insert(0, os.environ["TESTS"])
+import as_hardware
+as_hardware.pretend()
+import bench_memory
+import gpu_lod as lod
+
+bench_memory.DTYPES, bench_memory.BACKENDS = (torch.bfloat16,), ("gl",)
+shapes = ((1, 3, 1024, 1024), (2, 4, 513, 512))
+print(json.dumps(bench_memory.measure(["foveate, anisotropy 4"], shapes, 2)))
+for shape in (*shapes, (5, 2, 64, 96), (3, 40, 52)):
+    image = torch.rand(shape).bfloat16()
+    fixation = torch.rand(shape[0], 2) if len(shape) == 4 else torch.rand(2)
+    found, expected = (
+        lod.foveate(src, fixation, anisotropy=4, backend="gl") for src in (image, lod.mipmap(image, backend="gl"))
+    )
+    assert torch.equal(found, expected), shape
+"""
+
+
+def test_texture_units_are_given_some_planes_at_a_time_where_texels_are_large() -> None:
+    """Those of bfloat16 are fp32: a texture of all is beyond the bound. What they make is what they make of all."""
+    rows = json.loads(succeed(LARGE_TEXELS, PYTHONPATH=BENCH, TESTS=str(Path(__file__).parent)))
+    assert len(rows) == 2 and max(map(bench_memory.share, rows)) <= 1, rows
+
+
 GRADIENTS = """
 import json
 import torch
