@@ -291,8 +291,11 @@ def sampled(
         src.check_unchanged()
     top = src.levels[0] if isinstance(src, Pyramid) else src
 
-    def chain(images: slice) -> list[torch.Tensor]:
-        made = [level[images] for level in src.levels] if isinstance(src, Pyramid) else _chain(src[images], levels)
+    def chain(images: slice | None) -> list[torch.Tensor]:
+        if isinstance(src, Pyramid):
+            made = list(src.levels) if images is None else [level[images] for level in src.levels]
+        else:
+            made = _chain(src if images is None else src[images], levels)
         return list(dispatch.keepable(*made)) if dispatch.needs_grad(points) else made
 
     batch = len(top) if top.ndim == 4 and top.device.type == "cpu" else 1
@@ -304,7 +307,7 @@ def sampled(
         # image for each.
         at_once = min(at_once, max(-(-batch // 4), torch.get_num_threads()))
     if batch <= at_once:
-        return sample(chain(slice(None)), points)
+        return sample(chain(None), points)
     points = points.expand(batch, *points.shape[1:])
     parts: list[torch.Tensor] = []
     result = None
