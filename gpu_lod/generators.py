@@ -171,13 +171,11 @@ def check_generator(ctx: Context, generator: str, reduce: Reduce) -> None:
             f"glGenerateMipmap averages; it cannot reduce by {reduce!r}. "
             "Use generator='compute' or generator='fragment'."
         )
-    if generator == "sampler":
-        if reduce == "mean":
-            raise UnsupportedError("the sampler generator reduces by 'max' or 'min'; for 'mean' use another generator.")
-        if not {"GL_EXT_texture_filter_minmax", "GL_ARB_texture_filter_minmax"} & ctx.extensions:
-            raise UnsupportedError(
-                f"{ctx.renderer} has no GL_EXT_texture_filter_minmax. Use generator='compute' or generator='fragment'."
-            )
+    minmax = {"GL_EXT_texture_filter_minmax", "GL_ARB_texture_filter_minmax"}
+    if generator == "sampler" and not minmax & ctx.extensions:
+        raise UnsupportedError(
+            f"{ctx.renderer} has no GL_EXT_texture_filter_minmax. Use generator='compute' or generator='fragment'."
+        )
 
 
 def _taps(above: Planes) -> dict[str, int]:

@@ -166,8 +166,11 @@ def test_vectors_are_split_to_fit_bindings(restored_limits: lod.Context, monkeyp
         assert torch.equal(lod.gaussian(image, levels=2, backend="gl")[1], whole[1])
 
 
+@pytest.mark.parametrize("fetched", [True, False], ids=["fetched", "bound"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_work_is_split_to_fit_bindings(restored_limits: lod.Context, dtype: torch.dtype) -> None:
+def test_work_is_split_to_fit_bindings(restored_limits: lod.Context, dtype: torch.dtype, fetched: bool) -> None:
+    if not fetched:
+        restored_limits.limits.texels = 0
     image = noise(3, 2, 70, 53, dtype=dtype)
     gaussians, differences = lod.gaussian(image, backend="gl"), lod.laplacian(image, backend="gl")
     back = lod.collapse(differences, "gl")
