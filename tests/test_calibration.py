@@ -117,6 +117,9 @@ def test_single_images_and_batches_do_not_speak_for_each_other() -> None:
     table = Table(MACHINE, (GAIN, batch))
     found = {count: table.nearest(JOB._replace(batch=count)) for count in (1, 2, 3, 16, 22, 23)}
     assert found == {1: GAIN, 2: None, 3: batch, 16: batch, 22: batch, 23: None}
+    larger = replace(GAIN, question=JOB._replace(batch=32))
+    table = Table(MACHINE, (batch, larger))
+    assert [table.nearest(JOB._replace(batch=count)) for count in (12, 20)] == [batch, larger]
 
 
 def test_between_two_sizes_the_way_that_is_fastest_at_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +169,8 @@ def test_other_channels_and_dtypes_speak_where_none_of_the_own_kind_does(monkeyp
     )
     assert way(bfloat16, (three, clear)) == "gl"
     assert way(three._replace(channels=2), (three, clear), (three._replace(channels=4), little)) == "gl"
+    one, four = (three._replace(channels=count) for count in (1, 4))
+    assert way(three, (one, clear), (four, little)) == "torch", "the nearest number of channels"
     for other in (three._replace(dtype="uint8"), three._replace(verb="hiz"), three._replace(channels=0)):
         assert way(other, (three, clear)) == "torch"
     assert way(three, (half, clear)) == "torch", "the smaller dtype does not speak for the larger one"
@@ -643,6 +648,7 @@ BROKEN: dict[str, Callable[[], str | bytes]] = {
     "no torch": lambda: json.dumps(valid()).replace('"torch"', '"tprch"'),
     "no list of entries": lambda: json.dumps(valid() | {"entries": {}}),
     "work 0": lambda: json.dumps(valid()).replace(str(2**20), "0"),
+    "a number for a date": lambda: json.dumps(valid()).replace(f'"{GAIN.date}"', "7"),
     "work true": lambda: json.dumps(valid()).replace(str(2**20), "true"),
 }
 
@@ -661,6 +667,12 @@ def test_a_file_that_is_no_table_is_ignored_with_one_warning_and_rebuilt(name: s
     fastest("gl compute", lod.mipmap, image)
     assert lod.explain(lod.mipmap, image).generator == "compute"
     assert tables.read(path).machine == here()
+
+
+@pytest.mark.parametrize(("text", "found"), [('{"format": 99}', "99"), ("{}", "None"), ("[]", "None")])
+def test_another_format_is_told(text: str, found: str) -> None:
+    with pytest.raises(ValueError, match=f"has format {found}, and this version reads {tables.FORMAT}"):
+        tables.parse(text)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
@@ -739,6 +751,7 @@ def test_folders_that_are_not_there_and_no_folder_at_all(tmp_path: Path, monkeyp
         tables.store(here(), [GAIN])
     with pytest.raises(InputError, match="GPU_LOD_CACHE"):  # and before anything is measured
         calibrate(1, progress=lambda *_: pytest.fail("measured"))
+    assert tables.forget() == []
     monkeypatch.setenv("GPU_LOD_CACHE", "OFF")
     assert tables.folder() is None
     monkeypatch.setenv("HOME", str(tmp_path))
