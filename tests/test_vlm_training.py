@@ -101,6 +101,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
 
 def test_steps_done_are_not_done_again(tmp_path: Path) -> None:
     trainer = little(tmp_path)
+    trainer.close()  # no log to finish
     first = trainer.fit(loss_of(trainer), 3)
     assert little(tmp_path).step == 3, "the last step is saved, whatever `every`"
     assert trainer.fit(loss_of(trainer), 3) == first and trainer.fit(lambda step: 1 / 0, 2) == first
@@ -192,6 +193,19 @@ def test_gradients_that_are_not_finite_reach_nothing(tmp_path: Path) -> None:
     assert len(torch.load(trainer.path, weights_only=True)["losses"]) == 18
     again = little(tmp_path)
     assert again.step == 18 and len(again.fit(loss_of(again), 30)) == 30
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    """Of an embedding, its module's only parameter: rows that no step reads stay as they are."""
+    module = torch.nn.Embedding(5, 2, sparse=True)
+    before = module.weight.detach().clone()
+    trainer = Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), tmp_path, {})
+    read = torch.tensor([1, 3, 1])
+    trainer.fit(lambda step: module(read).square().sum(), 2)
+    assert (module.weight != before).any(dim=1).tolist() == [False, True, False, True, False]
+    with pytest.raises(InputError, match="its gradients are not"):
+        trainer.fit(lambda step: (module(read) - module(read).detach()).norm(dim=1).sqrt().sum(), 3)
+    assert Trainer(module, trainer.optimizer, tmp_path, {}).step == 2
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
@@ -392,6 +406,15 @@ def test_buffers_that_hold_nan_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"after step 2 0\.running_mean, 0\.running_var of the module hold NaN"):
         trainer.fit(loss, 2)
     assert Trainer(module, trainer.optimizer, tmp_path, {}).step == 1
+
+
+def test_buffers_that_hold_no_nan_or_nothing_yet(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LazyBatchNorm1d(affine=False))
+    for dtype in (torch.float8_e4m3fn, torch.int64, torch.bool):
+        module.register_buffer(str(dtype)[6:], torch.ones(2).to(dtype))
+    trainer = Trainer(module, torch.optim.SGD(module.parameters(), lr=0.1), tmp_path, {})
+    trainer.fit(lambda step: trainer.module(torch.rand(4, 3)).square().sum(), 2)
+    assert Trainer(module, trainer.optimizer, tmp_path, {}).step == 2
 
 
 def test_what_cuts_a_step_off_is_not_saved_half(tmp_path: Path) -> None:
