@@ -209,7 +209,8 @@ def test_other_work_in_between_disturbs_nothing(ctx: lod.Context) -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: lod.mipmap(x, backend="torch")[1], "no part|torch computes"),
+        (lambda x: lod.mipmap(x, backend="torch")[1], "torch computes"),
+        (lambda x: x[:, :, ::2], "OpenGL has no part in it"),
         (lambda x: lod.mipmap(x * 2, generator="compute")[1], "aten::mul|aten.mul"),
         (lambda x: lod.mipmap(x, generator="compute")[1] + 1, "aten.add"),
         (lambda x: lod.mipmap(x, 2 if x.max() > 0.5 else 3, generator="compute")[1], "aten.max"),
