@@ -168,8 +168,9 @@ def test_bad_input(tmp_path: Path) -> None:
         Trainer(optimizer, module, tmp_path, {})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="optimizer is a generator"):
         Trainer(module, module.parameters(), tmp_path, {})  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="scheduler is a float"):
-        little(tmp_path, scheduler=0.1)
+    for scheduler in (0.1, module, optimizer):
+        with pytest.raises(InputError, match=f"scheduler is a {type(scheduler).__name__}"):
+            little(tmp_path, scheduler=scheduler)
     with pytest.raises(InputError, match="log is 'yes'"):
         little(tmp_path, log="yes")
     with pytest.raises(InputError, match="folder is 3"):

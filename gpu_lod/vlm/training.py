@@ -66,7 +66,9 @@ class Trainer:
         for name, value, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
             if not isinstance(value, kind):
                 raise InputError(f"{name} is a {type(value).__name__}; expected a torch {kind.__name__}.")
-        if not (scheduler is None or (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict"))):
+        given: Any = scheduler
+        schedules = hasattr(given, "step") and hasattr(given, "state_dict")
+        if given is not None and (not schedules or isinstance(given, torch.optim.Optimizer)):
             raise InputError(
                 f"scheduler is a {type(scheduler).__name__}; expected one of torch.optim.lr_scheduler, or None."
             )
