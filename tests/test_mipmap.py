@@ -198,12 +198,16 @@ def test_low_storage_limit_splits(restored_limits: lod.Context, generator: str, 
         check(lod.mipmap(odd, generator=generator), odd, "mean")
 
 
-def test_more_images_than_layers(restored_limits: lod.Context) -> None:
+@pytest.mark.parametrize("channels", [1, 3])
+def test_more_images_than_layers(restored_limits: lod.Context, channels: int) -> None:
+    image = noise(600, channels, 5, 6, dtype=torch.uint8)
+    whole = lod.mipmap(image, generator="driver")  # leaves odd sides open
     restored_limits.limits.layers = 256
-    image = noise(600, 1, 5, 6, dtype=torch.uint8)
     for generator in ("fragment", "compute"):
         check(lod.mipmap(image, generator=generator), image, "mean")
-    check(lod.hiz(image, generator="sampler"), image, "max")
+    check(lod.hiz(image[:, :1], generator="sampler"), image[:, :1], "max")
+    for actual, expected in zip(lod.mipmap(image, generator="driver"), whole, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_row_above_the_limit_is_refused(restored_limits: lod.Context) -> None:
